@@ -1,4 +1,4 @@
-"""What a run was made with: machine, packages, and the commit of the user's code and its changes."""
+"""The environment of a run: machine, packages, and commit and changes of the user's code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SECRETS = (
 
 
 def describe_environment(working_dir: Path) -> dict[str, Any]:
-    """Return the content of `environment.json`, without importing torch: the ranks add their devices."""
+    """Return the content of `environment.json`. torch is not imported: the ranks add their devices later."""
     return {
         "command": [masked_word(word) for word in sys.argv],
         "working_dir": str(working_dir),
@@ -57,7 +57,7 @@ def describe_environment(working_dir: Path) -> dict[str, Any]:
 
 
 def distributions() -> dict[str, str]:
-    """Return the installed packages with their versions, from the names of folders: reading their files takes 50
+    """Return the versions of installed packages, read from folder names. Reading their files would take 50
     times as long.
     """
     versions: dict[str, str] = {}
@@ -72,7 +72,7 @@ def distributions() -> dict[str, str]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Return commit and whether there are changes; None without a repository or without git."""
+    """Return the commit and whether there are changes; None without a repository or without git."""
     try:
         commit = _run_git(folder, "rev-parse", "HEAD")
         changed = _run_git(folder, "status", "--porcelain", "--untracked-files=no")
@@ -89,7 +89,9 @@ def _run_git(folder: Path, *words: str) -> str:
 
 
 def uncommitted(working_dir: Path) -> str:
-    """Return the uncommitted changes, without files named like secrets; empty if there are none."""
+    """Return the uncommitted changes as a diff, without files whose names suggest secrets; "" if there are
+    none.
+    """
     left_out = [f":(exclude,icase,top,glob)**/{name}" for name in SECRETS]
     try:
         with subprocess.Popen(

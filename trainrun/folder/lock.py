@@ -1,8 +1,9 @@
-"""One writer a run folder: a training there holds its lock until the last of its processes ends.
+"""The lock of a run folder: only one training writes there, until the last of its processes exits.
 
-The lock (flock) belongs to an open file, not to a file's existence, so `kill -9` frees it. Ranks get the open
-file from their launcher: those that a killed launcher left behind, and that still save, hold it to their end.
-Loader workers do not. Some network file systems have no locks: there nobody is held off, and that is said.
+The lock (flock) belongs to an open file, not to the existence of a file, so `kill -9` releases it. Ranks
+inherit the open file from their launcher: if the launcher is killed while they still save, they hold the
+lock until they exit. Loader workers do not hold it. Some network file systems have no locks: then nothing
+is locked, and a note says so.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _forks_are_heard = False
 
 
 class RunBusy(TrainrunError):
-    """Another process writes in the run folder; later the same command can go on."""
+    """The error that another process writes in the run folder. The same command works later."""
 
     exit_code = EXIT_AGAIN
 
@@ -48,7 +49,7 @@ def only_writer(
 ) -> Iterator[None]:
     """Lock the run folder inside the block. Raise RunBusy if another process trains there.
 
-    patient: wait for that process, which is known to end soon.
+    patient: wait for that process, which is known to exit soon.
     """
     try:
         descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -100,7 +101,9 @@ def close_in_forks(descriptor: int) -> Iterator[None]:
 
 
 def _taken(descriptor: int, run: RunDir, note: Callable[[str], None], patient: bool) -> bool:
-    """Take the lock. Return whether that was possible."""
+    """Acquire the lock. Return False if the file system has no locks. Raise RunBusy if another process
+    holds it.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -109,7 +112,7 @@ def _taken(descriptor: int, run: RunDir, note: Callable[[str], None], patient: b
 
 
 def build_lock_error(run: RunDir, error: OSError) -> ConfigError:
-    """Build the error for a lock that cannot be opened."""
+    """Return the error for a lock file that cannot be opened."""
     if (
         error.errno == errno.ELOOP
     ):  # the folder may be anybody's, and the lock is written before that is asked
@@ -118,7 +121,7 @@ def build_lock_error(run: RunDir, error: OSError) -> ConfigError:
 
 
 def not_writable(run: RunDir, error: OSError) -> ConfigError:
-    """Build the error for a run folder that cannot be written: a resumed run cannot move to another folder."""
+    """Return the error for a run folder that is not writable. A resumed run cannot move to another folder."""
     return ConfigError(
         f"{run.root}: cannot write there ({error.strerror}), and a run goes on in its own folder; make that writable, "
         f"or begin another run from its newest checkpoint: {shlex.quote(f'ckpt_path={run.root}')}"
@@ -128,7 +131,9 @@ def not_writable(run: RunDir, error: OSError) -> ConfigError:
 def taken_later(
     descriptor: int, run: RunDir, error: OSError, note: Callable[[str], None], patient: bool
 ) -> bool:
-    """Wait for what is left of a process that is gone. Whether there is a lock to be had at all; then it is ours."""
+    """Wait for the lock while the process that holds it exits. Return False if the file system has no
+    locks.
+    """
     until, has_warned = time.monotonic() + WAIT_SECONDS, False
     while True:
         if error.errno in NO_LOCKS:
@@ -167,7 +172,7 @@ def _named(owner: dict[str, object]) -> str:
 
 
 def _is_gone(owner: dict[str, object]) -> bool:
-    """Return whether the owner of a lock has ended, which is known only on the same machine."""
+    """Return whether the owner of a lock has exited. This is known only on the owner's machine."""
     number = owner.get("pid")
     if owner.get("host") != socket.gethostname() or not isinstance(number, int):
         return False
@@ -181,13 +186,15 @@ def _is_gone(owner: dict[str, object]) -> bool:
 
 
 def _release(descriptor: int) -> None:
-    """Release the lock, also if a child that is just starting has a copy of the open file."""
+    """Release the lock, even if a starting child process has a copy of the open file."""
     with suppress(OSError):  # no locks here
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _keep_from_forks(descriptor: int) -> None:
-    """Close the lock in forked children, so that a loader worker does not keep the lock of a killed parent."""
+    """Close the lock file in forked children, so that a loader worker does not hold the lock of a killed
+    parent.
+    """
     global _forks_are_heard
     _held.add(descriptor)
     if not _forks_are_heard:
@@ -201,12 +208,12 @@ def _let_go() -> None:
 
 
 def passed_on() -> tuple[list[int], dict[str, str]]:
-    """Return the open files that a rank inherits, and the environment variable that names them."""
+    """Return the file descriptors that a rank inherits, and the environment variable that lists them."""
     return sorted(_held), {INHERITED: ",".join(map(str, sorted(_held)))}
 
 
 def take_over(env: MutableMapping[str, str] = os.environ) -> None:
-    """Hold the launcher's lock in a rank until it ends, but not in its children."""
+    """Hold the launcher's lock in this rank until it exits, but not in its children."""
     for number in filter(None, env.pop(INHERITED, "").split(",")):
         os.set_inheritable(int(number), False)
         _keep_from_forks(int(number))

@@ -1,4 +1,4 @@
-"""Every path inside a run folder, and nothing but paths and the way to write them."""
+"""All paths inside a run folder, and functions that write files there."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ IDENTITY_KINDS: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What the ranks are told besides the config: `job.json` in the run folder.
+    """What ranks need besides the config: `job.json` in the run folder.
 
-    paths: where the user's modules are found. resume: go on from the newest checkpoint. began: where the
-    run's time begins (`time.perf_counter()`), not told on; None is the start of this process. typed: the settings
-    that a person typed for this training, each of which some code must read.
+    paths: where the user's modules are found. resume: continue from the newest checkpoint. began: the start
+        of the run's time (`time.perf_counter()`), not passed to ranks; None for the start of this process.
+        typed: the settings that a person typed for this training, each of which some code must read.
     """
 
     resume: bool
@@ -51,12 +51,12 @@ class LaunchSpec:
 
 
 def typed_settings(overrides: list[str]) -> tuple[str, ...]:
-    """Return the keys of overrides as Hydra takes them."""
+    """Return the keys of overrides, without `+` and values."""
     return tuple(word.lstrip("+").partition("=")[0] for word in overrides)
 
 
 class _Inside:
-    """A path inside of a run folder, made when it is first asked for."""
+    """A descriptor for a path inside a run folder. The path is built at its first use."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -72,7 +72,7 @@ class _Inside:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Owner of every path in a run folder."""
+    """A run folder and every path in it."""
 
     root: Path
     config = _Inside("config.yaml")  # all settings; references to other settings as they were written
@@ -106,7 +106,7 @@ class RunDir:
         return self.root / f"rank{rank}.log"
 
     def stacks(self, rank: int) -> Path:
-        """Return the path of the stacks of a rank that made no progress."""
+        """Return the file for the thread stacks of a rank that makes no progress."""
         return self.root / f"stacks-rank{rank}.txt"
 
     def rank_error(self, rank: int) -> Path:
@@ -114,7 +114,7 @@ class RunDir:
         return self.root / f".error-rank{rank}.json"
 
     def create(self) -> None:
-        """Make the folder; refuse a place where nothing can be written."""
+        """Make the folder. Raise ConfigError if it cannot be written."""
         if ascii(str(self.root)) != ascii(os.fsencode(self.root).decode("utf-8", "replace")):
             raise ConfigError(f"output_dir={self.root}: not UTF-8; name another folder with output_dir=...")
         try:
@@ -129,19 +129,19 @@ class RunDir:
 
 
 def is_name_of_a_run(name: str) -> bool:
-    """Return whether a run writes a file or folder of this name into its own folder."""
+    """Return whether a run writes a file or folder of this name into its folder."""
     names = [path.name for path in vars(RunDir).values() if isinstance(path, _Inside)]
     patterns = ("seal-*.txt", "rank*.log", "stacks-rank*.txt", ".error-rank*.json", ".*.tmp")
     return name in names or any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def is_there(run: RunDir) -> bool:
-    """Return whether this is still the folder of a run."""
+    """Return whether the folder still holds a run."""
     return os.path.lexists(run.identity) or os.path.lexists(run.identity_copy)
 
 
 def check_there(run: RunDir) -> None:
-    """Raise SaveError if the folder was removed during the run: it is not made again half empty."""
+    """Raise SaveError if the folder was removed during the run. It is not made again with half its files."""
     if not is_there(run):
         raise SaveError(
             f"{run.root}: the folder of this run is gone (removed, moved or unmounted), so nothing is saved any more; "
@@ -150,26 +150,28 @@ def check_there(run: RunDir) -> None:
 
 
 def was_saved(run: RunDir) -> bool:
-    """Return whether a checkpoint was ever committed here, even if no sound one is left."""
+    """Return whether a checkpoint was ever committed here, even if no undamaged one is left."""
     traces = any(next(run.checkpoints.glob(name), None) for name in ("step-*", ".bad-*", "best.json"))
     return traces or has_recorded_checkpoint(run)
 
 
 def has_recorded_checkpoint(run: RunDir) -> bool:
-    """Return whether RUN.json records a checkpoint. It stays if the folder of checkpoints is empty or unmounted."""
+    """Return whether RUN.json records a checkpoint. The record stays if the folder of checkpoints is empty
+    or unmounted.
+    """
     with contextlib.suppress(ConfigError):
         return read_identity(run).get(SAVED) is True
     return False
 
 
 def note_saved(run: RunDir, saved: bool = True) -> None:
-    """Record in RUN.json whether a checkpoint was ever committed, if that has changed."""
+    """Record in RUN.json whether a checkpoint was ever committed. Write the file only if that changed."""
     if has_recorded_checkpoint(run) != saved:
         write_identity(run, read_identity(run) | {SAVED: saved})
 
 
 def named_folder(text: str) -> Path:
-    """Return the absolute path that a user means. `..` behind a link means the parent of the link's target."""
+    """Return a user's path as an absolute path. `..` after a link means the parent of the link's target."""
     path = Path(text).expanduser().absolute()
     return path.resolve() if ".." in path.parts else path
 
@@ -181,9 +183,9 @@ def cannot_write(folder: Path, error: OSError) -> ConfigError:
 
 
 def write_text(path: Path, text: str, durable: bool = False) -> None:
-    """Replace a file as a whole: nobody ever sees half of it. Its folder is there.
+    """Replace a file atomically. Its folder must exist.
 
-    durable: also after a power loss, where else an empty file could have taken its place.
+    durable: sync it, so that it survives a power loss. Otherwise an empty file could remain.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
@@ -206,17 +208,17 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
 
 def write_json(path: Path, value: Any, durable: bool = False) -> None:
-    """Write strict JSON with one key a line."""
+    """Write strict JSON with one key per line."""
     write_text(path, format_json(value), durable)
 
 
 def format_json(value: Any) -> str:
-    """Return strict JSON, one key a line."""
+    """Return strict JSON with one key per line."""
     return json.dumps(strict(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def strict(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold by "nan", "inf" and "-inf"."""
+    """Return the value with NaN and infinity replaced by the texts "nan", "inf" and "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     if isinstance(value, Mapping):
@@ -227,7 +229,7 @@ def strict(value: Any) -> Any:
 
 
 def sync_path(path: Path) -> None:
-    """Sync the content of a file, or the names in a folder, so that it survives a power loss."""
+    """Sync a file, or the names in a folder, to the disk, so that they survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -241,7 +243,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raise ValueError, also for a text that is nested too deep."""
+    """Return the value of a JSON text. Raise ValueError if it is invalid or nested too deep."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -249,8 +251,9 @@ def parse_json(text: str) -> Any:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """Return a plain file of at most `limit` bytes. Raise OSError or ValueError, also for a pipe, which could block
-    forever.
+    """Return the content of a regular file of at most `limit` bytes. Raise OSError or ValueError.
+
+    A pipe is refused, because reading it could block forever.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -262,7 +265,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_identity(run: RunDir) -> dict[str, Any]:
-    """Read RUN.json, or its copy if that is damaged. Raise ConfigError if both are."""
+    """Return RUN.json, or its copy if it is damaged. Raise ConfigError if both are damaged."""
     for path in (run.identity, run.identity_copy):
         if identity := sound_identity(path):
             return identity
@@ -273,7 +276,7 @@ def read_identity(run: RunDir) -> dict[str, Any]:
 
 
 def read_origin(run: RunDir) -> tuple[Path, Path] | None:
-    """Return the directory where the run began, and its folder then; None if that is not known any more."""
+    """Return the working directory in which the run began and its folder at that time; None if unknown."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         environment = read_json(run.environment)
         began = Path(environment["working_dir"])
@@ -282,7 +285,7 @@ def read_origin(run: RunDir) -> tuple[Path, Path] | None:
 
 
 def sound_identity(path: Path) -> dict[str, Any]:
-    """Read RUN.json or its copy. Return {} if it is missing or damaged, or holds what no run writes."""
+    """Read RUN.json or its copy. Return {} if it is missing, damaged, or invalid."""
     with contextlib.suppress(OSError, ValueError):
         identity = read_json(path)
         digest = identity.pop(DIGEST, None) if isinstance(identity, dict) else None
@@ -305,7 +308,7 @@ def _is_identity(told: dict[str, Any]) -> bool:
 
 
 def write_identity(run: RunDir, told: dict[str, Any]) -> None:
-    """RUN.json and its copy, with a hash that tells damage from what was meant."""
+    """Write RUN.json and its copy, with a hash that reveals damage."""
     sealed = {**told, DIGEST: _digest(told)}
     write_json(run.identity, sealed, durable=True)
     write_json(run.identity_copy, sealed)

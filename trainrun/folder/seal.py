@@ -1,10 +1,11 @@
-"""The seal of a run folder: whether this user wrote what the commands obey in it, or trusted it once.
+"""The seal of a run folder: proof that this user wrote its config and links, or trusted them once.
 
-A config names code to run, files to write and servers to send to, so a folder from somebody else is obeyed as a whole
-or not at all. The seal is a file of HMACs, with a key that only this user can read, over the config, its secrets, the
-directory in which the run began, and the links that lead out of the folder. A run seals its folder when it begins and
-whenever it writes its config. `--trust` seals any other folder. The key lies in the user's state folder, so every
-machine with the same home has it. The seal names no path of the folder, so a folder may be moved or copied.
+A config names code to run, files to write and servers to contact, so a folder from somebody else is used
+completely or not at all. The seal is a file of HMACs with a key that only this user can read. They cover
+the config, its secrets, the working directory in which the run began, and the links that lead out of the
+folder. A run seals its folder when it begins and whenever it writes its config. `--trust` seals any other
+folder. The key is in the user's state folder, so every machine with the same home has it. The seal does not
+contain the folder's path: a folder may be moved or copied.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MAX_BYTES = 2**22  # of each sealed file
 
 
 def key_path() -> Path:
-    """Return the path of this user's key. Raise OSError if the user has no home."""
+    """Return the path of this user's key. Raise OSError if the user has no home folder."""
     state = os.environ.get("XDG_STATE_HOME")
     try:
         folder = Path(state) if state else Path.home() / ".local" / "state"
@@ -39,7 +40,7 @@ def key_path() -> Path:
 
 
 def read_key() -> bytes:
-    """Return this user's key, empty before its first use. Raise OSError if it is not the user's alone."""
+    """Return this user's key; empty before its first use. Raise OSError if other users can read it."""
     path = key_path()
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -54,7 +55,7 @@ def read_key() -> bytes:
 
 
 def make_key() -> bytes:
-    """Return this user's key, made at its first use. Raise OSError if it cannot be kept."""
+    """Return this user's key; create it at its first use. Raise OSError if it cannot be written."""
     if key := read_key():
         return key
     path = key_path()
@@ -72,12 +73,12 @@ def make_key() -> bytes:
 
 
 def seal_path(run: RunDir, key: bytes) -> Path:
-    """Return the path of a user's seal: each user who trusts a shared folder has one."""
+    """Return the path of a user's seal. Each user who trusts a shared folder has one."""
     return run.root / f"seal-{hashlib.sha256(key).hexdigest()[:8]}.txt"
 
 
 def outward_links(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each link that leads out of the folder, with the absolute path that it leads to."""
+    """Yield each link that leads out of the folder, with the absolute path of its target."""
     for folder, folders, files in os.walk(root):
         for path in (Path(folder, name) for name in sorted(folders + files)):
             if path.is_symlink():
@@ -87,9 +88,9 @@ def outward_links(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def sealed_parts(run: RunDir, pending: Mapping[Path, str] | None = None) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of each file of a run folder that can make a command run code.
+    """Yield name and content of each part of a run folder that can make a command run code.
 
-    pending: texts of files that are about to be written.
+    pending: contents of files that are about to be written.
     """
     texts = [(path, text.encode("utf-8", "backslashreplace")) for path, text in (pending or {}).items()]
     for path in (run.config, run.config_before, run.secrets):
@@ -115,9 +116,10 @@ def digest_part(key: bytes, run_id: str, name: str, content: bytes) -> str:
 
 
 def seal_folder(run: RunDir, pending: Mapping[Path, str] | None = None) -> None:
-    """Seal all that the folder holds now, and files that are about to be written. Raise OSError if that fails.
+    """Seal the current parts of the folder and files that are about to be written. Raise OSError if that
+    fails.
 
-    A run that is killed before it writes a pending file has a sealed folder, and so has one that is killed after it.
+    So the folder is sealed whether a run is killed before or after it writes a pending file.
     """
     key, run_id = make_key(), read_identity(run)["run_id"]
     lines = {digest_part(key, run_id, name, content) for name, content in sealed_parts(run, pending)}
@@ -144,14 +146,15 @@ def unsealed_parts(run: RunDir) -> tuple[list[str], str]:
 
 
 def is_sealed(run: RunDir) -> bool:
-    """Return whether this user has sealed all that the folder holds."""
+    """Return whether this user has sealed every part of the folder."""
     return not unsealed_parts(run)[0]
 
 
 def check_sealed(run: RunDir, trust: bool, way: str = "add --trust, once (in Python trust=True)") -> None:
-    """Raise ConfigError if this user has not sealed the folder; import nothing. trust: seal the folder instead.
+    """Raise ConfigError if this user has not sealed the folder. Import nothing. trust: seal the folder
+    instead.
 
-    way: what to do in order to trust it.
+    way: the end of the message, which says how to trust the folder.
     """
     check_files(run.root, trust)
     names, why = unsealed_parts(run)
@@ -172,9 +175,9 @@ def check_sealed(run: RunDir, trust: bool, way: str = "add --trust, once (in Pyt
 
 
 def check_files(root: Path, trust: bool, way: str = "--trust") -> None:
-    """Raise ConfigError for a link that leads out of a folder, unless the user sealed it, and for a pipe or device.
+    """Raise ConfigError for a pipe or a device in a folder, and for an unsealed link that leads out of it.
 
-    way: the words that allow such links.
+    way: the option that allows such links.
     """
     for folder, _, files in os.walk(root):
         for path in (Path(folder, name) for name in files):

@@ -1,7 +1,4 @@
-"""`status.json`: how a run stands, and how it ended. The truth for sweeps, scripts and people.
-
-Also which run a word names: a run by its folder, or a sweep, which stands for its best run.
-"""
+"""`status.json`: the state of a run, for sweeps, scripts and people; and the run that a folder stands for."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ def read_status(run: RunDir) -> dict[str, Any]:
 
 
 def is_valid_status(status: dict[str, Any]) -> bool:
-    """Return whether a status holds only what a run writes."""
+    """Return whether every value of a status is one that a run writes."""
     held = [(status[name], kinds) for name, kinds in KINDS.items() if name in status]
     return (
         status.get("state") in STATES
@@ -49,7 +46,9 @@ def is_valid_status(status: dict[str, Any]) -> bool:
 def write_status(
     run: RunDir, run_name: str | None, state: str, exit_code: int | None, message: str, **facts: Any
 ) -> None:
-    """Replace `status.json`; what an earlier status knew (best value, steps) is kept until it is given again."""
+    """Replace `status.json`. Values of the earlier status (best value, steps) stay unless they are given
+    again.
+    """
     earlier = read_status(run)
     overrides: list[str] = []
     with contextlib.suppress(OSError, ValueError):
@@ -71,7 +70,8 @@ def is_sweep(folder: Path) -> bool:
 
 
 def named_run(word: str | Path) -> RunDir:
-    """Return the run of a folder, which may hold none; of a sweep's folder its best run, with a line that says which.
+    """Return the run in a folder, which may hold none. For a sweep's folder return its best run, and print
+    which one it is.
 
     Raise ConfigError for a sweep without a best run.
     """
@@ -84,7 +84,9 @@ def named_run(word: str | Path) -> RunDir:
 
 
 def best_run(sweep: Path) -> tuple[RunDir, str]:
-    """Return the best run of a sweep's folder, and a line that says which. Raise ConfigError if there is none."""
+    """Return the best run of a sweep's folder, and a line that names it. Raise ConfigError if there is
+    none.
+    """
     try:
         name = str(read_json(sweep / SWEEP_FILE)[BEST])
     except (OSError, ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""Which numbers are computed in which type: weights, data, matrix products; what a device makes of it."""
+"""The dtypes of weights, data and matrix products, and notes on how a device computes them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ MATMUL_NOTES = {
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, rollback,
-    ignore.
+    """The options of the precision and the guarded update.
+
+    clip_value: None or 0 for no clipping. clip_algorithm: norm or value. nan_policy: stop, skip, rollback
+        or ignore.
     """
 
     mode: str = "32-true"
@@ -48,7 +50,7 @@ def build_precision(
     phases: PhaseTimer | None = None,
     parallel: Parallel | None = None,
 ) -> tuple[Update, list[str]]:
-    """Build the precision of a run, after `prepare_model`. Return it with notes on what this device makes of it.
+    """Build the precision of a run after `prepare_model`. Return it with notes about this device.
 
     Raise ConfigError if the device or the model cannot be trained with it.
     """
@@ -73,15 +75,17 @@ def build_precision(
 
 
 def data_float_dtype(mode: str) -> torch.dtype:
-    """Return the type in which floating-point data is stored and moved. The model casts further if it must."""
+    """Return the dtype in which floating-point data is stored and moved. The model converts it further if
+    necessary.
+    """
     return torch.float64 if mode == "64-true" else torch.float32
 
 
 def prepare_model(model: nn.Module, mode: str) -> nn.Module:
-    """Convert the weights for the `true` modes, in place; to be called before the optimizer is built.
+    """Convert the weights for the `true` modes in place. Call it before the optimizer is built.
 
-    Whatever floating-point tensors the model is called with are cast to the type of its weights, so
-    data and tasks need not know it.
+    Floating-point inputs of the model are converted to the dtype of its weights, so data and tasks need not
+    know it.
     """
     dtype = TRUE_TYPES.get(mode)
     if dtype is not None:
@@ -90,7 +94,7 @@ def prepare_model(model: nn.Module, mode: str) -> nn.Module:
 
 
 def set_matmul(matmul: str, device: torch.device) -> str:
-    """Set how far float32 products may round, for the whole process; return a note ("" at the default)."""
+    """Set the precision of float32 products for the whole process. Return a note ("" for the default)."""
     torch.set_float32_matmul_precision(matmul)
     torch.backends.cudnn.allow_tf32 = matmul != "highest"
     if matmul == "highest":
@@ -99,7 +103,7 @@ def set_matmul(matmul: str, device: torch.device) -> str:
 
 
 def is_tiny(model: nn.Module, batch_size: int) -> bool:
-    """Return whether a step is so small (a few dense layers) that the calls take longer than the kernels."""
+    """Return whether a step is so small (a few dense layers) that calls take longer than kernels."""
     flop = 6 * sum(parameter.numel() for parameter in model.parameters()) * batch_size
     return flop < SMALL_STEP_FLOP and all(
         isinstance(module, DENSE) or not list(module.parameters(recurse=False)) for module in model.modules()
@@ -111,7 +115,7 @@ DOUBLE_PRECISION_GPUS = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 
 
 def check_model_type(mode: str, model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError for a model that cannot be trained in this mode on this device."""
+    """Raise ConfigError if the model cannot be trained in this mode on this device."""
     if mode == "16-mixed" and any(param.is_complex() for param in model.parameters()):
         raise ConfigError(
             "precision=16-mixed: torch scales no gradients of complex parameters; use precision=bf16-mixed or 32-true"
@@ -150,14 +154,14 @@ def computes_lstm(dtype: torch.dtype) -> bool:
 
 
 def convert_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the weights in place. Floating-point tensors with which the model is called are converted too."""
+    """Convert the weights in place. A hook converts floating-point inputs of the model too."""
     cast = partial(cast_weight, dtype)  # Module.to would make complex numbers real: half of them lost
     model._apply(cast)  # type: ignore[no-untyped-call]
     model.register_forward_pre_hook(partial(cast_inputs, dtype), with_kwargs=True)
 
 
 def cast_weight(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """Convert a weight. Integers stay. Complex numbers get twice the precision with float64, and stay otherwise."""
+    """Convert a weight. Integers stay. Complex numbers become complex128 for float64, and stay otherwise."""
     if tensor.is_complex():
         return tensor.to(torch.complex128) if dtype is torch.float64 else tensor
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -184,7 +188,9 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def describe_matmul_precision(matmul: str, mode: str, capability: tuple[int, int]) -> str:
-    """Return a note on what float32 costs on a GPU with TF32 (compute capability 8.0 and later); "" elsewhere."""
+    """Return a note about the cost of float32 products on a GPU with TF32 (compute capability 8.0 or
+    later); else "".
+    """
     if matmul != "highest" or mode != "32-true" or capability < (8, 0):
         return ""
     return (
@@ -194,7 +200,7 @@ def describe_matmul_precision(matmul: str, mode: str, capability: tuple[int, int
 
 
 def type_notes(mode: str, device: torch.device) -> list[str]:
-    """Return notes on a mode that this device computes in an unexpected way."""
+    """Return notes on a mode that this device emulates or lacks. Raise ConfigError for float64 on mps."""
     if mode == "64-true" and device.type == "mps":
         raise ConfigError(
             "precision=64-true: the device mps has no float64; "
@@ -229,12 +235,12 @@ def is_x86() -> bool:
 
 
 def emulates_bfloat16(device: torch.device) -> bool:
-    """Return whether the device is known to compute matrix products in bfloat16 without hardware for it."""
+    """Return whether the device is known to compute bfloat16 matrix products without hardware support."""
     return (device.type == "cuda" or (device.type == "cpu" and is_x86())) and not has_bfloat16(device)
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a CPU or a GPU has arithmetic for matrix products in bfloat16."""
+    """Return whether the CPU or GPU has hardware for bfloat16 matrix products."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
@@ -242,7 +248,9 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def cpu_has(*features: str) -> bool:
-    """Return whether the CPU has one of the features. torch 2.8 probes some; later versions have one table."""
+    """Return whether the CPU has one of the features. torch 2.8 probes some of them; later versions have
+    one table.
+    """
     table: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     probes = [getattr(torch.cpu, f"_is_{feature}_supported", bool) for feature in features]
     return any(table.get(feature) for feature in features) or any(probe() for probe in probes)
@@ -263,7 +271,7 @@ def _cuda_note(mode: str, device: torch.device) -> str:
 
 
 def type_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
-    """Return the mode of `precision=auto` if `trainrun.autotune` does not time both, and why. tiny: see `is_tiny`."""
+    """Return the mode of `precision=auto` when nothing is measured, and the reason. tiny: see `is_tiny`."""
     native = device.type in ("cpu", "cuda") and has_bfloat16(device)
     if not native:
         return FULL, f"this {device.type} has no bfloat16 arithmetic for matrix products"
@@ -273,7 +281,7 @@ def type_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
 
 
 def describe_half_precision(model: nn.Module) -> list[str]:
-    """Return a note on 16-bit weights that the model itself makes; at least one must exist."""
+    """Return a note about the 16-bit weights that the model creates; there must be at least one."""
     half_types = [
         param.dtype for param in model.parameters() if param.requires_grad and param.dtype.itemsize == 2
     ]

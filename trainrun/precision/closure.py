@@ -1,11 +1,12 @@
-"""The guarded update of an optimizer that computes the loss several times in a step (L-BFGS, Rprop of one's own).
+"""The guarded update of an optimizer that computes the loss several times per step (L-BFGS, a custom line
+search).
 
-what: its closure clears the gradients, adds up new ones and returns the loss. Each evaluation is checked and clipped as
-    any gradient; where one is not finite, weights and optimizer state are those before the step again.
-when: a step of the user's own hands `run.update(closure)` one.
-when not: float16, whose loss scale could change between two evaluations (refused).
+what: its closure clears the gradients, computes new ones and returns the loss. The gradients of each
+    evaluation are checked and clipped. If one is not finite, weights and optimizer state are restored.
+when: a custom step passes a closure to `run.update(closure)`. when not: float16, whose loss scale could
+    change between two evaluations (refused).
 source: torch.optim.LBFGS
-gain: `nan_policy` holds for these optimizers too. Cost: copies of the weights and of the state's tensors.
+gain: `nan_policy` works for these optimizers too. Cost: copies of the weights and of the state's tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from trainrun.precision.update import Update
 
 
 class NotFinite(Exception):
-    """One of the evaluations gave a gradient that is not finite."""
+    """The error that an evaluation gave a gradient that is not finite."""
 
 
 def step_with_closure(
@@ -71,8 +72,8 @@ def step_with_closure(
 
 
 def _kept(value: Any) -> Any:
-    """Copy a value of the state. The history of L-BFGS is a list whose members are never changed, so the list is
-    enough.
+    """Copy a value of the optimizer state. L-BFGS keeps its history in a list whose items never change: a
+    shallow copy suffices.
     """
     if isinstance(value, Tensor):
         return value.detach().clone()

@@ -1,4 +1,4 @@
-"""Gradients as lists of tensors, one list per device and type, because batched kernels want them so; and clipping."""
+"""Gradients as lists of tensors, one list per device and dtype, for batched kernels; and gradient clipping."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ LARGE_GRADIENT = 1 << 15  # values; below, one kernel over all tensors is faster
 
 
 class GradientLists:
-    """The gradients of some parameters, each with the strides of its parameter, as batched kernels want them.
+    """The gradients of some parameters, each with the strides of its parameter, as batched kernels need
+    them.
 
-    Autograd makes them so, and whoever replaces one may give it other strides, which fused optimizers ignore. So the
-    strides are compared in every step (0.3 us for four tensors); what the last comparison accepted is not looked at
-    again. with_gradient: the parameters that had a gradient in the last step.
+    Autograd makes them so, but code that replaces a gradient may give it other strides, which fused
+    optimizers ignore. So the strides are compared in every step (0.3 us for four tensors). with_gradient:
+    the parameters that had a gradient in the last step.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
@@ -41,10 +42,10 @@ class GradientLists:
         self._uniform = False
 
     def groups(self) -> Groups:
-        """Return the gradients there are, one list for each device and type.
+        """Return the existing gradients, one list per device and dtype.
 
-        Sparse gradients are coalesced in place and stand here with their values. Complex ones stand as the real
-        numbers (..., 2) that they are in memory, since the kernels know no others.
+        Sparse gradients are coalesced in place and represented by their values. Complex ones are viewed as
+        real numbers (..., 2), because the kernels do not support complex numbers.
         """
         grads = [grad for param in self.with_gradient if (grad := param.grad) is not None]
         same = len(grads) == len(self.with_gradient) and self._have_known_strides(grads)
@@ -61,7 +62,9 @@ class GradientLists:
             return False
 
     def _examine(self) -> Groups:
-        """Lay out gradients that need it, and remember what is there for the next steps."""
+        """Fix the layout of gradients that need it, and store which parameters have gradients for the next
+        steps.
+        """
         self.with_gradient = [param for param in self.params if param.grad is not None]
         self._without = [param for param in self.params if param.grad is None]
         grads = [lay_out_gradient(param) for param in self.with_gradient]
@@ -76,7 +79,7 @@ class GradientLists:
 
 
 def is_uniform(params: Iterable[nn.Parameter]) -> bool:
-    """Return whether the gradients of these parameters are one list, as they are: of one device and real type."""
+    """Return whether the gradients of these parameters form one list: one device and one real dtype."""
     kinds = {(param.device, param.dtype) for param in params}
     return len(kinds) <= 1 and not any(dtype.is_complex for _, dtype in kinds)
 
@@ -84,9 +87,8 @@ def is_uniform(params: Iterable[nn.Parameter]) -> bool:
 def total_norm(groups: Groups, device: torch.device) -> Tensor:
     """Return the 2-norm of all gradients as one vector, 0-d on `device`. The host does not wait for it.
 
-    It is computed in float32 or more, even for 16-bit gradients, unlike torch.nn.utils.get_total_norm. On a CPU a loop
-    takes
-    half the time of that function (10 and 19 us for four small tensors).
+    It is computed in float32 or more, even for 16-bit gradients, unlike torch.nn.utils.get_total_norm. On a
+    CPU a loop takes half the time of that function (10 and 19 us for four small tensors).
     """
     norms: list[Tensor] = []
     for grads in groups:
@@ -104,10 +106,11 @@ def total_norm(groups: Groups, device: torch.device) -> Tensor:
 
 
 def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
-    """Set `found` (0-d float32) to 1 if any value is not finite; never back to 0. The host does not wait.
+    """Set `found` (0-d float32) to 1 if any gradient is not finite; never back to 0. The host does not
+    wait.
 
-    One pass: 2.5 us for four small tensors on a CPU, where their norms or their sums take 6. `one` is a 1
-    on the device of `found`: the kernel is that of loss scaling, and here the scale is 1.
+    One pass: 2.5 us for four small tensors on a CPU, where their norms or sums take 6. The kernel is that
+    of loss scaling; `one` is the scale 1 on the device of `found`.
     """
     for grads in groups:
         device = grads[0].device
@@ -128,21 +131,20 @@ def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
 
 
 def has_finite_sum(tensor: Tensor) -> bool:
-    """Return True only if all values are finite. It is False too if the sum of finite values overflows.
+    """Return True only if all values are finite. It is also False if the sum of finite values overflows.
 
-    It only reads, while the kernel of `mark_nonfinite` writes the values back: half the time or less for tensors
-    outside the
-    caches. The host reads the result.
+    It only reads, while the kernel of `mark_nonfinite` writes the values back: at most half the time for
+    tensors larger than the caches. The host reads the result.
     """
     return math.isfinite(tensor.sum().item())
 
 
 def backward(loss: Tensor, gradient: Tensor, params: Sequence[Tensor] = ()) -> None:
-    """Run `loss.backward(gradient, inputs=params)` for a 0-d loss and a gradient of its type and device.
+    """Run `loss.backward(gradient, inputs=params)` for a 0-d loss and a gradient of the same dtype and
+    device.
 
-    If a gradient is given, torch checks its shape with symbols and imports sympy for that: 0.3 s at the first step,
-    and
-    15 us of 85 in all others (digits MLP, batch 32).
+    If a gradient is given, torch checks its shape with symbols and imports sympy for that: 0.3 s at the
+    first step, and 15 us of 85 in all others (digits MLP, batch 32).
     """
     if RUN_BACKWARD is None or type(loss) is not Tensor:
         loss.backward(gradient, inputs=list(params) or None)  # type: ignore[no-untyped-call]
@@ -153,7 +155,7 @@ def backward(loss: Tensor, gradient: Tensor, params: Sequence[Tensor] = ()) -> N
 
 
 def by_kind(params: Iterable[nn.Parameter]) -> Groups:
-    """Return the existing gradients by device and type; see `GradientLists.groups`."""
+    """Return the existing gradients grouped by device and dtype; see `GradientLists.groups`."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for param in params:
         if (grad := param.grad) is not None:
@@ -177,9 +179,9 @@ def _coalesced(param: nn.Parameter) -> Tensor:
 
 
 def mark_by_largest(grads: list[Tensor], found: Tensor) -> None:
-    """Set `found` if the largest absolute gradient of a group is not finite (NaN included).
+    """Set `found` if the largest absolute gradient is not finite (NaN included).
 
-    Works for any number type and does not change the gradients.
+    Works for any dtype and does not change the gradients.
     """
     if filled := [grad for grad in grads if grad.numel()]:
         bad = ~torch.nn.utils.get_total_norm(filled, math.inf).isfinite()
@@ -198,7 +200,7 @@ def clip_norm_(params: Iterable[nn.Parameter], norm: Tensor, limit: float) -> No
 
 
 def clip_value_(groups: Groups, limit: float) -> None:
-    """Limit every value to [-limit, limit]."""
+    """Clamp every value to [-limit, limit]."""
     for grads in groups:
         for grad in grads:
             grad.clamp_(-limit, limit)

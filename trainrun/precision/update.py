@@ -1,10 +1,10 @@
 """The guarded update: autocast, loss scaling, clipping, and gradients that are not finite.
 
-The order is fixed: unscale, check, clip, update, clear. On a CPU reading a flag costs 0.2 us, so the
-check is read at once. On a GPU reading it makes the host wait for every kernel before it, so it is read
-only where a skipped step is a normal event (float16, nan_policy=skip, rollback); with nan_policy=stop the fused
-optimizers read it on the device, leave the weights alone from the first bad step on, and `failure`
-asks when the host waits anyway.
+The order is fixed: unscale, check, clip, update, clear. On a CPU, reading the flag costs 0.2 us, so it is
+read at once. On a GPU the read makes the host wait for all earlier kernels. There it is read only if a
+skipped step is a normal event (float16, nan_policy=skip, rollback). With nan_policy=stop the fused
+optimizers read it on the device and leave the weights unchanged from the first bad step on; `failure` reads
+it when the host waits anyway.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ MAX_CACHED_SHARES = 64
 
 
 class Update:
-    """Fills `Precision`.
+    """The precision and guarded update of a run.
 
-    autocast_dtype: None computes in the type of the weights; float16 also scales the loss.
-    clip_value: None or 0 is no clipping; clip_algorithm: norm, value; nan_policy: stop, skip, rollback, ignore.
-    lazy: the flag stays on the device where the optimizer can read it there. phases: where time is booked.
-    parallel: joins what single ranks find.
+    autocast_dtype: None computes in the dtype of the weights; float16 also scales the loss.
+    clip_value: None or 0 for no clipping. clip_algorithm: norm or value. nan_policy: stop, skip, rollback
+        or ignore.
+    lazy: keep the flag on the device if the optimizer can read it there. phases: the timer of the phases.
+    parallel: combines the flags of all ranks.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Update:
         return context
 
     def backward(self, loss_sum: Tensor, share: float, params: Sequence[Tensor] = ()) -> None:
-        """Compute gradients. params: the only ones that get a gradient; empty for all that the loss depends on."""
+        """Compute gradients of `share * loss_sum`. params: the only parameters that get one; empty for all."""
         # The share goes in as the gradient of the loss: no product, and none to differentiate.
         gradient = self._shares.get((share, loss_sum.dtype))
         if gradient is None:
@@ -138,7 +139,9 @@ class Update:
         return GradReport(norm, not usable)
 
     def check_and_clip(self, optimizer: Optimizer, want_norm: bool) -> tuple[bool, Tensor | None]:
-        """Unscale, check and clip the gradients. Return whether they can be used, and their norm before clipping."""
+        """Unscale, check and clip the gradients. Return whether they can be used, and their norm before
+        clipping.
+        """
         if optimizer is not self._optimizer or len(optimizer.param_groups) != self._num_groups:
             self._adopt(optimizer)
         self._book(CHECK)
@@ -157,7 +160,7 @@ class Update:
         return usable, norm
 
     def end_step(self, usable: bool) -> None:
-        """Count what was left out, move the loss scale, and clear the gradients."""
+        """Count a skipped step, update the loss scale, and clear the gradients."""
         self._skipped_in_a_row = 0 if usable else self._skipped_in_a_row + 1
         self._updated_once = self._updated_once or usable
         if self._scaler is not None and self._scaled:
@@ -171,7 +174,7 @@ class Update:
             self._parallel.adopt_trained(self._model)
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
-        """Take up that other parameters have gradients than in the step before."""
+        """Handle that other parameters have gradients than in the previous step."""
         self._with_gradient = self._gradients.with_gradient
         self.had_gradient |= set(self._with_gradient)
         parts = joined_optimizers(optimizer) or [optimizer]
@@ -184,7 +187,7 @@ class Update:
             self._parallel.exchange()  # the forward itself made a parameter trained, after the ranks agreed on them
 
     def _adopt(self, optimizer: Optimizer) -> None:
-        """Read the optimizer's parameters once, not in every step."""
+        """Read the optimizer's parameters when they change, not in every step."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         alike = optimizer is self._optimizer and len(params) == len(self._params)
         self._num_groups = len(optimizer.param_groups)
@@ -206,7 +209,9 @@ class Update:
             optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def _is_usable(self, optimizer: Optimizer, groups: Groups, norm: Tensor | None) -> bool:
-        """Return whether to call `optimizer.step()`. True also if the optimizer checks on the device."""
+        """Return whether to call `optimizer.step()`. True also if the optimizer checks the gradients on the
+        device.
+        """
         if self._scaler is not None:
             return not (groups and self._overflowed(self._scaler, optimizer, self._any_rank))
         if not self._checks:
@@ -237,7 +242,7 @@ class Update:
 
     @property
     def scales(self) -> bool:
-        """Return whether the loss is scaled, as float16 wants it."""
+        """Return whether the loss is scaled, as float16 needs it."""
         return self._scaler is not None
 
     def failure(self, wait: bool) -> str:
@@ -249,7 +254,7 @@ class Update:
         return describe_end(self._stopped, self._scaler is not None, most)
 
     def _look(self) -> None:
-        """Take the flag from the device to the host, which waits for it."""
+        """Read the flag from the device. The host waits for it."""
         if self._lazy and not self._stopped:
             self._stopped = self._found.item() != 0
 
@@ -279,20 +284,20 @@ def _as_it_is(value: T) -> T:
 
 
 def _no_step() -> None:
-    """Do nothing; stands for the update before the first optimizer is known."""
+    """Do nothing. Used before the first optimizer is known."""
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Return whether `optimizer.step()` itself skips the update if `found_inf` is set on the device.
 
-    True for torch's fused optimizers and for Muon here.
+    True for torch's fused optimizers and trainrun's Muon.
     """
     is_known_class = type(optimizer).__module__.startswith(("torch.optim.", "trainrun.optimizer."))
     return is_known_class and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def build_scaler(device: torch.device) -> torch.amp.GradScaler:
-    """Build a GradScaler whose scale is on the device already; torch creates it at the first loss only."""
+    """Return a GradScaler whose scale is on the device already; torch creates it at the first loss."""
     scaler = torch.amp.GradScaler(device.type)
     scaler.scale(torch.zeros((), device=device))
     return scaler
@@ -303,15 +308,17 @@ def has_overflowed(
 ) -> bool:
     """Return whether `unscale_` saw a value that is not finite. The host waits for the device.
 
-    Asked before the step, so that `optimizer.step()` is not called at all: GradScaler.step would call a
-    fused one, and SGD would then start from an uninitialised momentum.
+    It is checked before the step, so that `optimizer.step()` is not called: GradScaler.step would call a
+    fused optimizer, and SGD would start from an uninitialised momentum.
     """
     flags = scaler._found_inf_per_device(optimizer)
     return math.fsum(any_rank(flag).item() for flag in flags.values()) != 0
 
 
 def describe_end(stopped: bool, scales: bool, most: int) -> str:
-    """Return why the run ends. stopped: by the policy; else more than `most` steps in a row were skipped."""
+    """Return why the run ends. stopped: nan_policy=stop; otherwise more than `most` steps in a row were
+    skipped.
+    """
     if stopped:
         return (
             "a gradient was NaN or infinite (trainer.nan_policy=stop). The weights are those before this step. "

@@ -1,4 +1,6 @@
-"""A run that was trained: its config, its numbers, and its model, from the folder alone."""
+"""The Python interface to a run: train one, load one, and read its config, numbers and model from its
+folder.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,10 @@ STATE_WORDS = {"done": "ended", "stopped": "stopped", "pruned": "pruned"} | {
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """One run folder, read when asked.
+    """One run folder. Files are read when they are needed.
 
-    trust: it may name code that is not known to be the user's own. objects: what it was given from Python.
+    trust: whether its config may name code that this user has not sealed. objects: the Python objects that
+        the run got.
     """
 
     folder: Path
@@ -79,7 +82,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Return all rows of `metrics.jsonl`; `kind` says what a row is about."""
+        """Return all rows of `metrics.jsonl`. The value `kind` says what a row is about."""
         return read_metric_rows(self.files.metrics)
 
     def load_model(
@@ -87,11 +90,14 @@ class Run:
     ) -> nn.Module:
         """Return the trained network in evaluation mode, on the CPU.
 
-        which: best, last, or a checkpoint's name; without it the best, or the last where no metric chose a best one.
+        which: best, last, or a checkpoint's name; by default the best, or the last if no metric chose a
+            best one.
+        model: a network built like the one that the run got from Python, if this is another process; it is
+            not changed.
+        merge: return a plain network, with the LoRA corrections added to its weights.
 
-        It takes inputs as a batch of the run had them: pictures scaled (0 to 1 of `data=image_folder`), and
-        normalised where `data.augment.normalize` was. model: the like of that which the run was given from Python, if
-        this is another process; it is left as it is. merge: a plain network, with what LoRA learned in its weights.
+        The network takes inputs like the batches of the run: images scaled (0 to 1 for
+        `data=image_folder`), and normalised if `data.augment.normalize` was set.
         """
         with holding(dict(self.objects) | ({} if model is None else {"model": model})):
             network = load_network(self.files, choose_checkpoint(self.files.checkpoints, which), self.trust)
@@ -104,11 +110,13 @@ class Run:
     def predict(
         self, samples: Any, which: str | None = None, num_classes_shown: int = 3
     ) -> dict[str, list[Any]]:
-        """Return the predictions for new samples as columns; `prediction` holds the name of a class if it has one.
+        """Return the predictions for new samples as columns. `prediction` holds class names if the classes
+        have names.
 
-        samples: paths, folders or patterns; a picture of PIL, uint8 array (H, W, C) or tensor (C, H, W), or several;
-            rows of a table (a mapping, a list of them, a DataFrame); or an array (N, ...) of inputs as the data of the
-            run gives them. num_classes_shown: columns for so many likely classes.
+        samples: paths, folders or patterns; one or several images (PIL, uint8 arrays (H, W, C) or tensors
+            (C, H, W)); table rows (a mapping, a list of mappings, a DataFrame); or an array (N, ...) of
+            inputs like those of the run's data.
+        num_classes_shown: the number of most likely classes that get columns.
 
             run = trainrun.load("runs/plants")
             run.predict({"height": 3.1, "width": 0.4})["prediction"]
@@ -119,9 +127,10 @@ class Run:
             return predict_new(self.files, samples, which, self.trust, num_classes_shown)
 
     def history(self) -> Any:
-        """Return the logged metrics of training and validation as columns by name, with None where a row has none.
+        """Return the logged training and validation metrics as columns by name; None where a row lacks the
+        value.
 
-        With pandas installed it is a DataFrame.
+        The result is a DataFrame if pandas is installed, else a dict of lists.
         """
         rows = [row for row in self.metrics if row.get("kind") in ("train", "eval")]
         names = list(dict.fromkeys(name for row in rows for name in row))
@@ -131,7 +140,7 @@ class Run:
         return import_module("pandas").DataFrame(columns)
 
     def plot(self) -> RunPage:
-        """Return the curves of the run, which a notebook shows as charts."""
+        """Return a page with the curves of the run, which a notebook shows as charts."""
         from trainrun.plots.report import curves_page
 
         return RunPage(curves_page(self.files))
@@ -145,7 +154,7 @@ class Run:
 
 @dataclass(frozen=True)
 class RunPage:
-    """A page in the output of a notebook's cell; `str` of it is the HTML of a file."""
+    """A page for the output of a notebook cell. `str(page)` is the HTML of a file."""
 
     html: str = field(repr=False)
 
@@ -153,14 +162,14 @@ class RunPage:
         return self.html
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, so that its style and its script stay inside."""
+        """Return the page in an iframe, so that its style and script do not affect the notebook."""
         return f'<iframe srcdoc="{escape(self.html, quote=True)}" style="{FRAME}"></iframe>'
 
 
 def load_run(run_dir: str | Path, trust: bool = False) -> Run:
-    """Return a run folder as an object. Raises ConfigError if there is none.
+    """Return the run in a folder. Raise ConfigError if there is none.
 
-    trust: `load_model` follows whatever code the folder names, as `trainrun evaluate --trust` does.
+    trust: let `load_model` run the code that the folder names, as `trainrun evaluate --trust` does.
     """
     return Run(open_run(run_dir, "run_dir").root, trust)
 
@@ -173,14 +182,16 @@ def train(
     test: Any = None,
     task: Any = None,
 ) -> Run:
-    """Trains as the command `trainrun` with the same words does, and returns the run.
+    """Train like the command `trainrun` with the same settings, and return the run.
 
-    model: a network, which has the last weights afterwards. data, val, test: data sets, or tensors or arrays of equal
-        length, as `(x, y)`; `val` may be a dictionary of such, sets with names; without it nothing is validated. task:
-        an object as `trainrun help tasks` has it. They stay in this process. A run of them goes on if it is given the
-        like again, with the same `output_dir=` or with `ckpt_path=`.
-    Raises TrainrunError; a run that was stopped by a signal is returned, with `status["state"]`
-    "stopped".
+    model: a network; it has the last weights afterwards. data, val, test: data sets, or tensors or arrays
+        of equal length such as `(x, y)`. `val` may be a dict of named sets; without it nothing is
+        validated. task: an object as in `trainrun help tasks`.
+
+    The objects stay in this process. To resume such a run, pass the same objects again, with the same
+    `output_dir=` or with `ckpt_path=`.
+
+    Raises TrainrunError. A run that a signal stopped is returned, with `status["state"] == "stopped"`.
     """
     for word in words:
         if not isinstance(word, str) or (word.startswith("-") and not word.startswith("--config-dir=")):
@@ -235,14 +246,16 @@ PLACES = {"model": "model", "data": "data.train", "val": "data.val", "test": "da
 
 
 def config_place(name: str) -> str:
-    """Return the key in the config: `data.val.day` for `val.day`."""
+    """Return the config key of an object: `data.val.day` for `val.day`."""
     head, dot, rest = name.partition(".")
     return PLACES[head] + dot + rest
 
 
 @contextmanager
 def holding(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Make these objects available to configs inside. Yield those that the run uses, some of them copies."""
+    """Make the objects available to configs inside the block. Yield a dict of the objects that the run
+    uses, some as copies.
+    """
     if GIVEN and objects:
         raise ConfigError("trainrun.train: a run of objects is trained in this process already")
     used: dict[str, Any] = {}
@@ -255,10 +268,10 @@ def holding(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def given(name: str, about: str) -> Any:
-    """Return the object of that name. Raises ConfigError where it is not there any more, or is another.
+    """Return the Python object of that name. Raise ConfigError if it is gone or is a different one.
 
-    A network is copied, so that what a run does to its layers is not left on the caller's; a task is copied without
-    what it holds.
+    A network is copied, so that changes to its layers do not reach the caller's. A task is copied
+    shallowly.
     """
     if name not in GIVEN:
         raise ConfigError(
@@ -281,9 +294,9 @@ def given(name: str, about: str) -> Any:
 
 
 def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[str]:
-    """Return the settings that the objects stand for.
+    """Return the settings that stand for the objects, such as `model._target_=...`.
 
-    Raise ConfigError for an unusable object, or for two values of a setting.
+    Raise ConfigError for an unusable object, or if a setting is given twice.
     """
     from torch import nn
     from torch.utils.data import DataLoader
@@ -327,9 +340,8 @@ def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[st
 
 
 def describe_quantities(data: Any) -> str:
-    """Return how many different real numbers the last of several tensors or arrays holds, one for each sample.
-
-    "" if it holds others.
+    """Return how many different real numbers the targets hold (the last of several arrays); "" if they are
+    not real numbers.
     """
     import numpy as np
 
@@ -346,7 +358,7 @@ def quoted(text: str) -> str:
 
 
 def about_of(found: Any) -> str:
-    """Describe an object in a line: its class, and the shapes of its tensors."""
+    """Describe an object in one line: its class, or the shapes and dtypes of its tensors."""
     kind = f"{type(found).__module__}.{type(found).__qualname__}"
     if hasattr(found, "shape") and hasattr(found, "dtype"):
         return f"{tuple(found.shape)} {found.dtype}"
@@ -364,7 +376,7 @@ def about_of(found: Any) -> str:
 
 
 def take_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Give the caller's network the weights of the copy that was trained; a note where it has other names."""
+    """Copy the trained weights into the caller's network. Print a note if the names of parameters differ."""
     weights = model.state_dict()
     if state.keys() == weights.keys() and all(
         is_lazy(v) or v.shape == state[name].shape for name, v in weights.items()

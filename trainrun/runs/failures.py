@@ -1,4 +1,4 @@
-"""How a run that failed, was interrupted or hangs is written down, and what is said of it."""
+"""Record how a run failed, was interrupted or hung, and describe it to the user."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:  # a launcher of ranks imports no torch
 
 @contextmanager
 def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) -> Iterator[None]:
-    """Write `running` to `status.json`, and the end state before an exception that ends the run goes on.
+    """Write `running` to `status.json`, and the final state if an exception leaves the block.
 
-    After a resume that is refused, the earlier status is restored. If a library turns an interrupt at a bad
-    moment (such as in the middle of an import) into another error, the run still counts as interrupted.
+    If a resume is refused, the earlier status is restored. If a library turns an interrupt into another
+    error (for example during an import), the run still counts as interrupted.
     """
     earlier = run.status.read_text(encoding="utf-8") if read_status(run) else None
     try:
@@ -81,7 +81,7 @@ def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) ->
 
 
 def explain_os_error(run: RunDir, error: Exception) -> Exception:
-    """Return what to do about a full disk or an unusable path; other errors unchanged."""
+    """Return an error with advice for a full disk or an unusable path; return other errors unchanged."""
     if isinstance(error, OSError | SaveError):
         try:
             check_there(run)
@@ -99,9 +99,7 @@ def explain_os_error(run: RunDir, error: Exception) -> Exception:
 
 
 def note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
-    """Write a failure to `status.json`; an error that is not a TrainrunError also gets its traceback in the
-    log.
-    """
+    """Write a failure to `status.json`, and the traceback to the log unless the error is a TrainrunError."""
     if not is_there(run):
         return
     if isinstance(error, TrainrunError):
@@ -115,7 +113,7 @@ def note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
 
 
 def draw_ended_run(run: RunDir, config: RunConfig) -> None:
-    """Draw the pictures and the report of a run that an exception ended. Print problems as notes."""
+    """Draw the plots and the report of a run that ended with an exception. Print problems as notes."""
     if not (config.monitor.plots and config.monitor.metrics_file and is_there(run)):
         return
     problems: list[str] = []
@@ -132,10 +130,10 @@ def draw_ended_run(run: RunDir, config: RunConfig) -> None:
 
 
 def keep_overrides_if_accepted(run: RunDir, state: TrainState) -> Callable[..., bool]:
-    """Keep the overrides of a resume, unless the run refuses them before its next step is done.
+    """Discard the overrides of a resume if the run refuses them before its next step is done.
 
-    Return the exit function of a context: after such an error it restores the earlier config, and the message
-    says so.
+    Return the exit function of a context: after such an error it restores the earlier config, and the
+    message says so.
     """
     before, step = run.config_before.read_text(encoding="utf-8"), state.step
     run.config_before.unlink()
@@ -152,9 +150,9 @@ def keep_overrides_if_accepted(run: RunDir, state: TrainState) -> Callable[..., 
 
 
 def note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
-    """Write an interrupt to `status.json` and return a message on what is lost.
+    """Write an interrupt to `status.json` and return a message about what is lost.
 
-    The status of a run that had ended stays, and so does the status of a run whose resume had not begun.
+    The status does not change if the run had ended already or if its resume had not begun.
     """
     state = read_status(run).get("state")
     if state not in (None, "running"):
@@ -175,8 +173,8 @@ def end_hung(
 ) -> None:  # fmt: skip
     """Report that a rank hangs, and end its process.
 
-    A rank that waits for others reports lost contact, which counts less than their own reports. A run without a
-    launcher of ours also records its own end.
+    A rank that waits for others reports LostContact, which counts less than the reports of the others. A
+    run without trainrun's launcher also records its own end.
     """
     if parallel.world_size > 1:
         is_waiting = account == RANKS
@@ -196,10 +194,10 @@ def end_meeting(run_dir: RunDir, config: RunConfig, text: str) -> None:
 
 
 def deadline(run: RunDir, config: RunConfig, flag: StopFlag | None = None) -> AbstractContextManager[None]:
-    """End the process if a stop inside takes too long, or is requested twice.
+    """End the process if a stop inside the block takes too long or is requested twice.
 
-    flag: of a rank. A rank ends at once before its first step: nothing is lost, and others may never come. Later the
-    driver of trainrun limits the time, if there is one.
+    flag: of a rank. Before its first step a rank exits at once: nothing is lost, and other ranks may never
+        come. Later, trainrun's launcher limits the time if there is one.
     """
 
     def limit() -> float:
@@ -211,7 +209,7 @@ def deadline(run: RunDir, config: RunConfig, flag: StopFlag | None = None) -> Ab
 
 
 def give_up(run: RunDir, config: RunConfig, number: int, twice: bool, flag: StopFlag | None) -> None:
-    """End the process after a stop that took too long or came twice. What is committed stays."""
+    """End the process after a stop that took too long or was requested twice. Committed checkpoints stay."""
     name, seconds = signal.Signals(number).name, config.trainer.stop_grace_seconds
     left = "the last checkpoint stands" if any(run.checkpoints.glob("step-*")) else "nothing was saved yet"
     if flag is not None and not flag.training:
@@ -228,7 +226,7 @@ def give_up(run: RunDir, config: RunConfig, number: int, twice: bool, flag: Stop
 def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, message: str) -> NoReturn:
     """Write the status and a message, and end this process from any thread.
 
-    The status of a run that has ended stays.
+    The status of a run that has ended does not change.
     """
     with suppress(OSError):
         if is_there(run) and read_status(run).get("state") in (None, "running"):

@@ -1,7 +1,7 @@
-"""Predictions of a saved run for new samples: pictures, tables or arrays, without the data that it was trained on.
+"""Predictions of a saved run for new samples: images, tables or arrays, without its training data.
 
-The samples are read as those of the training were: with the size, scale, columns, transform and normalisation of the
-run. The names of classes and of input columns are those that its checkpoint holds.
+The samples are read like the training data: with the size, scale, columns, transform and normalisation of
+the run. The names of classes and input columns come from the checkpoint.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ Columns = dict[str, list[Any]]
 
 
 class NewSamples(Dataset[Any]):
-    """Samples `(input, 0)`, as the transform of a run takes them; the 0 stands for the target that is to be predicted.
+    """New samples in the form `(input, 0)`, which the transform of a run expects; the 0 replaces the
+    unknown target.
 
-    read: returns the input of a sample; names: columns that say which sample each row is of.
+    read: returns the input of a sample by its index. names: columns that identify the sample of each row.
     """
 
     thread_safe = True
@@ -86,7 +87,7 @@ class NewSamples(Dataset[Any]):
 
 @dataclass(frozen=True)
 class InputFormat:
-    """How the inputs of a run are read. names: of its classes and input columns."""
+    """How a run reads its inputs: its config, and the names of its classes and input columns."""
 
     config: RunConfig
     names: TrainingNames
@@ -108,10 +109,11 @@ def predict_new(
     run: RunDir, samples: Any, which: str | None = None, trust: bool = False,
     num_classes_shown: int = SHOWN_CLASSES,
 ) -> Columns:  # fmt: skip
-    """Return columns of equal length: the name of each sample, and what the run predicts for it.
+    """Return columns of equal length: the name of each new sample and the predictions of the run for it.
 
-    samples: paths (files, folders, patterns), pictures, rows (a mapping, a list of mappings, a DataFrame) or an array
-        of inputs as the data of the run has them. Of classes with names, `prediction` holds the name.
+    samples: paths (files, folders, patterns), images, rows (a mapping, a list of mappings, a DataFrame) or
+        an array of inputs like those of the run's data. If the classes have names, `prediction` holds
+        names.
     """
     config = without_gpu(trusted_config(run, [], trust))
     check_modules(run, config)
@@ -144,17 +146,17 @@ def predict_new(
 
 
 def saved_facts(run: RunDir, names: TrainingNames) -> DataFacts:
-    """Return what the run knew about its training data, from its folder."""
+    """Return the shape, number of classes and class names of the training data, from the run folder."""
     data_facts = read_identity(run).get("data", {})
     shape = tuple(data_facts["shape"]) if data_facts.get("shape") else None
     return DataFacts(shape, data_facts.get("num_classes"), tuple(names.classes))
 
 
 def check_shape(samples: Any, expected: tuple[int, ...] | None, config: RunConfig) -> None:
-    """Raise DataError for an array (N, ...) whose samples do not have the shape of those of the training.
+    """Raise DataError if the samples of an array (N, ...) do not have the shape of the training samples.
 
-    A transform may change the shape. A network that is not built for one shape (`in_shape`) may take pictures of
-    another size, and sequences of another length.
+    Nothing is checked if the run has a transform, which may change the shape. A network without the
+    argument `in_shape` may take images of another size and sequences of another length.
     """
     is_array = hasattr(samples, "dtype") and hasattr(samples, "shape")
     if not is_array or expected is None or config.data.transform or config.data.val_transform:
@@ -172,14 +174,16 @@ def check_shape(samples: Any, expected: tuple[int, ...] | None, config: RunConfi
 
 
 def without_class_weights(config: RunConfig) -> RunConfig:
-    """Return the config without weights that are counted in the training data; predictions do not depend on them."""
+    """Return the config without `class_weights=balanced`, which needs the training data and does not change
+    predictions.
+    """
     if (config.task or {}).get("class_weights") != "balanced":
         return config
     return with_values(config, {"task": {**config.task, "class_weights": None}})
 
 
 def as_lists(columns: Mapping[str, Tensor], class_names: Sequence[str]) -> Columns:
-    """Return tensors (N, ...) as lists; numbers of classes as their names."""
+    """Return tensors (N, ...) as lists; class numbers become class names."""
     lists: Columns = {}
     for name, tensor in columns.items():
         flat = tensor.reshape(len(tensor), -1)
@@ -194,7 +198,9 @@ def as_lists(columns: Mapping[str, Tensor], class_names: Sequence[str]) -> Colum
 
 
 def open_samples(input_format: InputFormat, samples: Any) -> NewSamples:
-    """Return samples of any kind that fits the run. ConfigError, DataError: they do not fit."""
+    """Return new samples of any kind as `NewSamples`. Raise ConfigError or DataError if they do not fit the
+    run.
+    """
     if input_format.reader == TEXT:
         raise ConfigError(
             "predict: this run writes text; continue a prompt with: trainrun sample RUN_DIR --prompt 'Once upon'"
@@ -236,7 +242,9 @@ def open_files(input_format: InputFormat, words: Sequence[str | Path]) -> NewSam
 
 
 def expand_paths(words: Sequence[str | Path], endings: Sequence[str]) -> list[Path]:
-    """Return the files that paths, folders and patterns name. ConfigError: one of them names none."""
+    """Return the files that paths, folders and patterns name. Raise ConfigError if one of them names no
+    file.
+    """
     files: list[Path] = []
     for word in words:
         path = Path(word).expanduser()
@@ -268,7 +276,7 @@ def number_names(number: int) -> Columns:
 def pictures_as_samples(
     input_format: InputFormat, pictures: Sequence[Path | bytes], names: Columns
 ) -> NewSamples:
-    """Return pictures, encoded or as files, in the size and scale of the run."""
+    """Return images (encoded bytes or files) as samples in the size and scale of the run."""
     node = input_format.node
     form = form_of_picture(
         node.get("shape"), node.get("fit", "crop"), node.get("dtype", "uint8"), node.get("draft", True)
@@ -283,12 +291,14 @@ def decode_new_picture(pictures: Sequence[Path | bytes], form: Form, index: int)
 
 
 def is_batch(samples: Any) -> bool:
-    """Return whether they are an array or a tensor of several pictures (B, C, H, W), as the data has them."""
+    """Return whether the samples are an array or a tensor of several images (B, C, H, W)."""
     return hasattr(samples, "dtype") and len(samples.shape) == 4
 
 
 def png_of(picture: Any) -> bytes:
-    """Return a picture as the content of a PNG file: of PIL, an array (H, W) or (H, W, C), or a tensor (C, H, W)."""
+    """Encode an image as PNG: a PIL image, an array (H, W) or (H, W, C), or a tensor (C, H, W). Raise
+    DataError if not uint8.
+    """
     from PIL import Image
 
     if not isinstance(picture, Image.Image):
@@ -306,7 +316,7 @@ def png_of(picture: Any) -> bytes:
 
 
 def arrays_as_samples(arrays: Any) -> NewSamples:
-    """Return the rows of an array (N, ...), or of a mapping of arrays by the names of inputs."""
+    """Return the rows of an array (N, ...), or of a mapping from input names to arrays, as samples."""
     if isinstance(arrays, Mapping):
         fields = {name: as_tensor(values) for name, values in arrays.items()}
         number = len(next(iter(fields.values())))
@@ -328,7 +338,9 @@ def row_of_fields(fields: Mapping[str, Tensor], index: int) -> dict[str, Tensor]
 
 
 def rows_as_samples(input_format: InputFormat, rows: Any) -> NewSamples:
-    """Return rows from Python as those of a table: one mapping, several, columns by name, or a DataFrame."""
+    """Return table rows from Python as samples: one mapping, a list of mappings, columns by name, or a
+    DataFrame.
+    """
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
         rows = rows.to_dict("records")
     elif isinstance(rows, Mapping):
@@ -358,7 +370,9 @@ def rows_as_samples(input_format: InputFormat, rows: Any) -> NewSamples:
 
 
 def read_new_table(file: Path, input_format: InputFormat, shown: str = "") -> NewSamples:
-    """Return the rows of a table, whose columns are matched with those of the training by name."""
+    """Return the rows of a table file as samples. Its columns are matched by name with those of the
+    training.
+    """
     node = dict(input_format.node)
     is_parquet = file.name.lower().endswith(ENDINGS["parquet"])
     load = parquet.load if is_parquet else csv_files.load
@@ -385,7 +399,7 @@ def read_new_table(file: Path, input_format: InputFormat, shown: str = "") -> Ne
 
 
 def ways_to_predict(fault: InputFault) -> list[str]:
-    """Return what to do about cells that the run cannot take."""
+    """Return advice for cells that the run cannot read."""
     ways = ["Correct these cells, or leave out their rows."]
     if fault.fill is None and any(problem.num_missing for problem in fault.problems):
         ways.append("To allow empty cells, train again: trainrun again RUN_DIR data.train.fill=0")
@@ -400,7 +414,7 @@ def ways_to_predict(fault: InputFault) -> list[str]:
 def check_table_columns(
     columns: Sequence[str], inputs: Sequence[str], node: Mapping[str, Any], shown: str
 ) -> None:
-    """Raise DataError for a column that is missing; print a note on columns that the training did not have."""
+    """Raise DataError if a column is missing. Print a note about columns that the training did not have."""
     needed, *_ = csv_files.without_words(inputs, columns)
     missing = list(dict.fromkeys(name.partition("=")[0] for name in needed if name not in columns))
     if missing:
@@ -422,7 +436,7 @@ def input_of(dataset: Any, index: int) -> Any:
 
 
 def join_samples(parts: Sequence[NewSamples]) -> NewSamples:
-    """Return the samples of several files, one after the other."""
+    """Concatenate the samples of several files."""
     places = [(part, row) for part in parts for row in range(len(part))]
     names = {name: [value for part in parts for value in part.names[name]] for name in parts[0].names}
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""What a model predicts for batches: the columns of its task, on the CPU."""
+"""Predictions of a model for batches: the columns of its task, on the CPU."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def predict_batches(
     model: nn.Module, task: Any, batches: Iterable[Any], autocast: Callable[[], AbstractContextManager[Any]],
     num_classes_shown: int = 1,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return the task's columns for all samples; raw outputs where the task predicts nothing.
+    """Return the task's columns for all samples; the raw outputs if the task has no `predict`.
 
-    At padding of tokens that task=classification or language_modeling predicts, a column holds -100 or NaN; a task of
-    one's own knows its own padding.
-    num_classes_shown: for how many likely classes of a sample there are columns, see `likely_classes`.
+    For tokens (task=classification or language_modeling), columns hold -100 or NaN at padding. Another task
+    handles its padding itself. num_classes_shown: the number of most likely classes that get columns, see
+    `likely_classes`.
     """
     who = getattr(getattr(task, "predict", None), "__self__", None)  # of distillation, the student's task
     is_of_tokens = type(who) in (Classification, LanguageModeling)
@@ -57,7 +57,9 @@ def predict_batch(model: nn.Module, task: Any, data: Any) -> dict[str, Tensor]:
 
 
 def likely_classes(model: nn.Module, task: Classification, data: Any, number: int) -> dict[str, Tensor]:
-    """Return the second, third, ... most likely class of each sample, as `prediction_2`, each with its confidence."""
+    """Return the second, third, ... most likely class of each sample as `prediction_2`, ..., with
+    `confidence_2`, ...
+    """
     logits = task.logits(model, inputs_and_maybe_target(data)[0], data)
     if logits.ndim != 2:
         return {}
@@ -70,9 +72,9 @@ def likely_classes(model: nn.Module, task: Classification, data: Any, number: in
 
 
 def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
-    """Replace predictions of tokens by -100, or NaN for floats, where `attention_mask` (B, T) is 0.
+    """Replace predictions by -100 (NaN for floats) where `attention_mask` (B, T) is 0.
 
-    Columns of a decoder, whose positions are others, stay as they are.
+    Nothing changes for a decoder, whose positions differ from those of the mask.
     """
     from torch import Tensor
 
@@ -94,7 +96,9 @@ def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]
 
 
 def raw_output(model: Any, batch: Any) -> Tensor:
-    """Return the model's tensor for the inputs of a batch; a dict is passed by the names of its `forward`."""
+    """Return the model's output tensor for a batch. A dict is passed by the argument names of `forward`.
+    Raise PluginError.
+    """
     inputs = batch[0] if isinstance(batch, tuple | list) else inputs_and_maybe_target(batch)[0]
     try:
         return output_tensor(run_model(model, inputs, batch))

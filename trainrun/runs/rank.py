@@ -1,6 +1,6 @@
-"""One rank of a run: builds, resumes, trains, and writes down how it ended.
+"""One rank of a run: build, resume, train, and record how it ended.
 
-`python -m trainrun.runs.rank_process RUN_DIR ATTEMPT` is what the launcher starts; a run on one device calls
+The launcher starts `python -m trainrun.runs.rank_process RUN_DIR ATTEMPT`; a run on one device calls
 `train_here` in its own process.
 """
 
@@ -72,7 +72,7 @@ from trainrun.transform.compile import broken_library
 
 
 def train_here(run_dir: RunDir, config: RunConfig, order: LaunchSpec, flag: StopFlag, began: float) -> int:
-    """Return a run on one device, in this process. Returns the exit code."""
+    """Train a run on one device, in this process. Return the exit code."""
     device = choose_device(config.parallel.accelerator, devices=config.parallel.devices)
     return train_rank(run_dir, config, order, Single(device), flag, PhaseTimer(began))
 
@@ -85,7 +85,9 @@ def train_rank(
     flag: StopFlag,
     phases: PhaseTimer,
 ) -> int:
-    """Train on one rank. After a step that sends the run back to a checkpoint, start again as a resume does."""
+    """Train on one rank and return the exit code. After a rollback to a checkpoint, start again as a resume
+    does.
+    """
     back: RollBack | None = None
     while True:
         try:
@@ -100,7 +102,9 @@ def train_once(
     run_dir: RunDir, config: RunConfig, order: LaunchSpec, parallel: Parallel, flag: StopFlag, phases: PhaseTimer,
     back: RollBack | None,
 ) -> int:  # fmt: skip
-    """Build the parts and train until the end or a rollback. Raise TrainrunError for what a user can mend."""
+    """Build the parts and train until the end or a rollback. Return the exit code. Raise TrainrunError for
+    a user's fault.
+    """
     leader, resume = parallel.rank == 0, order.resume or back is not None
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(
@@ -181,7 +185,7 @@ def train_once(
 def first_state(
     run: Components, run_dir: RunDir, config: RunConfig, resume: bool, back: RollBack | None
 ) -> TrainState:
-    """Return a fresh state, or the one of the checkpoint to go on from."""
+    """Return a fresh state, or that of the checkpoint from which the run continues."""
     state = TrainState()
     if resume or config.ckpt_path is not None:
         state = loaded_state(run, run_dir, config, resume)
@@ -214,7 +218,7 @@ def site_of(
 
 
 def end_save(run: Components, kind: type[BaseException] | None) -> bool:
-    """Finish the checkpoint in progress when the run fails; after Ctrl-C do not wait for it."""
+    """Finish the save in progress when the run fails. Do not wait for it after Ctrl-C."""
     if kind is RollBack:  # all ranks are here: what was begun or kept in memory is the newest checkpoint
         run.checkpoints.close()
     elif kind is not None and not issubclass(kind, KeyboardInterrupt):
@@ -223,8 +227,9 @@ def end_save(run: Components, kind: type[BaseException] | None) -> bool:
 
 
 def note_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
-    """Record in RUN.json what was measured, for a resume, and facts of the data, for `load_model`, which builds without
-    it."""
+    """Write measured choices to RUN.json for a resume, and facts of the data for `load_model`, which builds
+    without data.
+    """
     facts = run.data_facts
     data_facts = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
     threads = {"num_threads": torch.get_num_threads()} if run.config.trainer.num_threads == "auto" else {}
@@ -234,7 +239,9 @@ def note_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
 
 
 def run_loop(run: Components, state: TrainState) -> TrainState:
-    """Run our loop or the user's; an error with a known cause is raised with an explanation."""
+    """Run the training loop of trainrun or of the user. Raise an explained error if the cause of a failure
+    is known.
+    """
     fit: Callable[[Components, TrainState], TrainState] = loop.fit
     node = run.config.loop
     if node:
@@ -259,7 +266,7 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
 def finish(
     run: Components, state: TrainState, run_dir: RunDir, listeners: Listeners | None, facts: RunFacts, session: Session
 ) -> int:  # fmt: skip
-    """Return the exit code."""
+    """Save, evaluate, write the summary and the plots at the end of a training. Return the exit code."""
     run.phases.open(MEASURING)
     code = {2: EXIT_INTERRUPTED, 3: EXIT_AGAIN}.get(state.stop_request, EXIT_DONE)
     at_end = None
@@ -296,7 +303,7 @@ def record_checkpoints(run_dir: RunDir) -> None:
 
 
 def summary_of(run: Components, state: TrainState, facts: RunFacts) -> dict[str, Any]:
-    """Return the end of the training for the last row, `status.json` and the screen."""
+    """Return the summary of the training for the last row, `status.json` and the screen."""
     return {
         "reason": state.stop_reason,
         "monitor": run.triggers.best.metric,
@@ -400,7 +407,7 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
 
 
 def describe_memory_end(run: Components, text: str) -> str:
-    """Return what to do when memory ran out. text: what the allocator said, and why the window did not run again."""
+    """Return advice after an out-of-memory error. text: the allocator's message."""
     batch = run.config.data.batch_size
     accumulate = run.config.trainer.accumulate_grad_batches
     if run.retry.refusal:

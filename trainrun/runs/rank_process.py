@@ -25,7 +25,7 @@ from trainrun.timing.phases import PhaseTimer, process_start
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code of the rank."""
+    """Run one rank of a launched run. Return its exit code."""
     guard_streams()
     sys.excepthook = complain
     take_over()
@@ -38,7 +38,9 @@ def main(argv: list[str]) -> int:
 
 
 def run_rank_of(run_dir: RunDir, config: RunConfig, order: LaunchSpec, store: Store | None = None) -> int:
-    """Run one rank of a run. Return its exit code. store: of the ranks that torchrun or Slurm started."""
+    """Run one rank of a run. Return its exit code. store: where ranks of torchrun or Slurm meet; None for
+    trainrun's launcher.
+    """
 
     def work(parallel: Parallel, flag: StopFlag) -> int:
         return train_rank(run_dir, config, order, parallel, flag, PhaseTimer(process_start()))

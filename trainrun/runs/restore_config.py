@@ -1,4 +1,4 @@
-"""A saved run's model and parts, for evaluation and prediction in one process."""
+"""Load the model and other parts of a saved run, for evaluation and prediction in one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NO_FOLDS = {"data.folds": None, "data.fold": None, "data.stratified": False, "da
 
 
 def load_network(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
-    """Return the network alone, with its averaged weights where the run kept them; nothing else is built."""
+    """Return the network alone, with averaged weights if the run has them. Nothing else is built."""
     config = trusted_config(run_dir, [], trust)
     check_modules(run_dir, config)
     return load_network_of_run(run_dir, config, which)
@@ -55,12 +55,11 @@ def load_parts(
     measured: str = "",
     is_held_out: bool = False,
 ) -> tuple[Components, Path]:
-    """Build a saved run on one device and load the weights of a checkpoint; return the parts and the
+    """Build a saved run on one device and load a checkpoint's weights. Return the parts and the
     checkpoint's path.
 
-    measured: the split that the command evaluates; a `data.path` among the overrides replaces its samples.
-    All of them are read; an evaluation (`is_held_out`) on the training data reads only the part that was held
-    out.
+    measured: the split that the command evaluates. If an override sets `data.path`, all samples there are
+        read for it. If `is_held_out` and the path is the training data, only the held-out part is read.
     """
     config = trusted_config(run_dir, overrides, trust, measured)
     check_modules(run_dir, config)
@@ -109,7 +108,9 @@ def load_parts(
 
 
 def use_new_validation_data(config: RunConfig, typed: set[str]) -> RunConfig:
-    """Use the validation data of the overrides, for a run that validated on a fold or on named sets."""
+    """Return the config with the validation data of the overrides, for a run that validated on a fold or on
+    named sets.
+    """
     data, node = config.data, config.data.train
     if not any(key == "data.train.val_path" or key.startswith("data.val.") for key in typed):
         return config
@@ -121,9 +122,9 @@ def use_new_validation_data(config: RunConfig, typed: set[str]) -> RunConfig:
 
 
 def names_samples(config: RunConfig, typed: set[str], split: str) -> bool:
-    """Return whether a typed `data.path` names all samples of a split, which a format of ours reads.
+    """Return whether a typed `data.path` sets all samples of a split, for a built-in data format.
 
-    Settings of a path of its own, or of what is held out, say something else.
+    It does not if a path of the split or a held-out share is typed as well.
     """
     node, key = config.data.train, f"{split}_path"
     others = {f"data.train.{name}" for name in (key, *HOLDS_OUT)}
@@ -132,7 +133,7 @@ def names_samples(config: RunConfig, typed: set[str], split: str) -> bool:
 
 
 def is_training_data(config: RunConfig, device: torch.device, loaded: Loaded) -> bool:
-    """Return whether `data.path` holds what the run was trained on, as far as the number of training samples says."""
+    """Return whether `data.path` is the training data of the run, judged by the number of samples."""
     try:
         sources, drawn = build_sources(config, [], saved_names(loaded))
         stream = open_split(config, Single(device), "train", sources["train"], [], lambda text: None, drawn)
@@ -145,7 +146,9 @@ def is_training_data(config: RunConfig, device: torch.device, loaded: Loaded) ->
 
 
 def reading_whole_path(config: RunConfig, split: str) -> RunConfig:
-    """Return the config with all samples of `data.path` in a split, or those that are called like it there."""
+    """Return the config in which a split is all samples of `data.path`, or those named like the split
+    there.
+    """
     data, key = config.data, f"{split}_path"
     split_node = getattr(data, split)
     node = split_node if is_node(split_node) else data.train or {}
@@ -159,13 +162,15 @@ def reading_whole_path(config: RunConfig, split: str) -> RunConfig:
 
 
 def saved_names(loaded: Loaded) -> TrainingNames:
-    """Return the names of classes and input columns that a checkpoint holds; an older one may hold none."""
+    """Return the names of classes and input columns in a checkpoint; empty for an older one without names."""
     stream = loaded.shared.get("stream", {})
     return TrainingNames(stream.get("classes") or (), stream.get("inputs") or {})
 
 
 def give_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.device) -> None:
-    """Restore the state of the task, and the step: its loss may depend on it."""
+    """Restore the task's state and step, on which its loss may depend. Note parts of the model that no
+    checkpoint holds.
+    """
     calls.start(TrainState(loaded.manifest.step, loaded.manifest.epoch))
     if isinstance(task_state := loaded.shared.get("task"), dict):
         for lost in (
@@ -178,12 +183,14 @@ def give_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.d
 
 
 def without_gpu(config: RunConfig) -> RunConfig:
-    """Without what only a GPU's training has."""
+    """Return the config without settings that need a GPU."""
     return with_values(config, {"trainer.cuda_graphs": False, "trainer.activation_offload": False})
 
 
 def checkpoint_of(run: RunDir, which: str | None) -> str:
-    """Return what `--which` says; without it the best, or the last where no metric chose a best one."""
+    """Return the checkpoint of `--which`; without it the best one, or the last one (with a note) if none
+    was the best.
+    """
     chosen = choose_checkpoint(run.checkpoints, which)
     if which is None and chosen == "last" and committed_steps(run.checkpoints):
         say_note("no metric chose a best checkpoint of this run; the last one is used")

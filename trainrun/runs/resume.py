@@ -1,4 +1,4 @@
-"""A run that is in its folder already: resume it, or the same command again; repair what is damaged and not needed."""
+"""Continue a run that is in its folder: check that the settings match, and repair damaged files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ABSENT = object()  # of a key that only the other config has
 
 
 class Difference(NamedTuple):
-    """there: of the run that is in the folder."""
+    """A setting that differs. there: its value in the run folder. here: its new value."""
 
     key: str
     there: object
@@ -58,14 +58,14 @@ class Difference(NamedTuple):
 
 
 def trusted_config(run: RunDir, overrides: list[str], trust: bool, measured: str = "") -> RunConfig:
-    """Load the config of a folder that this user has sealed or trusts now. Raise ConfigError for others."""
+    """Load the config of a folder that this user has sealed or trusts now. Raise ConfigError otherwise."""
     values = readable_config(run)
     check_sealed(run, trust)
     return with_overrides(values, run.effective_config_path, overrides, measured)
 
 
 def readable_config(run: RunDir) -> dict[str, Any]:
-    """Return the plain values of the config. Raise ConfigError with the way out if it is damaged."""
+    """Return the config as plain values. Raise ConfigError with advice if it is damaged."""
     path = run.effective_config_path
     try:
         return plain_config(path)
@@ -80,7 +80,7 @@ def readable_config(run: RunDir) -> dict[str, Any]:
 
 
 def check_modules(run: RunDir, config: RunConfig) -> None:
-    """Raise ConfigError if a module that the run names is not found from here. Import nothing."""
+    """Raise ConfigError if a module that the config names cannot be found here. Import nothing."""
     invalidate_caches()  # a module may be younger than the listing of its folder that Python keeps
     for key, target in config_leaves(plain_values(config)):
         if key.rpartition(".")[2] != TARGET or not isinstance(target, str):
@@ -96,7 +96,7 @@ def check_modules(run: RunDir, config: RunConfig) -> None:
 
 
 def _where_it_began(run: RunDir) -> str:
-    """Return where the modules of the run are likely to be found."""
+    """Return a hint about where the modules of the run are likely to be."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         environment = read_json(run.environment)
         began, command = environment["working_dir"], environment["command"]
@@ -107,7 +107,7 @@ def _where_it_began(run: RunDir) -> str:
 
 
 def check_ours(run: RunDir) -> None:
-    """Raise ConfigError if files of other origin lie where a run writes its own: they are not replaced."""
+    """Raise ConfigError if the folder holds other files under the names that a run writes."""
     places = (
         run.config, run.overrides, run.environment, run.metrics, run.samples, run.pictures, run.tokenizer,
         run.status, run.log, run.report, *run.plots.glob("*.png"),
@@ -126,7 +126,9 @@ def check_ours(run: RunDir) -> None:
 
 
 def check_reachable(run: RunDir) -> None:
-    """Raise ConfigError if the checkpoints are a dangling link: the run does not start over for that."""
+    """Raise ConfigError if the folder of checkpoints is a dangling link; otherwise the run would start
+    over.
+    """
     place = run.checkpoints
     if place.is_symlink() and not place.is_dir():
         raise ConfigError(
@@ -136,10 +138,10 @@ def check_reachable(run: RunDir) -> None:
 
 
 def config_to_continue(run: RunDir, config: RunConfig) -> RunConfig | None:
-    """Return the config with the seed that was drawn before; None if the folder holds no run to continue.
+    """Return the config with the seed of the earlier session; None if the folder holds no run to continue.
 
-    The targets of the config are on this command line, so only the files of the folder can be somebody
-    else's. Raise ConfigError if the folder holds another run, or something else.
+    The targets of the config come from this command line, so only the files of the folder can be foreign.
+    Raise ConfigError if the folder holds another run, or something else.
     """
     check_ours(run)
     check_reachable(run)
@@ -170,7 +172,7 @@ def config_to_continue(run: RunDir, config: RunConfig) -> RunConfig | None:
 
 
 def check_same_network(run: RunDir, saved: RunConfig, config: RunConfig) -> None:
-    """Raise ConfigError for overrides that change the network, or the weights that it began with.
+    """Raise ConfigError if overrides change the network or the weights that it began with.
 
     saved: the config in the folder.
     """
@@ -203,7 +205,7 @@ def differences(before: RunConfig, config: RunConfig) -> list[Difference]:
 
 
 def flat_values(config: RunConfig) -> dict[str, object]:
-    """Return the values by the keys that can be typed; a list is one value."""
+    """Return the values of a config by their full keys. A list is one value."""
 
     def flat(value: Any, key: str) -> Iterator[tuple[str, object]]:
         if not isinstance(value, dict):
@@ -216,7 +218,7 @@ def flat_values(config: RunConfig) -> dict[str, object]:
 
 
 def word(value: object) -> str:
-    """Return a value as it would be typed."""
+    """Format a value as it would be typed."""
     if value is ABSENT:
         return "nothing"
     text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
@@ -224,7 +226,7 @@ def word(value: object) -> str:
 
 
 def restore_config(run: RunDir) -> None:
-    """Restore the config from before a resume that was killed ahead of its first step."""
+    """Restore the config from before a resume that was killed before its first step."""
     if run.config_before.is_file():
         run.config_before.replace(run.config)
 
@@ -236,7 +238,7 @@ def has_trained(run: RunDir) -> bool:
 
 
 def forget_failure(run: RunDir) -> bool:
-    """Remove the files of a run that ended before it saved anything. Return whether it did."""
+    """Remove the files of a run that ended before it saved anything. Return whether they were removed."""
     state = read_status(run).get("state") if run.status.exists() else "stopped"  # before it could say so
     if state not in ("failed", "stopped") or was_saved(run):
         return False
@@ -252,7 +254,7 @@ def forget_failure(run: RunDir) -> bool:
 
 
 def finished(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
-    """Return the message for a run that has ended and would end again with this config; else "".
+    """Return the message for a run that has ended and would end again at once with this config; else "".
 
     saved: the config in the folder.
     """
@@ -291,9 +293,10 @@ def finished(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
 
 
 def repair(run: RunDir, note: Callable[[str], None] = say_note) -> None:
-    """Make the folder of a run fit to go on with. Only the process that holds its lock may call it.
+    """Repair the folder of a run so that it can continue. Only the process that holds its lock may call
+    this.
 
-    Raises ConfigError if nothing can be written.
+    Damaged files are set aside. Raises ConfigError if the folder is not writable.
     """
     try:
         for path in _files(run):
@@ -310,7 +313,7 @@ def repair(run: RunDir, note: Callable[[str], None] = say_note) -> None:
 
 
 def _files(run: RunDir) -> list[Path]:
-    """Return all plain files that a run may have in its folder; files of single ranks by patterns."""
+    """Return all regular files that a run may write; files of single ranks are found by patterns."""
     single_files = (
         run.status, run.overrides, run.environment, run.identity, run.identity_copy, run.metrics, run.log, run.samples,
         run.report, run.job, run.config_before, run.best,
@@ -320,7 +323,7 @@ def _files(run: RunDir) -> list[Path]:
 
 
 def _is_plain(path: Path) -> bool:
-    """Return whether a path is no folder. A link counts as its target; a broken link counts as a file."""
+    """Return whether a path is not a folder. A link counts as its target, a broken link as a file."""
     try:
         return not stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
@@ -330,7 +333,7 @@ def _is_plain(path: Path) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """Neither a link to elsewhere nor a pipe, about which is asked elsewhere."""
+    """Return whether a path is a regular file or a broken link, so that it may be set aside."""
     mode = path.lstat().st_mode
     return stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and not _is_plain(path))
 
@@ -350,7 +353,7 @@ def _repair_identity(run: RunDir, note: Callable[[str], None]) -> None:
 
 
 def _repair_status(run: RunDir, note: Callable[[str], None]) -> None:
-    """Restore the overrides in status and overrides file, and mark a killed run as stopped."""
+    """Restore the file of overrides from the status, and mark a killed run as stopped."""
     status = read_status(run)
     if run.status.is_file() and not status:
         _set_aside(run.status, "is damaged", note)

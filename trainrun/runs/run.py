@@ -1,4 +1,4 @@
-"""One run, from config to artifacts: the folder, the ranks, the training, the end of it."""
+"""One run from config to results: its folder, its ranks, the training, and its end."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ from trainrun.timing.phases import command_start
 
 @contextmanager
 def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, RunConfig, bool]]:
-    """Create a run, or open the run in its folder that has the same overrides; lock the folder meanwhile.
+    """Create a run, or open the run in its folder if it has the same settings. The folder is locked inside
+    the block.
 
-    Yield the folder, the config with its seed, and whether the run existed before and is to be continued.
-    Raise ConfigError if the folder holds a run with other overrides; nothing is overwritten.
+    Yield the folder, the config with its seed, and whether an existing run is continued. Raise ConfigError
+    if the folder holds a run with other settings; nothing is overwritten.
     """
     run, config = RunDir(folder_of(composition)), composition.config
     with unless_refused(run), only_writer(run):
@@ -71,10 +72,11 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
 
 @contextmanager
 def unless_refused(run: RunDir) -> Iterator[None]:
-    """Make the folder of a run; take away what came into it inside, if a new run is refused before its first step.
+    """Make the folder of a run. If a new run is refused before its first step, remove what was written
+    inside the block.
 
-    Refused: by a mistake of the user, exit code 2. Ranks that torchrun or Slurm started may still write there, so
-    their folder stays.
+    Refused means a user's fault (exit code 2). Ranks of torchrun or Slurm may still write, so their folder
+    stays.
     """
     made = [folder for folder in (run.root, *run.root.parents) if not folder.exists()]
     before = [] if made else list(run.root.iterdir())
@@ -90,9 +92,9 @@ def unless_refused(run: RunDir) -> Iterator[None]:
 
 
 def remove_written(run: RunDir, before: list[Path], made: list[Path]) -> None:
-    """Remove what a run writes and was not in its folder before; then the folders that were made for it, if empty.
+    """Remove the files of a run that were not there before, then the folders made for it if they are empty.
 
-    Other files are of the user, as data that was downloaded meanwhile.
+    Other new files belong to the user, for example downloaded data.
     """
     with suppress(OSError):  # the mistake is what counts
         for path in run.root.iterdir():
@@ -111,7 +113,7 @@ def new_run(
 ) -> RunDir:
     """Create the folder of a new run with its identity, overrides, config and environment.
 
-    seed_drawn: the seed was drawn at random, not given by the user.
+    seed_drawn: whether the seed was drawn at random and not given by the user.
     """
     run = run or RunDir(folder_of(composition))
     assert not run.config.exists()
@@ -137,7 +139,9 @@ def new_run(
 
 
 def write_config(run: RunDir, config: RunConfig, seal: bool = True) -> None:
-    """Write the config of a run, and its secrets apart from it. seal: as this user's own."""
+    """Write the config of a run, and its secrets to a file of their own. seal: also seal the folder as this
+    user's.
+    """
     secret_values = public(config)[1]
     files = {run.secrets: format_json(secret_values)} if secret_values else {}
     files[run.config] = format_config(config)
@@ -155,7 +159,7 @@ def write_config(run: RunDir, config: RunConfig, seal: bool = True) -> None:
 
 
 def write_words(run: RunDir, words: list[str]) -> None:
-    """Write the overrides of the command line, one a line."""
+    """Write the overrides of the command line, one per line."""
     write_text(run.overrides, "".join(f"{masked_word(word)}\n" for word in words))
 
 
@@ -170,14 +174,14 @@ def folder_of(composition: Composition) -> Path:
 
 
 def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
-    """Train the run, unless it has already reached its end."""
+    """Train the run and return its exit code. Do nothing if it has already reached its end."""
     if order.resume and (text := resume.finished(run, load_config(run.config, []), config)):
         return report_finished(text)
     return execute(run, config, order)
 
 
 def report_finished(text: str) -> int:
-    """Return the exit code of a run that has nothing more to do; dismiss the ranks that torchrun or Slurm started."""
+    """Print why there is nothing to do, release the ranks of torchrun or Slurm, and return the exit code."""
     say(text)
     if is_started_by_launcher():
         torchrun_ranks().dismiss()
@@ -185,7 +189,9 @@ def report_finished(text: str) -> int:
 
 
 def torchrun_ranks() -> ModuleType:
-    """Import what meets the ranks that torchrun or Slurm started; it needs torch, which a launcher does without."""
+    """Import the module that meets the ranks of torchrun or Slurm. It needs torch, which a launcher does
+    not import.
+    """
     from trainrun.runs import torchrun
 
     return torchrun
@@ -233,7 +239,7 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
 
 
 def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
-    """Return an existing run; of a sweep's folder its best one. Raise ConfigError if there is none."""
+    """Return an existing run; for a sweep's folder, its best run. Raise ConfigError if there is none."""
     run = named_run(folder)
     if not run.config.is_file():
         raise ConfigError(f"{key}={folder}: no run is there (no config.yaml)")
@@ -241,9 +247,9 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
 
 
 def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool = False) -> int:
-    """Continue a run in its folder from the newest good checkpoint.
+    """Continue a run in its folder from the newest undamaged checkpoint. Return its exit code.
 
-    Overrides that it refuses are discarded.
+    Overrides that the run refuses are discarded.
     """
     with only_writer(run):
         return _go_on(run, overrides, paths, trust)

@@ -1,7 +1,7 @@
-"""A run whose ranks torchrun (or Slurm) started: rank 0 decides, the others are told.
+"""A run whose ranks were started by torchrun or Slurm. Rank 0 decides and informs the others.
 
-Only rank 0 composes, so there is one run folder and one config; it hands both to the others through
-the store that they meet in anyway.
+Only rank 0 composes the config, so there is one run folder and one config. It sends both to the other ranks
+through the store in which they meet.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEETING = "parallel.meeting_seconds="
 
 
 def lead_run(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
-    """Rank 0, after it has composed. Returns the exit code of this rank."""
+    """Send folder and config to the other ranks, and train as rank 0. Return the exit code of this rank."""
     parallel = config.parallel
     fault = describe_local_ranks_fault(parallel.devices, parallel.accelerator)
     if parallel.mode == "single":
@@ -52,16 +52,16 @@ def lead_run(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
 
 
 def dismiss(code: int = EXIT_DONE) -> None:
-    """Rank 0, if the run has come to its end before, or cannot begin; the others end as it does.
+    """End the other ranks if the run is complete or cannot begin. Called on rank 0.
 
-    They would wait for it: Slurm, unlike torchrun, lets the others go on when a rank ends.
+    Otherwise they would wait for rank 0: Slurm, unlike torchrun, does not end them when one rank exits.
     """
     with contextlib.suppress(LostContact), left_at_stops():
         send_config({}, [], _meeting_seconds(), exit_code=code)
 
 
 def follow_run() -> int:
-    """Every other rank: no Hydra, no words of its own."""
+    """Receive folder and config from rank 0, and train. Called on every other rank. Return the exit code."""
     with left_at_stops():
         meeting = receive_config(sys.argv[1:], _meeting_seconds(), fault_of=_fault_here)
     if meeting.exit_code is not None:
@@ -74,7 +74,9 @@ def follow_run() -> int:
 
 
 def _meeting_seconds() -> float:
-    """Return `parallel.meeting_seconds` of the command line, where no config is composed yet; else the default."""
+    """Return `parallel.meeting_seconds` from the command line (no config is composed yet), else the
+    default.
+    """
     values = [word.removeprefix(MEETING) for word in sys.argv if word.startswith(MEETING)]
     with contextlib.suppress(ValueError):  # rank 0 refuses it
         return float(values[-1]) if values else ParallelConfig().meeting_seconds
@@ -82,7 +84,9 @@ def _meeting_seconds() -> float:
 
 
 def _fault_here(payload: dict[str, Any]) -> str:
-    """Return why this rank cannot take part: the ranks of its machine, or a run folder that it does not see."""
+    """Return why this rank cannot take part; "" if it can. It needs the right number of ranks and the
+    shared run folder.
+    """
     if "folder" not in payload:  # nothing is trained
         return ""
     fault = describe_local_ranks_fault(payload["devices"], payload["accelerator"])
@@ -101,7 +105,9 @@ def _digest(run: RunDir) -> str:
 
 
 def _is_shared(run: RunDir, digest: str) -> bool:
-    """Return whether this rank reads rank 0's config. A network folder may show it late; a local one an old run's."""
+    """Return whether this rank sees rank 0's config. A network folder may show it late; a local folder may
+    hold an old run.
+    """
     until = time.monotonic() + FOLDER_SECONDS
     while True:
         with contextlib.suppress(OSError):
@@ -113,7 +119,7 @@ def _is_shared(run: RunDir, digest: str) -> bool:
 
 
 def earlier_folder() -> str | None:
-    """Return the run folder of this same job before torchrun restarted its ranks; None at its first start."""
+    """Return the run folder of this job from before torchrun restarted its ranks; None at its first start."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     with left_at_stops():

@@ -1,11 +1,13 @@
-"""Run code of the user's in a forked child process that is thrown away.
+"""Run user code in a forked child process that is discarded afterwards.
 
-what: the child has all objects of this process as its own copy, so nothing that the code changes reaches this process:
-    tensors, attributes, closures, locks, random states, positions in open files. Plain values come back by a pipe.
-    The code runs in a new thread of the child: OpenMP's threads do not survive a fork, and a computation in the
-    forked thread would wait for them for ever, while a new thread starts its own.
-when: user code that runs before the training, on Linux. when not: after CUDA was started, which allows no fork, and
-    beside threads of the user's: a fork has none of them, so code that waits for one would wait for ever.
+what: the child has copies of all objects of this process, so nothing that the code changes reaches this
+    process: tensors, attributes, closures, locks, random states, positions in open files. Plain values
+    return through a pipe. The code runs in a new thread of the child: OpenMP's threads do not survive a
+    fork, and a computation in the forked thread would wait for them forever, while a new thread starts its
+    own.
+when: user code that runs before the training, on Linux. when not: after CUDA was started, which allows no
+    fork, and if the user has started threads: a fork has none of them, so code that waits for one would
+    wait forever.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ _answers: int | None = None  # in a child, the pipe to its parent
 
 
 class ChildError(Exception):
-    """The work of a child process failed: the message names its error, or how the process ended.
+    """The error of work in a child process. The message names the original error, or how the process ended.
 
-    text: the traceback of the child.
+    text: the traceback in the child.
     """
 
     def __init__(self, message: str, text: str = "") -> None:
@@ -55,15 +57,17 @@ class ChildError(Exception):
 
 
 class ChildLate(ChildError):
-    """The child process gave no result within its limit."""
+    """The error that a child process returned no result within its limit."""
 
 
 class ChildEnded(ChildError):
-    """The child process ended without a result."""
+    """The error that a child process exited without a result."""
 
 
 def can_fork() -> bool:
-    """Return whether a forked child of this process can run the user's code: passes on the CPU, and data sets."""
+    """Return whether a forked child of this process can run user code: forward passes on the CPU, and data
+    sets.
+    """
     if sys.platform != "linux":
         return False
     if not all(thread.name.startswith(OWN_THREADS) for thread in threading.enumerate()):
@@ -77,14 +81,16 @@ def can_fork() -> bool:
 def run_in_child(
     work: Callable[[], T], limit_seconds: float = LIMIT_SECONDS, computes: bool = True, say: Say | None = None
 ) -> T:
-    """Return what `work` returns in a forked child process; nothing else of it reaches this process.
+    """Run `work` in a forked child process and return its result. No other effect reaches this process.
 
-    The result is pickled. An error that can be pickled is raised again here, any other as ChildError. Output of the
-    child is dropped. Grad mode and autocast of the calling thread do not hold in `work`, random states do.
+    The result is pickled. An error that can be pickled is raised again here, any other as ChildError.
+    Output of the child is dropped. The child starts with this process's random states, but not with its
+    grad mode and autocast.
 
-    limit_seconds: until the result, or the next `send_sign`; 0 is no limit. computes: the work may use several threads
-    of torch; if not, it runs in the main thread of the child with one thread, as in a loader worker. say: receives the
-    texts of `send_sign`.
+    limit_seconds: the time until the result or the next `send_sign`; 0 for no limit.
+    computes: whether the work may use several torch threads. If not, it runs in the main thread of the
+        child with one thread, as in a loader worker.
+    say: receives the texts of `send_sign`.
     """
     reading, writing = os.pipe()
     state = random.getstate()  # Python seeds its generator anew after a fork
@@ -115,7 +121,9 @@ def run_in_child(
 
 
 def send_sign(text: str = "") -> bool:
-    """Tell the parent process that the work goes on, and give it a text. Return False outside of a child process."""
+    """Report to the parent process that the work continues, with a text. Return False if this is not a
+    child process.
+    """
     if _answers is None:
         return False
     _send(_answers, SIGN, text)
@@ -123,7 +131,7 @@ def send_sign(text: str = "") -> bool:
 
 
 def _be_child(work: Callable[[], Any], reading: int, writing: int, state: Any, computes: bool) -> None:
-    """Run the work, send its result, and end this process without any clean-up of the parent's objects."""
+    """Run the work, send its result, and exit without any clean-up of the parent's objects."""
     global _answers
     try:
         os.close(reading)
@@ -163,7 +171,7 @@ def _send_result(work: Callable[[], Any], writing: int) -> None:
 
 
 def _send(pipe: int, kind: bytes, content: str | bytes) -> None:
-    """Write one message: its kind, the number of its bytes, and these."""
+    """Write one message: its kind, its length in bytes, and its content."""
     content = content.encode() if isinstance(content, str) else content
     rest = memoryview(kind + len(content).to_bytes(8, "little") + content)
     while rest:
@@ -171,7 +179,7 @@ def _send(pipe: int, kind: bytes, content: str | bytes) -> None:
 
 
 def _sendable(error: BaseException) -> Exception:
-    """Return the error itself if it survives pickling, else a ChildError with its class, message and traceback."""
+    """Return the error if it survives pickling, else a ChildError with its class, message and traceback."""
     text = "".join(traceback.format_exception(error))
     first_line = str(error).partition("\n")[0]
     replacement = ChildError(f"{type(error).__name__}: {first_line}", text)
@@ -186,7 +194,9 @@ def _sendable(error: BaseException) -> Exception:
 
 
 def take_own_positions() -> None:
-    """Give this forked process positions of its own in the files that its parent has open for reading."""
+    """Reopen the files that the parent has open for reading, so that this process has its own positions in
+    them.
+    """
     for entry in _names(OPEN_FILES):
         with suppress(OSError):
             mode = _mode_of(int(entry))
@@ -195,7 +205,9 @@ def take_own_positions() -> None:
 
 
 def end_pipes_and_sockets() -> None:
-    """Replace every pipe and socket of a child process by the null device: their content can be read only once."""
+    """Replace every pipe and socket of a child process by the null device, since their content can be read
+    only once.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for entry in _names(OPEN_FILES):
         with suppress(OSError):  # it was the descriptor of the listing
@@ -205,7 +217,8 @@ def end_pipes_and_sockets() -> None:
 
 
 def _open_files_again(pipe: int) -> None:
-    """Give this process positions of its own in the files that the parent has open, and no way to write output.
+    """Reopen the files of the parent, so that this process has its own positions, and redirect output to
+    the null device.
 
     A fork shares the position of each open file: reading here would move it for the parent as well.
     """
@@ -229,7 +242,7 @@ def _mode_of(descriptor: int) -> int:
 
 
 def _open_again(descriptor: int, mode: int) -> None:
-    """Put the same file, at the same place, behind a descriptor, with a position that no other process moves."""
+    """Reopen the file behind a descriptor at the same position, which then no other process moves."""
     position = os.lseek(descriptor, 0, os.SEEK_CUR)
     opened = os.open(OPEN_FILES / str(descriptor), mode & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
     os.lseek(opened, position, os.SEEK_SET)
@@ -242,14 +255,14 @@ def _is_file(descriptor: int) -> bool:
 
 
 def _leave_with(owner: int) -> None:
-    """End this process if its parent is gone."""
+    """Wait for the parent to exit, then end this process."""
     while os.getppid() == owner:
         sleep(OWNER_SECONDS)
     os._exit(1)
 
 
 def _read_answer(reading: int, limit_seconds: float, say: Say | None) -> bytes | None:
-    """Return the pickled result, b"" if the child has ended without one, None if it is late."""
+    """Return the pickled result, b"" if the child exited without one, None if it is late."""
     while True:
         head = _read(reading, HEAD_BYTES, limit_seconds)
         content = head and _read(reading, int.from_bytes(head[1:], "little"), limit_seconds)
@@ -260,7 +273,8 @@ def _read_answer(reading: int, limit_seconds: float, say: Say | None) -> bytes |
 
 
 def _read(reading: int, number: int, limit_seconds: float) -> bytes | None:
-    """Return so many bytes of the pipe, b"" if its other end is closed, None if nothing comes for too long.
+    """Return `number` bytes of the pipe, b"" if its other end is closed, None after `limit_seconds` without
+    data.
 
     Waiting is counted in ticks, so time in which this process itself was suspended does not count.
     """

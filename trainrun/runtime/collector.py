@@ -1,9 +1,9 @@
-"""Python's garbage collector, out of the way of imports and of steps.
+"""Settings of Python's garbage collector that keep it out of imports and steps.
 
-What: during start-up it hardly runs; from the first step on all that was built is frozen (never looked at again), and
-what steps leave behind is collected at log points and validations. When not: after
-`gc.disable()` or `gc.freeze()` in code of the user's own, which stay. Source: torchtitan and nanochat; `gc.freeze`.
-Gain: `import torch` takes 0.88x its time; a full collection 6 us in place of 280 ms (AMD EPYC, torch 2.13).
+What: during start-up it hardly runs. At the first step everything that was built is frozen (never examined
+    again). Garbage of steps is collected at log points and validations. When not: if user code has called
+    `gc.disable()` or `gc.freeze()`; that stays. Source: torchtitan and nanochat; `gc.freeze`. Gain: `import
+    torch` takes 0.88x its time; a full collection 6 us instead of 280 ms (AMD EPYC, torch 2.13).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _has_frozen = False  # by this module; counting frozen objects takes 8 ms in a l
 
 
 def rest_while_starting() -> None:
-    """Switch garbage collection off during imports, which make many objects and no garbage. For trainrun's own
-    processes.
+    """Suspend garbage collection during imports, which make many objects and no garbage. For trainrun's own
+    processes only.
     """
     gc.set_threshold(*STARTING)
 
@@ -38,7 +38,7 @@ def freeze_objects() -> None:
 
 @contextmanager
 def kept_collector() -> Iterator[None]:
-    """Restore at the end what `collect_between_steps` and `collect_as_usual` change."""
+    """Restore the settings of the garbage collector at the end of the block."""
     global _has_frozen
     thresholds, had_frozen = gc.get_threshold(), _has_frozen
     try:
@@ -51,13 +51,16 @@ def kept_collector() -> Iterator[None]:
 
 
 def collect_as_usual() -> None:
-    """End `rest_while_starting`; what the user set stays."""
+    """Undo `rest_while_starting`. Thresholds that the user has set stay."""
     if gc.get_threshold() == STARTING:
         gc.set_threshold(*_usual)
 
 
 def collect_between_steps() -> None:
-    """Collect garbage between steps; called once everything is built. A collector that the user changed stays."""
+    """Freeze all existing objects and collect garbage between steps. Called when everything is built.
+
+    Does nothing if user code has disabled or frozen the collector.
+    """
     global _has_frozen
     if gc.isenabled() and gc.get_freeze_count() <= _frozen_at_start:
         gc.freeze()
@@ -66,14 +69,16 @@ def collect_between_steps() -> None:
 
 
 def freeze_more() -> None:
-    """Freeze what was built after `collect_between_steps`, as a compiler with all its modules."""
+    """Freeze objects that were built after `collect_between_steps`, such as a compiler with its modules."""
     if _has_frozen:
         gc.collect()
         gc.freeze()
 
 
 class Tidy:
-    """Collects young objects at a log point, and at a validation all that are not frozen, at most once a second."""
+    """A callable that collects young objects at a log point, and all unfrozen ones at a validation, at most
+    once a second.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,7 +1,7 @@
-"""Many small tensors in one call: on a GPU one kernel for all of one type, where a loop starts one for each.
+"""Copy many small tensors in one call: on a GPU one kernel per dtype, where a loop launches one per tensor.
 
-Torch's own optimizers are made of these kernels, whose names are private; where a version has one no more, a loop
-gives the same numbers.
+The kernels are those of torch's optimizers. Their names are private: if a version lacks them, a loop
+computes the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COPY: Any = getattr(torch, "_foreach_copy_", None)
 
 
 def by_type(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Lists]:
-    """Group pairs of target and source by type, since `copy_` of mixed types is slow."""
+    """Group pairs (target, source) by dtypes and device, because `copy_` of mixed types is slow."""
     groups: dict[tuple[torch.dtype, torch.dtype, torch.device], Lists] = {}
     for target, source in pairs:
         targets, sources = groups.setdefault((target.dtype, source.dtype, target.device), ([], []))

@@ -1,7 +1,8 @@
-"""What an object holds in its attributes, as texts that can be compared: plain values, tensors, and generators.
+"""Turn the attributes of an object into texts that can be compared: plain values, tensors, and generators.
 
-what: `values_of` at two moments, and `changed`. Iterators and open files count by their position.
-when not: objects that hold more than 10,000 entries, and what has no content that can be read. Their text is empty.
+what: compare `comparable_values` of two moments with `changed`. Iterators and open files are compared by
+    position. when not: for objects with more than 10,000 entries or unreadable content. Their text is
+    empty.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ITERATORS = tuple(type(iter(one)) for one in EMPTY)
 
 
 def unsaved_attributes(owner: Any) -> dict[str, Any]:
-    """Return the attributes of an object; of a module those that its state_dict leaves out."""
+    """Return the attributes of an object; for a module, those that its state_dict does not contain."""
     held = getattr(owner, "__dict__", {})
     if not isinstance(owner, nn.Module):
         return dict(held)
@@ -49,7 +50,7 @@ def comparable_values(owner: Any, known: set[int]) -> dict[str, str]:
 
 
 def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Return the names that both have, with other texts."""
+    """Return the sorted names that are in both mappings with different texts."""
     return sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
 
 
@@ -63,7 +64,7 @@ def shape_of(text: str) -> str:
 
 
 def state_text(value: Any, known: set[int]) -> str:
-    """Return `shape|digest`, equal for equal contents; empty for what holds no state that can be compared.
+    """Return `shape|digest`, equal for equal contents; "" for a value whose state cannot be compared.
 
     known: ids of objects that are left out.
     """
@@ -78,7 +79,7 @@ def state_text(value: Any, known: set[int]) -> str:
 
 
 def leaf_texts(value: Any, known: set[int], above: tuple[int, ...] = ()) -> Iterator[str]:
-    """Yield the names and values of a tree as texts; an empty one for what cannot be compared."""
+    """Yield the names and values of a tree as texts; "" for a value that cannot be compared."""
     if id(value) in known or id(value) in above or len(above) == DEEPEST:
         yield ""
         return
@@ -92,7 +93,7 @@ def leaf_texts(value: Any, known: set[int], above: tuple[int, ...] = ()) -> Iter
 
 
 def children_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return what a value holds, by name; None for one that is compared as a whole."""
+    """Return the named parts of a container; None for a value that is compared as a whole."""
     if value is None or isinstance(value, (*PLAIN, Tensor, type)):
         return None
     if isinstance(value, nn.Module):
@@ -111,7 +112,7 @@ def children_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def leaf_text(value: Any) -> str:
-    """Return the text of a value that holds no others."""
+    """Return the text of a value without parts; "" if it cannot be compared."""
     if value is None or isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, Tensor):
@@ -132,7 +133,7 @@ def leaf_text(value: Any) -> str:
 
 
 def position_of(file: io.IOBase) -> str:
-    """Return the position in an open file; empty if it has none, as a pipe."""
+    """Return the position in an open file as text; "" if it has none, such as a pipe."""
     try:
         return str(file.tell())
     except (OSError, ValueError):  # a text file that is read line by line says none, but its bytes do

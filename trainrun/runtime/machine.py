@@ -1,10 +1,12 @@
-"""What this machine has left: cores and memory; and what becomes of the host memory of freed tensors.
+"""Cores and free memory of this machine, and how the C library treats freed host memory.
 
-what: switches of glibc's allocator, which returns blocks of more than 32 MB at once. The system then clears them again,
-    page by page, in the next step. `keep`: blocks of up to 2 GB stay with the process. `return`: tensors of a megabyte
-    or more are returned at once, so that no holes add up between tensors that live on. No number changes.
-when: `keep`, where forward and backward run on the CPU and memory is ample (`auto` estimates it); `return`, where peak
-    memory counts, above all with trainer.gradient_checkpointing. when not: `keep` beside others who need the memory.
+what: settings of glibc's allocator. By default it returns blocks above 32 MB to the system at once, which
+    clears them again, page by page, in the next step. `keep`: blocks of up to 2 GB stay with the process.
+    `return`: tensors of 1 MB or more are returned at once, so that memory does not fragment. No number
+    changes.
+when: `keep`, if forward and backward run on the CPU and memory is ample (`auto` estimates it); `return`, if
+    peak memory counts, above all with trainer.gradient_checkpointing. when not: `keep`, if other processes
+    need the memory.
 source: https://man7.org/linux/man-pages/man3/mallopt.3.html. gain: see `trainrun help measurements`.
 """
 
@@ -29,14 +31,16 @@ GLIBC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_M
 
 
 def can_set_allocator() -> bool:
-    """Return whether the C library has the switches, and no variable of the environment has set them."""
+    """Return whether the C library has the allocator settings and no environment variable has set them."""
     by_variable = any(name in os.environ for name in GLIBC_VARIABLES)
     is_set = by_variable or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     return not is_set and glibc_function("mallopt") is not None
 
 
 def set_allocator(rule: str) -> bool:
-    """Set what becomes of freed host memory, for the rest of the process. Return whether the C library can."""
+    """Set how freed host memory is treated for the rest of the process (a key of SWITCHES). Return whether
+    that worked.
+    """
     mallopt = glibc_function("mallopt")
     if mallopt is None:
         return False
@@ -47,14 +51,14 @@ def set_allocator(rule: str) -> bool:
 
 
 def return_kept_memory() -> None:
-    """Go back from `keep` to the defaults of the C library, and return the free memory to the system."""
+    """Undo `keep` and return free memory to the system."""
     set_allocator("libc")
     if (malloc_trim := glibc_function("malloc_trim")) is not None:
         malloc_trim(0)
 
 
 def glibc_function(name: str) -> Any:
-    """Return a function of the C library, or None where there is none of this name."""
+    """Return a function of the C library; None if there is none of this name."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
@@ -62,7 +66,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class Memory(NamedTuple):
-    """Bytes of memory of this machine, or of the container of this process if that has less."""
+    """Free and total memory in bytes of this machine, or of this process's container if that has less."""
 
     free: int
     total: int
@@ -79,7 +83,9 @@ def host_memory() -> Memory:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of the device; on a GPU with the memory that torch's allocator keeps for reuse."""
+    """Return the free memory of the device in bytes. For a GPU this includes memory that torch's allocator
+    keeps for reuse.
+    """
     if device.type == "cuda":
         import torch
 
@@ -89,7 +95,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished all its work."""
     import torch
 
     if device.type == "cuda":

@@ -1,8 +1,8 @@
-"""The contract that parameters and buffers are dense, and how tensors lie in memory.
+"""The contract that parameters and buffers are dense, and functions for the memory layout of tensors.
 
-Torch's fused optimizers of a CPU (2.8 to 2.13) read parameter, gradient and state as one block of memory each and
-ignore strides. They are right where all of these are dense and have the same strides; elsewhere they write to other
-numbers than the parameter's, or behind the end of its memory.
+Torch's fused optimizers on a CPU (2.8 to 2.13) read parameter, gradient and state each as one block of
+memory and ignore strides. They are right if all of these are dense and have the same strides. Otherwise
+they write to wrong elements, or past the end of the memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def dimensions_of(tensor: Tensor) -> Dimensions:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the values fill one block of memory, in any order of dimensions, each in a place of its own."""
+    """Return whether the elements fill one block of memory without gaps or overlaps, in any order of
+    dimensions.
+    """
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return tensor.layout is torch.strided
     expected = 1
@@ -37,7 +39,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def has_overlap(tensor: Tensor) -> bool:
-    """Return whether two values of the tensor share a place in memory, as those of `expand` do."""
+    """Return whether two elements of the tensor share memory, as after `expand`."""
     if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
     reach, dimensions = 0, dimensions_of(tensor)
@@ -59,7 +61,9 @@ def _has_equal_offsets(dimensions: Dimensions) -> bool:
 
 
 def has_layout_of(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether tensors of one shape lie alike in memory; the stride of a single value does not matter."""
+    """Return whether two tensors of one shape have equal strides. Strides of dimensions of size 1 do not
+    matter.
+    """
     if tensor.stride() == other.stride():
         return True
     strides = zip(tensor.stride(), other.stride(), tensor.shape, strict=True)
@@ -73,7 +77,7 @@ def in_layout_of(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def lay_out_gradient(param: Tensor) -> Tensor:
-    """Return the gradient of a parameter, after giving it the strides of a dense parameter if it has others."""
+    """Return the gradient of a parameter; first give it the strides of the parameter if those differ."""
     grad = param.grad
     assert grad is not None
     is_strided = grad.layout is torch.strided and param.layout is torch.strided
@@ -83,10 +87,11 @@ def lay_out_gradient(param: Tensor) -> Tensor:
 
 
 def make_dense(model: nn.Module) -> None:
-    """Give each buffer whose values share memory a memory of its own, since no checkpoint could be loaded into it.
+    """Replace each buffer whose elements share memory by a dense copy, since no checkpoint could be loaded
+    into it.
 
-    Raise PluginError for a parameter whose values share memory, and for such a buffer that is a view of another
-    tensor of the model: both would change under an update or a load of another value.
+    Raise PluginError for a parameter whose elements share memory, and for such a buffer that is a view of
+    another tensor of the model: an update or a load would change both.
     """
     tensors = dict(named_tensors(model))
     copies: dict[Tensor, Tensor] = {}  # a buffer may have several names

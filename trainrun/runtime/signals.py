@@ -1,4 +1,6 @@
-"""A wish to stop, taken from a signal and kept until the training asks for it; and how long that may take."""
+"""Stop requests: signals set a flag that the training reads; a second signal or a deadline ends the
+process.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,14 @@ Expire = Callable[[int, bool], None]  # the signal, and whether it came twice
 
 
 class StopFlag:
-    """request: STOP_NONE, or the strongest stop asked for; num_interrupts: how often Ctrl-C came.
+    """The strongest stop request so far.
 
-    raised: an interrupt was raised, so that whatever fails afterwards may be its work.
-    training: from the first step on there is something to save, so that the first Ctrl-C only notes the
-        wish. Ranks begin so: they stop together or not at all.
-    quiet_until: by the monotonic clock; a Ctrl-C before that raises nothing more.
-    fault: raised by the next signal, once: a watchdog has something to say to the main thread.
+    request: STOP_NONE or the request. num_interrupts: the number of Ctrl-C.
+    raised: whether an interrupt was raised as an exception, so that later errors may be its consequence.
+    training: whether training has begun, so that there is something to save and the first Ctrl-C only sets
+        the request. Ranks start with True: they stop together or not at all.
+    quiet_until: on the monotonic clock; a Ctrl-C before this time raises nothing more.
+    fault: an error that the next signal raises once, set by a watchdog for the main thread.
     """
 
     __slots__ = ("fault", "num_interrupts", "quiet_until", "raised", "request", "training")
@@ -54,9 +57,9 @@ class StopFlag:
         self.fault: BaseException | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Note the wish to stop. A second Ctrl-C ends the process without a save.
+        """Record the stop request. A second Ctrl-C ends the process without a save.
 
-        The user's code may swallow the exception that is raised; the first step ends the run all the same.
+        User code may swallow the exception that is raised; the first step ends the run nevertheless.
         """
         if self.fault is not None:
             fault, self.fault = self.fault, None
@@ -73,7 +76,7 @@ class StopFlag:
 
 @contextmanager
 def catch_signals(flag: StopFlag) -> Iterator[None]:
-    """Stop signals set `flag` inside, those too that came while they were held back."""
+    """Let stop signals set `flag` inside the block, including signals that were blocked until now."""
     with catch_stops(flag.handle):
         if threading.current_thread() is threading.main_thread():
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -82,9 +85,9 @@ def catch_signals(flag: StopFlag) -> Iterator[None]:
 
 @contextmanager
 def block_stop_signals() -> Iterator[None]:
-    """Block stop signals within the block.
+    """Block stop signals inside the block.
 
-    A process that starts inside blocks them until its own `catch_signals`.
+    A process started inside it keeps them blocked until its own `catch_signals`.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -96,7 +99,7 @@ def block_stop_signals() -> Iterator[None]:
 def leave_at_interrupt(trains: bool = False) -> None:
     """End the process at once on Ctrl-C until a run begins: an exception could be lost in an import.
 
-    trains: so do the other stop signals, with the exit code that asks for another start.
+    trains: also for the other stop signals, with the exit code that requests a restart.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -114,11 +117,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def catch_stops(handler: Handler) -> Iterator[None]:
-    """Call `handler` for every stop signal inside the block; restore the handlers afterwards.
+    """Call `handler` for every stop signal inside the block. Restore the handlers afterwards.
 
-    A signal that is ignored stays ignored: `nohup` does so with SIGHUP, a shell script with SIGINT for a background
-    job.
-    Outside the main thread, where Python allows no handlers, signals stay as they are.
+    An ignored signal stays ignored: `nohup` ignores SIGHUP, and a shell script ignores SIGINT for a
+    background job. Outside the main thread, where Python allows no handlers, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -133,26 +135,27 @@ def catch_stops(handler: Handler) -> Iterator[None]:
 
 
 def watchdog_limit(seconds: float) -> float:
-    """Return the limit of `trainer.watchdog_seconds`; infinite without a watchdog."""
+    """Return `trainer.watchdog_seconds` as a limit; 0 means infinity."""
     return seconds or math.inf
 
 
 @contextmanager
 def left_at_stops() -> Iterator[None]:
-    """End the process at once at a stop signal, also while the main thread waits in C code."""
+    """End the process at once at a stop signal inside the block, even if the main thread waits in C code."""
     with catch_stops(_leave), stop_deadline(lambda: 0.0, lambda number, twice: _leave(number, None)):
         yield
 
 
 @contextmanager
 def stop_deadline(limit: Callable[[], float], expire: Expire) -> Iterator[None]:
-    """Call `expire` in a thread if a stop inside takes longer than `limit()` seconds, or is requested twice.
+    """Call `expire` in a thread if a stop inside the block takes longer than `limit()` seconds or is
+    requested twice.
 
-    Python runs signal handlers between two of its own instructions: 11 s late in a gloo exchange with a timeout of
-    10 s. The bytes of `signal.set_wakeup_fd` come at once, and a thread of their own reads them.
-    Twice is SIGTERM again a second later (a scheduler and a launcher may both pass on the first one), or Ctrl-C
-    again. SIGUSR1, SIGUSR2 and SIGHUP start the clock too, but are no more than an early warning.
-    Nothing happens outside the main thread, as other threads get no signals.
+    Python runs signal handlers only between its own instructions: 11 s late in a gloo exchange with a
+    timeout of 10 s. The bytes of `signal.set_wakeup_fd` come at once, and a separate thread reads them. A
+    second request is a SIGTERM at least a second after the first (a scheduler and a launcher may both
+    forward the first), or a second Ctrl-C. SIGUSR1, SIGUSR2 and SIGHUP start the deadline too, but only as
+    an early warning. Outside the main thread nothing happens, because other threads get no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

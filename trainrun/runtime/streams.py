@@ -1,4 +1,4 @@
-"""Standard output and error: where nobody reads them any more, or their disk is full, the run goes on without them."""
+"""Standard output and error that do not end a run when the pipe is closed or the disk is full."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainrun.output import SUBSTITUTE
 
 
 class LossyOutput(io.FileIO):
-    """A descriptor that leads to the null device from its first write error on, so that no print ends a run."""
+    """A file that writes to the null device after its first write error, so that no print ends a run."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -26,12 +26,14 @@ class LossyOutput(io.FileIO):
 
 
 def guard_streams() -> None:
-    """Put `LossyOutput` below standard output and error. Call it where a process starts."""
+    """Wrap standard output and error in `LossyOutput`. Call it when a process starts."""
     sys.stdout, sys.stderr = wrap_output(sys.stdout), wrap_output(sys.stderr)
 
 
 def wrap_output(stream: TextIO) -> TextIO:
-    """Return the same stream over `LossyOutput`; it writes characters that its encoding lacks as similar ones."""
+    """Return the stream over `LossyOutput`. Characters that its encoding lacks are replaced by similar
+    ones.
+    """
     if not isinstance(stream, io.TextIOWrapper):  # closed, or that of another program
         return stream
     raw = LossyOutput(stream.fileno(), "w", closefd=False)

@@ -1,12 +1,13 @@
-"""A run that makes no progress is ended, with the stacks of all its threads in the run folder.
+"""A watchdog that ends a run without progress and writes the stacks of all threads to the run folder.
 
-what: a thread looks every second at the step, the validation batch and the account of time. Where they stay the same
-    for `trainer.watchdog_seconds`, it writes `stacks-rankN.txt` and raises in the main thread; if that is stuck in C
-    code, the process is ended. The last checkpoint stands; the driver of several ranks starts them again.
-when: where the user says how long one hook, one batch of data or of a validation, one save may take. Nobody else knows.
-    Without it the runner limits its own waits alone: exchanges (`parallel.timeout_seconds`) and loader workers.
-when not: in a debugger, and while code is compiled.
-source: the watchdog of NCCL; faulthandler of the standard library. gain: an error in place of a night.
+what: a thread reads every second the step, the validation batch and the current phase. If they do not
+    change for `trainer.watchdog_seconds`, it writes `stacks-rankN.txt` and raises in the main thread; if
+    that is blocked in C code, the process is ended. The last checkpoint stays; the launcher of several
+    ranks restarts them.
+when: if the user knows how long one hook, one batch, or one save may take. Without it the runner limits
+    only its own waits: exchanges (`parallel.timeout_seconds`) and loader workers. when not: in a debugger,
+    and while code is compiled.
+source: the watchdog of NCCL; faulthandler of the standard library. gain: an error instead of a lost night.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy", "ipdb")
 
 
 class Progress(Protocol):
-    """What moves while a run makes progress: `monitors.step` and `triggers.looks`."""
+    """The counters that move while a run makes progress: `monitors.step` and `triggers.looks`."""
 
     @property
     def monitors(self) -> Any: ...
@@ -39,14 +40,17 @@ class Progress(Protocol):
 
 
 class Hung(BaseException):
-    """Raised wherever the main thread is; no Exception, or reading a sample would take it for a fault of that."""
+    """The exception raised in the main thread. It is not an Exception: a reader would count that as a
+    damaged sample.
+    """
 
 
 class Watchdog:
-    """Entered first and left last: who was told to end and hangs again is ended too.
+    """The watchdog of a run. Entered first and left last, so that a process that hangs while it exits is
+    ended too.
 
-    seconds: 0 is never. place: of the stacks. end: of the process, told why and in which account
-    of time it hung; called in a thread.
+    seconds: 0 disables it. place: the file for the stacks. end: ends the process; called in a thread with
+        the reason and the phase in which the run hung.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""From a function of tensors to one graph: what a graph would not notice, tracing, compiling, recording."""
+"""Turn a function of tensors into one graph: check that tracing is safe, trace, compile, and record CUDA
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ WARM_UP = 3  # what cuBLAS and others allocate at their first calls must lie out
 
 
 def rehearse(run: Components, batch: Any) -> None:
-    """Compute forward and loss twice without a trace. The first also runs the checks of a task on its first batch.
+    """Compute forward and loss twice without lasting effects. The first pass also runs the task's checks of
+    its first batch.
 
-    A trace keeps the path of the one pass it saw: a counter in an attribute, or a choice drawn from Python's or NumPy's
-    random numbers, would be frozen without a word. Raises PluginError.
+    A trace keeps the path of the one pass that it saw: a counter in an attribute, or a choice by Python's
+    or NumPy's random numbers, would be frozen without notice. Raises PluginError for both.
     """
 
     def forward() -> tuple[Any, Any, dict[str, Any]]:
@@ -73,9 +76,9 @@ def rehearse(run: Components, batch: Any) -> None:
 
 
 def compile_graph(function: Function, inputs: list[Tensor], backend: str, mode: str | None) -> Function:
-    """Trace and compile one graph for exactly these shapes and strides. Nothing is computed, so nothing changes.
+    """Trace and compile one graph for exactly these shapes and strides. Nothing is computed.
 
-    PluginError: the function asks for a value on the host, or something that no graph can hold.
+    Raise PluginError if the function needs a value on the host, or an operation that no graph can hold.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -117,10 +120,10 @@ def lower_graph(
 
 
 class OnCuda:
-    """Fills `Recorder`: warms up on a side stream, then records.
+    """A recorder of CUDA graphs: it warms up on a side stream, then records.
 
-    All graphs share one pool of memory: none has anything in it that is wanted once another is replayed. The pool ends
-    with the last of them.
+    All graphs share one memory pool: no result is needed after another graph is replayed. The pool is freed
+    with the last.
     """
 
     def __init__(self) -> None:
@@ -152,11 +155,12 @@ class OnCuda:
 
 
 def record_graph(function: Function, inputs: list[Tensor], num_held: int, record: Recorder) -> Function:
-    """Record a function. Its order of operations, and so its rounding, is that of the recorded step.
+    """Record a function as a CUDA graph. The order of operations, and so the rounding, is that of the
+    recorded call.
 
-    inputs: the first `num_held` are changed in place, where they lie now; the others are copied to where the recorded
-    kernels read. The warm-up writes into buffers, which are put back, as random numbers are. PluginError: it cannot be
-    recorded.
+    inputs: the first `num_held` are changed in place; the others are copied to the memory that the recorded
+        kernels read. The warm-up changes buffers and random states, which are restored. Raise PluginError
+        if it cannot be recorded.
     """
     held, fed = inputs[:num_held], [tensor.clone() for tensor in inputs[num_held:]]
     if len({tensor.device for tensor in inputs}) > 1:

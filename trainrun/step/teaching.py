@@ -1,4 +1,6 @@
-"""The teacher of `task=distillation`: found, compared with its student, and asked once a sample where that will do."""
+"""The teacher of `task=distillation`: load it, compare it with its student, and compute its answers once if
+possible.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,10 @@ def give_teacher(
     task: Distillation, config: RunConfig, model: nn.Module, source: Any, in_order: Callable[[], Batches],
     parallel: Parallel, load_run: LoadRun, rhythm: Intervals,
 ) -> str:  # fmt: skip
-    """Give the task its teacher, or the teacher's answers to all samples. Returns a line on it.
+    """Give the task its teacher, or the teacher's answers to all samples. Return a line that describes it.
 
-    in_order: all training samples once, with nothing random. Every rank asks for itself, so each has the answers that
-    one alone would have. Raises ConfigError.
+    in_order: returns all training samples once, without randomness. Every rank computes the same answers.
+        Raises ConfigError.
     """
     if task.hidden and config.trainer.compile.scope != "off":
         raise ConfigError(
@@ -88,7 +90,9 @@ def give_teacher(
 
 
 def resolve_network(teacher: Any, config: RunConfig, load_run: LoadRun) -> tuple[nn.Module, str]:
-    """Return the network, and the mode of its precision. teacher: a folder, a target, or what a node was built to."""
+    """Return the network and its precision mode. teacher: a run folder, a target, or the object that a node
+    was built to.
+    """
     if isinstance(teacher, str):
         if (
             Path(teacher).expanduser().is_dir()
@@ -115,7 +119,9 @@ def resolve_network(teacher: Any, config: RunConfig, load_run: LoadRun) -> tuple
 
 
 def check_normalized(trained: RunConfig, config: RunConfig) -> None:
-    """Check that the teacher was trained on inputs of the same scale: both networks get one batch."""
+    """Raise ConfigError if teacher and student were trained with different normalisation: both get the same
+    batch.
+    """
     of_teacher, of_run = (
         [node for node in each_config.data.augment.values() if node and node.get(TARGET) == NORMALIZE]
         for each_config in (trained, config)
@@ -130,8 +136,7 @@ def check_normalized(trained: RunConfig, config: RunConfig) -> None:
 def check_tokenizer(trained: RunConfig, config: RunConfig) -> None:
     """Raise ConfigError if teacher and student have different tokenizers.
 
-    Two tokenizers of one size give different tokens the same numbers, so comparing the sizes does not
-    suffice.
+    Comparing vocabulary sizes is not enough: two tokenizers of one size number tokens differently.
     """
     nodes = [run_config.data.train or {} for run_config in (trained, config)]
     if not all("tokenizer" in node for node in nodes):
@@ -148,7 +153,9 @@ def check_tokenizer(trained: RunConfig, config: RunConfig) -> None:
 
 
 def compare_answers(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) -> None:
-    """Ask both of two samples. Raise ConfigError where their answers cannot be compared."""
+    """Compute the answers of teacher and student to two samples. Raise ConfigError if they cannot be
+    compared.
+    """
     count = num_rows(batch)
     few = rows_of(batch, 0, min(2, count), count)
     inputs, target = inputs_and_target(few)
@@ -162,7 +169,7 @@ def compare_answers(task: Distillation, teacher: Teacher, model: nn.Module, batc
 def reason_to_ask_again(
     config: RunConfig, source: Any, num_samples: int | None, rhythm: Intervals, world_size: int
 ) -> str:
-    """Return why its answers cannot be kept, or need not be; "" if they can."""
+    """Return why the teacher's answers cannot be computed once and kept; "" if they can."""
     for augmentation in build_augmentations(config.data.augment):
         if augmentation.random:
             return f"{augmentation.key} is random"
@@ -187,7 +194,7 @@ def reason_to_ask_again(
 def all_answers(
     teacher: Teacher, stream: Batches, parallel: Parallel
 ) -> tuple[Mapping[str, Tensor] | None, str, str]:
-    """Return the answers by the number of the sample, how many are right, and why there are none."""
+    """Return the answers by sample number, the share that is right, and the reason if there are none."""
     tables: dict[str, Tensor] = {}
     right = num_targets = 0
     limit = MOST_OF_FREE * min(parallel.gather(free_bytes(parallel.device))) / parallel.local_world_size

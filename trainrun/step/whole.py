@@ -1,17 +1,19 @@
-"""Forward and backward as one graph, compiled or recorded; the update is that of every other step.
+"""Forward and backward as one graph, compiled or recorded. The optimizer update is the usual one.
 
-what: each shape of a full batch becomes one function without Python or autograd between its kernels, which gives the
-    loss and the gradients; all other batches (the ragged last one of an epoch) run plain. Rounding differs from the
-    plain step in the last bits; dropout draws other numbers. `trainer.cuda_graphs` records the function, compiled or
-    not, and replays it without a launch of each kernel.
-when: long runs of small networks, whose steps are mostly Python; shapes that repeat.
-when not: short runs (about 5 s of compiling), shapes that change with every batch, models that ask for a value on
-    the host or change Python attributes as they run, several ranks (all refused).
-source: functionalised training steps of JAX; make_fx and torch._inductor.compile: a graph without guards, where
-    `torch.compile` checks its inputs in every call; https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
-gain: digits MLP, batch 32, one core of a busy machine: with data, validation, logging and checkpoints 0.60x of a
-    hand-written loop (scripts/bench_overhead.py --skip 5 trainer.compile=step). CUDA graphs on an H100: a step of the
-    digits MLP, batch 64, 2.0 -> 0.4 to 0.6 ms, compiled or not; of a CNN of 3 ms 0.9x.
+what: each shape of a full batch becomes one function without Python or autograd between its kernels, which
+    returns the loss and the gradients. All other batches (the last one of an epoch) run without a graph.
+    Rounding differs from the usual step in the last bits; dropout draws other numbers.
+    `trainer.cuda_graphs` records the function, compiled or not, and replays it without launching each
+    kernel.
+when: long runs of small networks, whose steps are mostly Python; shapes that repeat. when not: short runs
+    (about 5 s of compiling), shapes that change with every batch, models that need a value on the host or
+    change Python attributes in a forward, several ranks (all refused).
+source: functionalised training steps of JAX; make_fx and torch._inductor.compile: a graph without guards,
+    where `torch.compile` checks its inputs in every call;
+    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+gain: digits MLP, batch 32, one core of a busy machine: with data, validation, logging and checkpoints 0.60x
+    of a hand-written loop (scripts/bench_overhead.py --skip 5 trainer.compile=step). CUDA graphs on an
+    H100: a step of the digits MLP, batch 64, 2.0 -> 0.4 to 0.6 ms, compiled or not; of a CNN of 3 ms 0.9x.
 """
 
 from __future__ import annotations
@@ -46,9 +48,10 @@ Engine = Callable[[Function, Flat, int], Function]  # function, arguments, how m
 def build_whole_step(
     config: RunConfig, plain: Accumulate, task: Any, informed: bool, device: torch.device, log: CompileLog
 ) -> Step:
-    """Return the step of a run. Raise ConfigError if it cannot be one graph.
+    """Return the step of a run as a graph. Raise ConfigError if it cannot be one.
 
-    plain: forward and backward of batches that are not full. informed: the task takes `info`.
+    plain: forward and backward of batches that are not full. informed: whether the task's step takes
+        `info`.
     """
     wanted, records = config.trainer.compile, config.trainer.cuda_graphs
     compiles = wanted.scope == "step"
@@ -80,7 +83,7 @@ def build_whole_step(
 
 
 def task_obstacle(task: Any, informed: bool, off: str = "") -> str:
-    """Return why no graph can hold a step of this task, or "". off: the setting that is the way out."""
+    """Return why no graph can hold a step of this task, or "". off: the setting that avoids the graph."""
     name = type(task).__name__
     if not counts_before(task):
         return (
@@ -94,7 +97,7 @@ def task_obstacle(task: Any, informed: bool, off: str = "") -> str:
 
 
 class ModelAndTask(nn.Module):
-    """Model and task as one module, so that `functional_call` can lend it other weights."""
+    """Model and task as one module, so that `functional_call` can substitute the weights."""
 
     def __init__(self, model: nn.Module, task: Any) -> None:
         super().__init__()
@@ -107,8 +110,8 @@ class ModelAndTask(nn.Module):
 
 
 class StepFunction:
-    """Forward and backward for one shape of batch, as a function of flat tensors: parameters and buffers,
-    share, batch.
+    """Forward and backward for one batch shape, as a function of flat tensors: parameters, buffers, share,
+    batch.
 
     Returns the loss, the task's sums (`names`) and the gradients of `trained`. `names` and `trained` are
     known after the first call. Buffers are changed in place.
@@ -152,7 +155,9 @@ class StepFunction:
 
 
 def separate_gradients(params: list[nn.Parameter], grads: Any, share: Tensor) -> Flat:
-    """Return the gradients in the layout of their parameters, as fused updates read them, each in its own memory."""
+    """Return the gradients in the layout of their parameters, each in its own memory, as fused optimizers
+    need them.
+    """
     copied: Flat = []
     seen_ids = {id(share)}
     for param, gradient in zip(params, [gradient for gradient in grads if gradient is not None], strict=True):
@@ -166,7 +171,7 @@ def separate_gradients(params: list[nn.Parameter], grads: Any, share: Tensor) ->
 
 
 class BatchKind:
-    """Whether the batches of one kind are full, and their graph."""
+    """One kind of batch: whether it is full, and its graph."""
 
     __slots__ = ("full", "graph")
 
@@ -176,11 +181,11 @@ class BatchKind:
 
 
 class WholeStep:
-    """Fills the `step` door.
+    """The step as one graph.
 
-    plain: forward and backward of a window that is not compiled.
-    batch_size: the rows of a full batch; the choice depends on a batch alone, so a resumed run makes the same ones.
-    fixed: the engine's graphs work on the very memory they were made with.
+    plain: forward and backward of a window that is not full. batch_size: the samples of a full batch. The
+        choice depends on the batch alone, so a resumed run makes the same ones. fixed: the engine's graphs
+        use fixed memory addresses.
     """
 
     def __init__(
@@ -198,7 +203,7 @@ class WholeStep:
         return StepReport(*found, run.update())
 
     def _accumulate(self, run: Components, micro_batches: list[MicroBatch]) -> Gradients:
-        """Run forward and backward of a window in the graph of the step."""
+        """Run forward and backward of a window in the graph of its batch kind."""
         batches = [flatten_batch(batch.data) for batch in micro_batches]
         kinds = [self._kinds.get(kind) or self._new_kind(kind, leaves) for kind, leaves, _ in batches]
         if not all(kind.full for kind in kinds):
@@ -266,7 +271,7 @@ class WholeStep:
         return batch_kind.graph
 
     def _share(self, share: float, device: torch.device) -> Tensor:
-        """Return 1 / items, as the gradient of the summed loss."""
+        """Return 1 / items as a 0-d tensor on the device: the gradient of the summed loss."""
         tensor = self._shares.get(share)
         if tensor is None:
             if len(self._shares) >= MAX_CACHED_SHARES:
@@ -277,7 +282,9 @@ class WholeStep:
 
 
 def flatten_batch(data: Any) -> Flattened:
-    """Return the kind of a batch (all that a graph is specialised on), its tensors, and a function that rebuilds it."""
+    """Return the kind of a batch (all that a graph is specialised on), its tensors, and a function that
+    rebuilds it.
+    """
     is_plain_tuple = type(data) is tuple and all(isinstance(leaf, Tensor) for leaf in data)
     if is_plain_tuple and not fields_beside(data):
         return tuple([(leaf.shape, leaf.dtype, leaf.stride()) for leaf in data]), list(data), tuple

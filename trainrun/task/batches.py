@@ -1,16 +1,18 @@
-"""What is in a batch: inputs and target, from pairs or from dicts; and what a model gives back.
+"""The parts of a batch (inputs and target, from pairs or dicts), and the output tensor of a model.
 
 A batch is a tuple or list `(inputs, target)`, or a dict with one key of each line:
     inputs: input, inputs, x, image, images, input_ids, pixel_values, input_values, input_features
     target: target, targets, y, label, labels, class
-Of several names on one line the first in this order is meant (`INPUT_KEYS` and `TARGET_KEYS` of `trainrun.interfaces`).
+If several keys of one line are present, the first one in this order is used (`INPUT_KEYS` and `TARGET_KEYS` of
+`trainrun.interfaces`).
 
-A dict is passed by the names of the model's `forward`: the inputs by their key where it names that, else by position,
-and every other field that it names (attention_mask, token_type_ids, noise, ...; any, if it takes **kwargs), but for the
-target. A dict without inputs of one of these names is for a model that names each input, as `forward(left, right)`.
-The inputs of a pair that are a dict are passed so if `forward` names each of its entries, else as they are. The inputs
-of a pair that are a tuple, `((a, b), y)`, are passed one by one if `forward` needs several, or takes `*args`.
-What padding put beside a pair (see `trainrun.interfaces.batch_fields`) is passed by name too.
+A dict is passed by the argument names of the model's `forward`. The inputs are passed by their key if
+`forward` has that argument, else by position. Every other field that is an argument is passed too
+(attention_mask, token_type_ids, noise, ...; all fields if it takes **kwargs), except the target. A dict
+without an input key suits a model that names each input (`forward(left, right)`). If the inputs of a pair
+are a dict, they are passed this way if `forward` has an argument for each entry, else as they are. If they
+are a tuple, `((a, b), y)`, they are passed one by one if `forward` needs several arguments or takes
+`*args`. Fields that padding adds to a pair (see `trainrun.interfaces.batch_fields`) are passed by name.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from trainrun.tensors import HALF_TYPES
 
 
 def inputs_and_target(batch: Any) -> tuple[Any, Tensor]:
-    """Both halves of a batch. DataError: it has another form."""
+    """Return the inputs and the target of a batch. Raise DataError if it has another form or no target."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor):
         return batch[0], batch[1]
     inputs, target = inputs_and_maybe_target(batch)
@@ -50,9 +52,7 @@ def inputs_and_target(batch: Any) -> tuple[Any, Tensor]:
 
 
 def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
-    """Split a batch for predictions into inputs and target; the target is None for a bare tensor or a dict
-    without one.
-    """
+    """Return inputs and target of a batch; the target is None for a bare tensor or a dict without one."""
     if isinstance(batch, Tensor):
         return batch, None
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
@@ -69,15 +69,17 @@ def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
 
 
 def fields_but_target(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a batch that none of the names of a target has."""
+    """Return the fields of a batch whose names are not in TARGET_KEYS."""
     return {name: value for name, value in batch.items() if name not in TARGET_KEYS}
 
 
 def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
-    """Return the model's output for a batch, which is given the fields that its `forward` names.
+    """Return the model's output for a batch; fields of the batch are passed by the argument names of
+    `forward`.
 
-    Raise PluginError if rows hold several sequences and the model does not take `segment_ids`, if the samples
-    have another shape than the network was built for, or if `forward` needs a field that the batch lacks.
+    Raise PluginError if rows hold several sequences and the model has no argument `segment_ids`, if the
+    samples have another shape than the network was built for, or if `forward` needs a field that the batch
+    lacks.
     """
     try:
         fields = batch_fields(batch)
@@ -94,8 +96,8 @@ def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
 def output_tensor(output: Any) -> Tensor:
     """Return the model's tensor: the output itself, its `logits` attribute, or its "logits" entry.
 
-    Numbers of 16 bits become float32, so that sums over many items keep their digits.
-    PluginError: none of these.
+    16-bit values become float32, so that sums over many items keep their digits. Raise PluginError if there
+    is no tensor.
     """
     if not isinstance(output, Tensor):
         logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
@@ -111,7 +113,7 @@ def output_tensor(output: Any) -> Tensor:
 
 
 def join_batches(columns: list[Tensor]) -> Tensor:
-    """Concatenate the columns of several batches; shorter rows are filled up with -100, or NaN for floats."""
+    """Concatenate the columns of several batches. Shorter rows are padded with -100, or NaN for floats."""
     widths = {column.shape[1:] for column in columns}
     if len(widths) > 1 and all(column.ndim >= 2 for column in columns):
         width = max(column.shape[1] for column in columns)
@@ -124,7 +126,7 @@ def join_batches(columns: list[Tensor]) -> Tensor:
 
 
 def form_of(value: Any) -> str:
-    """Return a few words on the structure of a batch or an output, for messages."""
+    """Describe the structure of a batch or an output in a few words, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):

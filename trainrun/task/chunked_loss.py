@@ -1,12 +1,13 @@
-"""Chunked cross-entropy: the logits of a large vocabulary are never there all at once.
+"""Chunked cross-entropy: the logits of a large vocabulary are never all in memory at once.
 
-what: the last layer and the loss run over some tokens after the others, and once more in the backward. The
-    sum is the plain one; products and sums are taken in pieces, so the last bits may differ.
-when: all logits at once do not fit into the memory that the run left free when it began; `auto` decides by that alone.
-when not: they fit: pieces make the logits a second time.
+what: the last layer and the loss run over one chunk of tokens at a time, and again in the backward pass.
+    The sum is that of the plain loss; the last bits may differ because products and sums are computed in
+    chunks.
+when: all logits at once do not fit into the memory that was free when the run began; `auto` decides by that
+    alone. when not: they fit: chunks compute the logits a second time.
 source: Wijmans et al., 2024, arXiv:2411.09009 (the idea; here in plain torch)
-gain: 50,257 tokens x 256 wide, 1,024 tokens, one of 2 busy Xeon cores: peak above the imports 825 MB, in 4 chunks
-    186; last layer and loss took 1.45x the time in float32, 0.9x under bfloat16 autocast.
+gain: 50,257 tokens x 256 wide, 1,024 tokens, one of 2 busy Xeon cores: peak above the imports 825 MB, in 4
+    chunks 186; last layer and loss took 1.45x the time in float32, 0.9x under bfloat16 autocast.
 """
 
 from __future__ import annotations
@@ -25,35 +26,36 @@ SMALLEST_PIECE = 1 << 28  # bytes at the peak: products of fewer tokens do not f
 
 
 class Head(NamedTuple):
-    """The last layer of a model, and the type in which it computes."""
+    """The last layer of a model, and the dtype in which it computes."""
 
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
 
     def logits(self, states: Tensor) -> Tensor:
-        """(N, V), at least float32."""
+        """Return the logits (N, V) of hidden states (N, W), in float32 or float64."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
         out = linear(states.to(self.dtype), self.weight.to(self.dtype), bias)
         return out if out.dtype is torch.float64 else out.float()
 
     def cast(self) -> Head:
-        """Return the head with its weight converted to the number type, once for all chunks."""
+        """Return the head with its weight converted to `dtype`, once for all chunks."""
         return Head(self.weight.to(self.dtype), self.bias, self.dtype)
 
 
 def head_of(layer: nn.Linear, states: Tensor) -> Head:
-    """Return the head as autocast would call it now."""
+    """Return the layer as a head with the dtype that autocast would use now."""
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
     return Head(layer.weight, layer.bias, dtype)
 
 
 def num_chunks(wanted: int | str, num_tokens: int, vocabulary: int, limit_bytes: int | None) -> int:
-    """Return how many pieces the logits are made in.
+    """Return the number of chunks in which the logits are computed.
 
-    wanted: a number, or `auto`: one piece if the logits fit into limit_bytes, else pieces of half of that.
-    limit_bytes: what the logits and all that is made of them may fill; None is no limit.
+    wanted: a number, or `auto`: one chunk if the logits fit into limit_bytes, else chunks of half that
+        size.
+    limit_bytes: the memory for the logits and everything computed from them; None for no limit.
     """
     if isinstance(wanted, int):
         return min(wanted, max(1, num_tokens))
@@ -65,7 +67,9 @@ def num_chunks(wanted: int | str, num_tokens: int, vocabulary: int, limit_bytes:
 
 
 def chunked_loss(states: Tensor, target: Tensor, head: Head, chunks: int) -> Tensor:
-    """0-d, the sum over tokens that are not ignored. states: (N, W); target: (N,) int64."""
+    """Return the cross-entropy, 0-d, summed over tokens that are not ignored. states: (N, W); target: (N,)
+    int64.
+    """
     loss: Tensor = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         states, head.weight, head.bias, target, head.dtype, chunks
     )
@@ -74,7 +78,7 @@ def chunked_loss(states: Tensor, target: Tensor, head: Head, chunks: int) -> Ten
 
 @torch.no_grad()
 def chunked_right(states: Tensor, target: Tensor, head: Head, chunks: int) -> Tensor:
-    """Return the number of tokens that the largest logit predicts."""
+    """Return the number of tokens whose target has the largest logit."""
     head = head.cast()
     pairs = zip(states.chunk(chunks), target.chunk(chunks), strict=True)
     with torch.autocast(states.device.type, enabled=False):
@@ -85,7 +89,10 @@ def chunked_right(states: Tensor, target: Tensor, head: Head, chunks: int) -> Te
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The gradient of the logits is (softmax - one-hot) x gradient of the sum; 0 if a token is ignored."""
+    """The chunked loss as an autograd function.
+
+    The gradient of the logits is (softmax - one-hot) x gradient of the sum; 0 for an ignored token.
+    """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
@@ -132,7 +139,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def slope_of(logits: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of the logits; overwrites them."""
+    """Return the gradient of the logits, which it overwrites."""
     real = (target != IGNORED)[:, None]
     slope = torch.softmax(logits, -1, out=logits)
     slope.scatter_add_(1, target.clamp(min=0)[:, None], -real.to(slope.dtype))

@@ -1,4 +1,4 @@
-"""One class per item: a sample (B,), or every place of a sequence or picture (B, ...)."""
+"""Classification: one class per sample (B,), or per position of a sequence or image (B, ...)."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ NOTHING = -(2**63)  # no target
 
 
 class Classification:
-    """Cross-entropy and accuracy; the forms of a batch are in `trainrun.task.batches`.
+    """Cross-entropy and accuracy. The forms of a batch are in `trainrun.task.batches`.
 
-    loss: `(logits, target) -> Tensor` in place of cross-entropy: one number per item, or their sum. A
-        loss of torch is set to sum up. With class weights it is divided by the number of items, where
+    loss: `(logits, target) -> Tensor` instead of cross-entropy: one number per item, or their sum. A loss
+        of torch is set to return a sum. With class weights the sum is divided by the number of items;
         torch's own mean divides by the sum of their weights.
-    class_dim: where the classes lie in the model's output; they are moved to dimension 1.
-    ignore_index: a target that counts nothing, only in targets (B, T, ...): a target (B,) must not
-        hold it, so that counting a batch touches no tensor. null: none is ignored.
-    class_weights: what the loss of an item weighs by its class, as of torch's own loss; the sum is divided by the
-        number of items, so that micro-batches and ranks do not change it. balanced: N / (C x items of the class), of
-        the training labels (scikit-learn's), which the runner counts where they are in memory.
-    metrics: names of `trainrun.task.metrics`, or objects (`metrics.torch_metrics`), for evaluations; per_class:
-        the names also of each class.
+    class_dim: the dimension of the classes in the model's output; it is moved to dimension 1.
+    ignore_index: a target that is not counted, only for targets (B, T, ...). Targets (B,) must not contain
+        it, so that counting a batch reads no tensor. null: nothing is ignored.
+    class_weights: the weight of an item's loss by its class, as in torch's own loss. The sum is divided by
+        the number of items, so that micro-batches and ranks do not change it. balanced: N / (C x items of
+        the class), of the training labels (as in scikit-learn); the runner counts them if they are in
+        memory.
+    metrics: names of `trainrun.task.metrics`, or objects (`metrics.torch_metrics`), for evaluations.
+        per_class: also report the named metrics of each class.
 
-    Soft targets, probabilities (B, C) of a floating-point type, give the same loss as their classes one by
-    one, weighted; accuracy is against the likeliest class.
+    Soft targets are probabilities (B, C) of a floating-point dtype. Their loss is that of the single
+    classes, weighted; accuracy compares with the most likely class.
     """
 
     monitor = "acc"  # what `best` means
@@ -107,7 +108,7 @@ class Classification:
             raise ConfigError("task.per_class=true: needs the names of metrics, as task.metrics=[f1]")
 
     def count(self, batch: Any) -> int:
-        """Return the number of targets; in a map of classes without the ignored ones, for which the host
+        """Return the number of targets. For targets (B, T, ...) ignored ones are not counted, and the host
         waits for the GPU.
         """
         target = inputs_and_target(batch)[1]
@@ -126,12 +127,14 @@ class Classification:
         return (target != self.ignore_index).flatten(1).sum(1)
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """PluginError or DataError, at the first batch: outputs and targets do not fit each other."""
+        """Return loss and sums of a batch. At the first batch, raise PluginError or DataError if outputs
+        and targets do not match.
+        """
         inputs, target = inputs_and_target(batch)
         return self.of_logits(self.logits(model, inputs, batch), target)
 
     def of_logits(self, logits: Tensor, target: Tensor) -> StepOutput:
-        """logits: (B, C, ...), as `logits` gives them."""
+        """Return loss and sums for logits (B, C, ...) and their targets."""
         if target.is_floating_point():
             return soft_step(self, logits, target)
         if not self.checked:
@@ -152,7 +155,7 @@ class Classification:
         return self.metrics.measure(*self.real(logits, target))
 
     def real(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, C) and (N,): the items that are not ignored."""
+        """Return the logits (N, C) and targets (N,) of the items that are not ignored."""
         logits, target = logits.movedim(1, -1).flatten(0, -2), target.flatten()
         real = (target >= 0) & (target < logits.shape[1])
         if self.ignore_index is not None:
@@ -202,7 +205,9 @@ class Classification:
         return torch.count_nonzero(right)
 
     def _check(self, logits: Tensor, target: Tensor) -> None:
-        """Check the first batch only, as it waits for the device, and move the loss to the model's device."""
+        """Check the first batch, because the check waits for the device, and move the loss to the model's
+        device.
+        """
         check_target_type(logits, target)
         check_shapes(logits, target)
         ignores = target.ndim > 1 and self.ignore_index is not None
@@ -231,7 +236,7 @@ class Classification:
 
 
 def check_shapes(logits: Tensor, target: Tensor) -> None:
-    """Raise an error unless the logits are (B, C, ...) and the target is (B, ...)."""
+    """Raise PluginError unless the logits are (B, C, ...) and the target is (B, ...)."""
     if logits.ndim == target.ndim + 1 and logits.shape[:1] + logits.shape[2:] == target.shape:
         return
     if logits.shape == target.shape and logits.ndim == 2:

@@ -1,4 +1,6 @@
-"""What a model gets of a batch, by the arguments of its `forward`; samples that it was not built for."""
+"""Pass the fields of a batch to a model by the arguments of its `forward`; explain samples that it was not
+built for.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,16 @@ OF_SHAPES = re.compile(
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """Without what a backend wrapped around it."""
+    """Return the model without the wrapper of DDP."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def arguments_of(
     model: nn.Module, inputs: Any, batch: Any, fields: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a model gets by position and by name. fields: those of the batch, see `batch_fields`."""
+    """Return the positional and the named arguments for a model. fields: those of the batch, see
+    `batch_fields`.
+    """
     if isinstance(batch, Mapping):
         return asked_for(model, inputs, batch)
     if not fields or (isinstance(inputs, Mapping) and not takes_each(model, inputs)):
@@ -45,7 +49,9 @@ def arguments_of(
 
 
 def positional_inputs(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
-    """Return the parts of a tuple or list if the model's forward needs several arguments, or takes any number."""
+    """Return the items of a tuple or list as arguments if the model's forward needs several, or takes any
+    number.
+    """
     if isinstance(inputs, tuple | list) and takes_several(forward_of(model)):
         return tuple(inputs)
     return (inputs,)
@@ -54,7 +60,9 @@ def positional_inputs(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
 def asked_for(
     model: nn.Module, inputs: Any, batch: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the fields of a dict that a model receives, by position and by name."""
+    """Return the fields of a dict that a model takes, as positional and named arguments. Raise PluginError
+    if it cannot.
+    """
     fields, wanted, by_place = fields_for_model(model, batch)
     if "segment_ids" in batch and "segment_ids" not in wanted:
         name = type(bare_model(model)).__name__
@@ -75,10 +83,9 @@ def asked_for(
 def _several_inputs(
     model: nn.Module, inputs: Mapping[str, Any], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a model for a dict in which no field has a usual name of inputs.
+    """Return the arguments of a model for a dict in which no field has a usual input name.
 
-    named: the fields that the model's `forward` has as arguments. Raise PluginError if the fields cannot be
-    assigned.
+    named: the fields that are arguments of `forward`. Raise PluginError if the fields cannot be assigned.
     """
     if named:
         return (), named
@@ -93,7 +100,7 @@ def _several_inputs(
 
 
 def takes_each(model: nn.Module, fields: Mapping[str, Any]) -> bool:
-    """Return whether the model's forward takes every field by its name."""
+    """Return whether the model's forward has an argument for every field."""
     names, *_ = fields_for_model(model, fields)
     return len(names) == len(fields)
 
@@ -101,8 +108,8 @@ def takes_each(model: nn.Module, fields: Mapping[str, Any]) -> bool:
 def fields_for_model(
     model: nn.Module, batch: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...], bool]:
-    """Return the fields of a batch that the model's forward takes by name, the names of its arguments, and
-    whether it has a positional argument.
+    """Return the fields that `forward` takes by name, its argument names, and whether it has a positional
+    argument.
     """
     names, takes_all, by_place = keywords_of(forward_of(model))
     fields = {
@@ -112,15 +119,16 @@ def fields_for_model(
 
 
 def forward_of(model: nn.Module) -> Callable[..., Any]:
-    """Return the function whose arguments say what a model takes."""
+    """Return the `forward` function whose signature decides what the model gets."""
     bare = bare_model(model)
     wrapped = getattr(bare, "get_base_model", None)  # of peft, which hands on what it gets
     return type(wrapped() if callable(wrapped) else bare).forward
 
 
 def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
-    """Return the message for an error of torch on shapes, where one of our networks gets other samples than it was
-    built for."""
+    """Return a message for an error of torch that comes from samples of the wrong shape, or from missing
+    labels; else "".
+    """
     model = bare_model(model)
     message = str(error)
     of_none = isinstance(error, AttributeError | TypeError | ValueError) and OF_NO_LABELS.search(message)
@@ -161,7 +169,7 @@ def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
 
 @lru_cache(maxsize=16)
 def takes_several(forward: Callable[..., Any]) -> bool:
-    """Return whether a `forward` needs more than one argument by position, or takes any number."""
+    """Return whether a `forward` needs more than one positional argument, or takes any number."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]  # without self
     needed = [item for item in parameters if item.default is item.empty and item.kind in BY_POSITION]
     return len(needed) > 1 or any(item.kind is item.VAR_POSITIONAL for item in parameters)

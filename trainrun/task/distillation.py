@@ -1,8 +1,9 @@
-"""Distillation: a student learns the answers of a trained teacher besides the targets.
+"""Distillation: a student learns from the outputs of a trained teacher as well as from the targets.
 
-When: a light network shall be as good as a heavy one allows. When not: the student is as large as its teacher.
-How: the teacher's softened answers give each class its share, also of what is wrong (Hinton et al., 2015,
-arXiv:1503.02531); hidden states as well where they are named (Romero et al., 2015; Zagoruyko and Komodakis, 2017).
+When: a small network should be as good as possible. When not: the student is as large as its teacher. How:
+    the teacher's softened probabilities also say how likely the wrong classes are (Hinton et al., 2015,
+    arXiv:1503.02531); hidden states can be matched too (Romero et al., 2015; Zagoruyko and Komodakis,
+    2017).
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ Answers = Mapping[str, Tensor]
 
 
 class Teacher:
-    """A network that is only asked: in evaluation and inference mode, and in its own precision.
+    """A frozen network in evaluation and inference mode, with its own precision.
 
-    autocast: the type in which it computes products, None for that of its weights. layers: whose outputs are answers.
+    autocast: the dtype of its products, None for that of its weights. layers: the names of layers whose
+        outputs are returned.
     """
 
     def __init__(self, network: nn.Module, autocast: torch.dtype | None, layers: Sequence[str]) -> None:
@@ -41,7 +43,7 @@ class Teacher:
             check_layer(network, name, "task.hidden: the teacher")
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Return the teacher's outputs, which a backward pass may save."""
+        """Return the teacher's outputs by name, as normal tensors that a backward pass may save."""
         inputs = inputs_and_maybe_target(batch)[0]
         mixed = self._autocast is not None
         device = next((weight.device.type for weight in self.network.parameters()), "cpu")
@@ -66,13 +68,15 @@ class Teacher:
 
 class Distillation:
     """alpha x T^2 x KL(teacher || student), both softened by the temperature T, + (1 - alpha) x the loss of
-    `Classification`, whose arguments are the others.
+    `Classification`.
 
-    teacher: what the runner makes a `Teacher` of. hidden: names of the student's layers, each with the teacher's whose
-        output it shall have: of one shape, their mean squared difference; pictures (B, C, H, W) of one size and
-        other channels are compared by where they are active, in the squared distance of their attention maps.
-    Validation, test and predictions ask the student alone: they can be compared with a run without a teacher, and need
-    none.
+    teacher: the setting from which the runner builds a `Teacher`. hidden: layers of the student, each with
+        the layer of the teacher whose output it should match. Outputs of one shape: mean squared
+        difference. Feature maps (B, C, H, W) of one size with other channels: squared distance of their
+        attention maps. The other arguments are those of `Classification`.
+
+    Validation, test and predictions use the student alone, so they can be compared with a run without a
+    teacher.
     """
 
     def __init__(
@@ -107,12 +111,16 @@ class Distillation:
         self.mark = ""
 
     def learn_from(self, teacher: Teacher, answers: Answers | None) -> None:
-        """answers: to all samples, by their numbers, where they are known already; the teacher is forgotten then."""
+        """Set the teacher. answers: its answers to all samples, by sample number, if computed already; then
+        it is not kept.
+        """
         self.mark, self.answers = teacher.mark(), answers
         self.teacher = None if answers else teacher
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """PluginError, ConfigError: student, teacher and targets do not fit, at the first batch."""
+        """Return loss and sums. Raise PluginError or ConfigError at the first batch if student, teacher and
+        targets do not match.
+        """
         if not torch.is_grad_enabled():
             return self.hard.step(model, batch)
         inputs, target = inputs_and_target(batch)
@@ -135,7 +143,7 @@ class Distillation:
         return self.teacher(batch)
 
     def terms(self, logits: Tensor, seen: Answers, answers: Answers, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss against the teacher's answers and the loss of the hidden states, summed over the
+        """Return the loss against the teacher's answers and the loss of the hidden states, each summed over
         counted items.
         """
         taught = self.hard.classes_second(answers[LOGITS])
@@ -166,7 +174,7 @@ class Distillation:
         return {"teacher": self.mark} if self.mark else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """ConfigError: another teacher than before."""
+        """Raise ConfigError if the teacher is not the one of the earlier session."""
         if self.mark and state["teacher"] != self.mark:
             raise ConfigError(
                 "task.teacher: its weights are not those that the run began with; bring them back, or begin a new run "
@@ -176,7 +184,9 @@ class Distillation:
 
 @contextmanager
 def outputs_of(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Collect the outputs of layers in a forward inside, by name; of several tensors the first."""
+    """Yield a dict that collects the outputs of the named layers in forwards inside the block; the first
+    tensor of a tuple.
+    """
     seen: dict[str, Tensor] = {}
 
     def keep(name: str, output: Any) -> None:
@@ -204,7 +214,9 @@ def check_layer(model: nn.Module, name: str, whose: str) -> None:
 
 
 def distance(student: Tensor, teacher: Tensor, key: str) -> Tensor:
-    """(B,): how far the outputs of two layers are apart. ConfigError: they cannot be compared."""
+    """Return the distance (B,) between the outputs of two layers. Raise ConfigError if their shapes cannot
+    be compared.
+    """
     student, teacher = student.float(), teacher.float()
     if student.shape == teacher.shape:
         return (student - teacher).square().flatten(1).mean(1)

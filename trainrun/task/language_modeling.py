@@ -1,4 +1,4 @@
-"""The next token: cross-entropy summed over all tokens that are not ignored."""
+"""Language modelling: cross-entropy of the next token, summed over all tokens that are not ignored."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ from trainrun.task.dict_batches import bare_model, keywords_of
 
 
 class LanguageModeling:
-    """Logits (B, T, V) against targets (B, T); an item is a target token, so means are per token.
+    """Cross-entropy of logits (B, T, V) against targets (B, T). An item is a target token, so means are per
+    token.
 
-    A batch without targets is shifted here: the target of a token is the one after it, in the same
-    segment, and none at padding. shift_labels: the targets of a batch are for the tokens at their own place, as
-    transformers has `labels`, and are shifted too; false: they are the next tokens already; None: so, but targets that
-    are the tokens themselves are refused. bytes_per_token: what `bpb` (bits per byte) divides by; 1 for bytes, None
-    gives none. loss_chunks: pieces in which the logits are made and forgotten (see `chunked_loss`); `auto` is 1 while
-    they fit into the memory that the runner allows (`limit_memory`), or where the model cannot.
+    A batch without targets is shifted here: the target of a token is the next token of the same segment;
+    padding has none.
+
+    bytes_per_token: the divisor for `bpb` (bits per byte); 1 for bytes; None for no `bpb`.
+    loss_chunks: the number of chunks in which the logits are computed and dropped (see `chunked_loss`).
+        `auto` is 1 if they fit into the memory that the runner allows (`limit_memory`), or if the model
+        does not support it.
+    shift_labels: True: the targets belong to the tokens at their own position, like `labels` of
+        transformers, and are shifted here. False: they are the next tokens already. None: the same, but
+        targets equal to the inputs are refused.
     """
 
     unit = "tokens"  # useful ones: none at padding counts
@@ -41,11 +46,11 @@ class LanguageModeling:
         self.checked = False
 
     def limit_memory(self, num_bytes: int) -> None:
-        """Set how many bytes the outputs of a micro-batch may fill at once. Called before the first step."""
+        """Set how many bytes the outputs of a micro-batch may use at once. Called before the first step."""
         self.limit_bytes = num_bytes
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise ConfigError if the loss is to be computed in chunks and the model lacks what this needs."""
+        """Raise ConfigError if the loss must be computed in chunks and the model does not support it."""
         if isinstance(self.loss_chunks, int) and self.loss_chunks > 1 and last_layer(model) is None:
             raise ConfigError(
                 f"task.loss_chunks={self.loss_chunks}: needs a model whose forward takes return_states=True and then "
@@ -54,7 +59,9 @@ class LanguageModeling:
             )
 
     def count(self, batch: Any) -> int:
-        """Target tokens that are not ignored; of a batch on a GPU it waits for that, so `sizes` is asked before."""
+        """Return the number of target tokens that are not ignored. The host waits for a GPU, so the runner
+        prefers `sizes`.
+        """
         return int((self.pair(batch)[1] != IGNORED).sum())
 
     def sizes(self, batch: Any) -> Tensor:
@@ -64,7 +71,9 @@ class LanguageModeling:
         return tokens_and_target(batch, bool(self.shift_labels))
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """PluginError, DataError: outputs and targets do not fit each other, at the first batch."""
+        """Return loss and sums. At the first batch, raise PluginError or DataError if outputs and targets
+        do not match.
+        """
         tokens, target = self.pair(batch)
         layer = None if self.loss_chunks == 1 else last_layer(model)
         if not self.checked and self.shift_labels is None:
@@ -103,7 +112,10 @@ class LanguageModeling:
 
 
 def tokens_and_target(batch: Any, shift_labels: bool = False) -> tuple[Tensor, Tensor]:
-    """Take both from a pair or dict; without a target, it is the tokens moved by one. shift_labels: targets too."""
+    """Return tokens and targets (B, T) of a batch. Without targets, they are the next tokens.
+
+    shift_labels: shift given targets too. Raise DataError for other shapes.
+    """
     tokens, target = inputs_and_maybe_target(batch)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
         raise DataError(
@@ -122,7 +134,9 @@ def tokens_and_target(batch: Any, shift_labels: bool = False) -> tuple[Tensor, T
 
 
 def shifted_targets(tokens: Tensor, segments: Tensor | None) -> Tensor:
-    """(B, T) int64. segments: (B, T), 0 at padding; None is one whole segment a row."""
+    """Return the next tokens (B, T) int64, IGNORED at the end of a segment. segments: (B, T), 0 for
+    padding; None for one each row.
+    """
     target = torch.full_like(tokens, IGNORED, dtype=torch.int64)
     target[:, :-1] = tokens[:, 1:]
     if segments is not None:
@@ -133,7 +147,7 @@ def shifted_targets(tokens: Tensor, segments: Tensor | None) -> Tensor:
 
 
 def last_layer(model: nn.Module) -> nn.Linear | None:
-    """Return the model's last layer if its forward can return what goes into that layer, else None."""
+    """Return the model's last layer if its forward can return that layer's input, else None."""
     bare = bare_model(model)
     layer = getattr(bare, "head", None)
     can = isinstance(layer, nn.Linear) and "return_states" in keywords_of(type(bare).forward)[0]
@@ -141,7 +155,7 @@ def last_layer(model: nn.Module) -> nn.Linear | None:
 
 
 def without_states(model: nn.Module) -> str:
-    """Why `last_layer` finds none."""
+    """Return why `last_layer` is None for this model."""
     bare = bare_model(model)
     head = getattr(bare, "head", None)
     if isinstance(head, nn.Module) and not isinstance(head, nn.Linear):
@@ -154,7 +168,7 @@ def num_right(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def check_tokens(logits: Tensor, target: Tensor) -> None:
-    """Check shapes and token numbers of the first batch only, as it waits for the device."""
+    """Check shapes and token numbers of the first batch, because the check waits for the device."""
     if logits.ndim != 3 or logits.shape[:2] != target.shape:
         raise PluginError(
             f"model: the output has shape {tuple(logits.shape)}, but task=language_modeling needs "
@@ -164,7 +178,7 @@ def check_tokens(logits: Tensor, target: Tensor) -> None:
 
 
 def check_shifted(tokens: Tensor, target: Tensor) -> None:
-    """DataError: the targets are the tokens themselves, so that a model would learn to copy."""
+    """Raise DataError if the targets are the tokens themselves, so that a model would learn to copy."""
     if target.shape != tokens.shape:
         return
     real = target != IGNORED
@@ -177,8 +191,8 @@ def check_shifted(tokens: Tensor, target: Tensor) -> None:
 
 
 def check_states(states: Any, target: Tensor, layer: nn.Linear) -> None:
-    """Raise PluginError if the hidden states have another shape than the last layer reads; check the targets
-    too.
+    """Raise PluginError if the hidden states do not have the shape that the last layer reads. Check the
+    targets too.
     """
     shape = (*target.shape, layer.in_features)
     if not isinstance(states, Tensor) or tuple(states.shape) != shape:

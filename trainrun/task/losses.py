@@ -1,4 +1,4 @@
-"""A user's loss, brought to the contract of the runner: a sum over items, divided later and once; soft targets."""
+"""Adapt a user's loss to the contract of the runner: a sum over items that is divided once; soft targets."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def without_reduction(loss: Any) -> Any:
-    """Set a loss to return one number per item (`reduction="none"`), unless the user asked for "sum".
+    """Return the loss set to one number per item (`reduction="none"`), unless the user chose "sum".
 
-    A module with an attribute `reduction` gets it set; the function of a `functools.partial` gets it as a
-    keyword if it has one. Any other loss stays as it is. Raise ConfigError if the loss is not callable;
-    PluginError if it has parameters, which no optimizer would train, or cannot be called with (output,
-    target).
+    A module with an attribute `reduction` gets it set; a function in a `functools.partial` gets it as a
+    keyword if it has one. Any other loss stays. Raise ConfigError if the loss is not callable; PluginError
+    if it has parameters, which no optimizer would train, or does not take (output, target).
     """
     if not callable(loss):
         raise ConfigError(
@@ -71,7 +70,7 @@ def loss_name(loss: Any) -> str:
 
 
 def is_summed(loss: Any) -> bool:
-    """Return whether a 0-d result of this loss is known to be a sum."""
+    """Return whether a 0-d result of this loss is declared to be a sum."""
     inner, keywords = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
     return keywords.get("reduction", getattr(inner, "reduction", None)) == "sum"
 
@@ -88,7 +87,9 @@ def mean_loss_error(loss: Any) -> PluginError:
 
 
 def checked_weights(weights: Any, loss: Any) -> Tensor:
-    """One number a class. Raises ConfigError."""
+    """Return the class weights as float32 (C,). Raise ConfigError if they are invalid, or if there is a
+    custom loss.
+    """
     if loss is not None:
         raise ConfigError("task.class_weights: has no effect on task.loss; give the loss its weights there")
     if not weights or not fits_kind(weights, list[NotNegative]) or not any(weights):
@@ -106,7 +107,9 @@ def wrong_number(weights: int, classes: int) -> ConfigError:
 
 
 def balanced_weights(counts: Sequence[int]) -> list[float]:
-    """N / (C x items of the class), for `task.class_weights`. Raises ConfigError."""
+    """Return N / (C x items of the class) for each class, for `task.class_weights=balanced`. Raise
+    ConfigError if not defined.
+    """
     key = "task.class_weights=balanced"
     if not counts:
         raise ConfigError(
@@ -137,7 +140,7 @@ def check_soft(logits: Tensor, target: Tensor) -> None:
 
 
 def soft_step(task: Any, logits: Tensor, target: Tensor) -> StepOutput:
-    """task: a `Classification`. Logits and probabilities, both (B, C)."""
+    """Return loss and sums for logits and probabilities, both (B, C). task: a `Classification`."""
     if not task.checked_soft:  # of the first such batch only: it waits for the device
         check_soft(logits, target)
         if task.ignore_index is not None and task.ignore_index >= 0:  # torch refuses it too

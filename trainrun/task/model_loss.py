@@ -1,9 +1,10 @@
 """The loss that a model computes itself from a batch of named fields, as models of `transformers` do.
 
-what: its mean is turned into a sum by the number of items that it is over, so that micro-batches, ranks and cut
-    batches do not change it. Which items is found at the first batch, by the mean of two rows together and of each.
-when: losses that live in the model. when not: it gives `.logits` and the loss is a usual one: task=classification or
-    language_modeling know their count beforehand, and have metrics.
+what: the model's mean is multiplied by its number of items, so that micro-batches, ranks and cut batches do
+    not change the result. The number is determined at the first batch, from the mean of two rows together
+    and of each row.
+when: losses inside the model. when not: the model returns `.logits` and the loss is a common one:
+    task=classification and language_modeling know their count beforehand, and have metrics.
 source: the mean over micro-batches of unequal counts, https://huggingface.co/blog/gradient_accumulation
 gain: gradient accumulation with sequences of several lengths is exact.
 """
@@ -32,18 +33,23 @@ WAY_OUT += "the first of each row), or write a task of your own (trainrun help t
 
 
 class ModelLoss:
-    """`.loss`, or ["loss"], of what the model makes of a batch: a dict, of which it gets what its `forward` names.
+    """The loss (`.loss` or ["loss"]) that the model returns for a batch. The batch is a dict, passed by the
+    names of `forward`.
 
-    count: what its mean is over: samples; labels: those that are not -100; next_labels: the same without the first of
-    each row, of a model that shifts them; auto: the one of them that explains the loss of two rows together by those of
-    each. Errors: none does, several do, or the labels are the inputs themselves, which a model would learn to copy.
+    count: what the model averages over. samples; labels: those that are not -100; next_labels: labels
+        without the first of each row, for a model that shifts them; auto: the one of these that explains
+        the mean of two rows by the means of each.
+    Errors: none or several of them explain it, or the labels are the inputs themselves, which a model would
+        learn to copy.
     """
 
     def __init__(self, count: Literal["auto", "samples", "labels", "next_labels"] = "auto") -> None:
         self.rule: str = count
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """PluginError: no dict, no loss, or one whose count is not known."""
+        """Return loss and count. Raise DataError if the batch is no dict, PluginError for no loss or an
+        unknown count.
+        """
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"data: a batch is {form_of(batch)}; task=model_loss passes a dict by the names of the model's forward"
@@ -54,7 +60,7 @@ class ModelLoss:
 
 
 def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """0-d."""
+    """Return the model's loss for a batch, 0-d. Raise PluginError if it returns none."""
     keywords, *_ = fields_for_model(model, batch)
     output = model(**keywords)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -73,7 +79,7 @@ def labels_in_batch(batch: Mapping[str, Any]) -> tuple[str, Tensor] | None:
 
 
 def count_labels(batch: Mapping[str, Any], rule: str) -> Tensor | int:
-    """Return the items of a batch. PluginError: it has no labels of the form that the rule counts."""
+    """Return the number of items in a batch. Raise PluginError if it lacks the labels that the rule counts."""
     labelled = labels_in_batch(batch)
     if rule == "samples":
         tensor = next(value for value in batch.values() if isinstance(value, Tensor))
@@ -85,11 +91,12 @@ def count_labels(batch: Mapping[str, Any], rule: str) -> Tensor | int:
 
 
 def detect_loss_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
-    """Determine over what a model's loss is averaged: compare the mean of two rows with the mean of each row.
+    """Determine what the model averages its loss over: compare the mean of two rows with the mean of each
+    row.
 
-    With labels (B, T, ...) both rows are the first row of the batch, once with all labels and once with two.
-    Raise PluginError if no rule or several rules fit; DataError if the labels are the inputs and the model
-    does not shift them. The model is unchanged afterwards.
+    With labels (B, T, ...) both rows are the first row of the batch, once with all labels and once with
+    two. Raise PluginError if no rule or several rules fit; DataError if the labels are the inputs and the
+    model does not shift them. The model is unchanged afterwards.
     """
     labels = labels_in_batch(batch)
     with evaluating(model), torch.autocast(batch_device(batch), enabled=False):
@@ -121,13 +128,17 @@ def detect_loss_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
 
 
 def is_additive(whole: float, parts: Sequence[float], tolerance: float) -> bool:
-    """Return whether the sum over some rows equals the sum over their parts. Values that are not finite pass."""
+    """Return whether the value of some rows equals the sum over their parts. Values that are not finite
+    pass.
+    """
     size = max(abs(whole), sum(map(abs, parts)))
     return not isfinite(size) or abs(whole - sum(parts)) <= tolerance * size
 
 
 def probe(batch: Mapping[str, Any], labels: tuple[str, Tensor] | None) -> dict[str, Any]:
-    """Two rows. PluginError: the batch has only one, or too short ones."""
+    """Return a batch of two rows for the comparison. Raise PluginError if the batch has one row, or too few
+    labels.
+    """
     if labels is None or labels[1].ndim < 2:
         if next(len(value) for value in batch.values() if isinstance(value, Tensor)) < 2:
             raise PluginError(

@@ -1,4 +1,4 @@
-"""Several labels of one sample: each of C labels is there or not."""
+"""Multi-label classification: each of C labels is present or absent."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ PADDED = (
 class MultiLabel:
     """Binary cross-entropy of logits (B, C) against 0 or 1 (B, C), averaged over the labels of a sample.
 
-    `acc` is the share of labels that are right, `f1` the F1 score of all labels together (micro). A probability
-    between 0 and 1 may stand for a label; `f1` and `acc` take it for one from 0.5 on. Of one label logits or targets
-    may be (B,): two classes by one number.
+    `acc` is the share of correct labels, `f1` the F1 score of all labels together (micro). A target may be
+    a probability; `f1` and `acc` count it as present from 0.5 on. With one label, logits or targets may be
+    (B,): two classes as one number.
 
-    pos_weight: what a label that is there weighs, one number or one for each label, as in torch's own loss.
-    metrics: names of `trainrun.task.metrics`, or objects (`metrics.torch_metrics`), for evaluations; per_class:
-        the names also of each label.
-    ConfigError: a metric is not known.
+    pos_weight: the weight of a present label, one number or one per label, as in torch's own loss.
+    metrics: names of `trainrun.task.metrics`, or objects (`metrics.torch_metrics`), for evaluations.
+        per_class: also report the named metrics of each label.
+
+    Raises ConfigError for an unknown metric.
     """
 
     monitor = "f1"
@@ -87,7 +88,7 @@ class MultiLabel:
         labels, predicted = target >= 0.5, logits > 0
 
         def right() -> Tensor:
-            """True positives, labels found, labels there."""
+            """Return three counts: true positives, predicted labels, present labels."""
             return torch.stack([(predicted & labels).sum(), predicted.sum(), labels.sum()])
 
         sums, rows = self._measured(logits, labels)
@@ -98,7 +99,7 @@ class MultiLabel:
         )
 
     def _measured(self, logits: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the values from which the metrics of an evaluation are computed."""
+        """Return the sums and rows from which the metrics of an evaluation are computed."""
         if self.metrics is None or torch.is_grad_enabled():
             return {}, {}
         return self.metrics.measure(logits, labels)
@@ -116,12 +117,12 @@ class MultiLabel:
 
 
 def as_column(values: Tensor) -> Tensor:
-    """(B, 1) of (B,)."""
+    """Return values (B,) as (B, 1); others unchanged."""
     return values.unsqueeze(1) if values.ndim == 1 else values
 
 
 def check_multilabel(logits: Tensor, target: Tensor, weights: Tensor | None) -> None:
-    """Check shapes, targets and weights of the first batch only, as it waits for the device."""
+    """Check shapes, targets and weights of the first batch, because the check waits for the device."""
     if target.ndim != 2:
         raise DataError(
             f"data: the targets have shape {tuple(target.shape)}, but task=multilabel needs (B, number of labels), 0 "

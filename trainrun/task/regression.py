@@ -1,4 +1,4 @@
-"""Real numbers per sample: one (B,), or several (B, ...), of which the mean counts."""
+"""Regression: one real number per sample (B,), or several (B, ...), whose mean error counts."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ LOSSES: dict[str, Callable[..., Tensor]] = {"mse": mse_loss, "mae": l1_loss, "hu
 
 
 class Regression:
-    """Squared, absolute or Huber error, and the mean absolute error `mae`; `metrics` of `trainrun.task.metrics`.
+    """Squared, absolute or Huber error, the mean absolute error `mae`, and `metrics` of
+    `trainrun.task.metrics`.
 
-    The loss of a sample is the mean over its own numbers, of a padded sequence over its real positions (those that
-    `target_weight` of the batch says; a whole number is padding where it is -100 and `attention_mask` is 0); the
-    forms of a batch are in `trainrun.task.batches`. Outputs and targets must have one shape, but targets (B,) may meet
-    outputs (B, 1), as of our models. Outputs (B,) for targets (B, 1) are refused: torch would compare every output with
-    every target.
+    The loss of a sample is the mean over its numbers; for a padded sequence, over its real positions (those
+    with a positive `target_weight` in the batch; an integer target is padding where it is -100 and
+    `attention_mask` is 0). The forms of a batch are in `trainrun.task.batches`. Outputs and targets must
+    have one shape, except that targets (B,) match outputs (B, 1). Outputs (B,) for targets (B, 1) are
+    refused: torch would compare every output with every target.
 
-    loss: mse, mae, huber, or `(output, target) -> Tensor` of one number per sample or per element. A
-        loss of torch is set to `reduction="none"`. One number for the whole batch is taken only from
-        a loss with the attribute `reduction = "sum"`, and then as it is.
+    loss: mse, mae, huber, or `(output, target) -> Tensor` with one number per sample or per element. A loss
+        of torch is set to `reduction="none"`. One number for the whole batch is accepted only from a loss
+        with the attribute `reduction = "sum"`.
     """
 
     def __init__(self, loss: Any = "mse", metrics: str | list[Any] | dict[str, Any] | None = None) -> None:
@@ -62,7 +63,7 @@ class Regression:
         return inputs_and_target(batch)[1].shape[0]
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """PluginError: the shapes differ, in this batch or any other."""
+        """Return loss and sums. Raise PluginError if the shapes of output and target differ."""
         inputs, target = inputs_and_target(batch)
         output = output_tensor(run_model(model, inputs, batch))
         weight = None
@@ -92,7 +93,9 @@ class Regression:
     def _without_padding(
         self, target: Tensor, fields: Mapping[str, Any], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the targets, and what a position weighs in its sample (B, T); None: they are no sequences."""
+        """Return the targets and the weight (B, T) of each position in its sample; None if they are not
+        padded sequences.
+        """
         weight, mask = fields.get("target_weight"), fields.get("attention_mask")
         if weight is not None or mask is None or target.ndim == 1 or target.is_floating_point():
             return target, weight
@@ -144,7 +147,9 @@ class Regression:
         return loss
 
     def _check(self, output: Tensor, target: Tensor) -> None:
-        """Refuse complex targets and move the loss to the model's device, for the first batch only."""
+        """Raise DataError for complex targets and move the loss to the model's device; for the first batch
+        only.
+        """
         if target.is_complex():
             raise DataError(f"data: the targets are {target.dtype}, but task=regression needs real numbers")
         if isinstance(self.loss, nn.Module):
@@ -153,7 +158,7 @@ class Regression:
 
 
 def mean_by_sample(each: Tensor, weight: Tensor) -> Tensor:
-    """Sum over samples of the weighted mean over their positions; further dimensions are averaged."""
+    """Return the sum over samples of the weighted mean over positions. Further dimensions are averaged."""
     return (each.flatten(2).mean(2) * weight if each.ndim > 2 else each * weight).sum()
 
 

@@ -1,8 +1,9 @@
-"""A class for every pixel: the loss, accuracy and intersection over union of all pixels that are not ignored.
+"""Semantic segmentation: a class for every pixel, with loss, accuracy and intersection over union (IoU).
 
-what: `trainrun.task.classification` with targets (B, H, W), per pixel; mean and single IoU; pictures for the report.
-when: the model gives logits (B, C, H, W). when not: the classes of boxes or of single objects.
-source: mean IoU as of PASCAL VOC: over all pixels of an evaluation, not a mean over pictures
+what: `trainrun.task.classification` with targets (B, H, W), per pixel without ignored ones; mean IoU and
+    IoU per class; images for the report.
+when: the model returns logits (B, C, H, W). when not: classes of boxes or of single objects.
+source: mean IoU as in PASCAL VOC: over all pixels of an evaluation, not a mean over images
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ COLORS = ((0, 0, 0), (230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66
 
 
 class Segmentation:
-    """Arguments as those of `Classification`; the best checkpoint is that of the highest mean `iou`."""
+    """Pixel-wise classification. The arguments are those of `Classification`; the best checkpoint has the
+    highest mean `iou`.
+    """
 
     monitor, unit = "iou", "pixels"
 
@@ -52,7 +55,7 @@ class Segmentation:
             self._pixels.metrics, self.summarize = class_metrics, class_metrics.summarize
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """DataError: the targets are no maps of classes."""
+        """Return loss and sums. Raise DataError if the targets are no maps of classes (B, H, W)."""
         target = inputs_and_target(batch)[1]
         if target.ndim != 3 or target.is_floating_point():
             raise DataError(
@@ -62,7 +65,9 @@ class Segmentation:
         return self._pixels.step(model, batch)
 
     def pictures(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, list[str]]]:
-        """Return inputs, targets and predictions beside each other, a colour a class, each with its IoU."""
+        """Return inputs, targets and predictions side by side, one colour per class, each with its IoU as
+        caption.
+        """
         inputs, target = inputs_and_target(batch)
         target, predicted = target[:SHOWN].cpu(), self.predict(model, batch)["prediction"][:SHOWN].cpu()
         valued = target != (IGNORED if self._pixels.ignore_index is None else self._pixels.ignore_index)
@@ -84,7 +89,7 @@ class Segmentation:
 
 
 def legend(target: Tensor, predicted: Tensor, valued: Tensor) -> tuple[Tensor, list[str]]:
-    """Return a patch of the colour of each class that is drawn, with its number."""
+    """Return a patch in the colour of each class that occurs, and the class numbers as captions."""
     drawn = torch.cat([target[valued], predicted.flatten()])
     classes = drawn.unique()  # type: ignore[no-untyped-call]
     patches = classes[:, None, None].expand(-1, 4, 12)
@@ -92,13 +97,13 @@ def legend(target: Tensor, predicted: Tensor, valued: Tensor) -> tuple[Tensor, l
 
 
 def in_colors(classes: Tensor, valued: Tensor) -> Tensor:
-    """Convert classes (B, H, W) to colours (B, 3, H, W) in [0, 1]; white where a pixel has no value."""
+    """Return classes (B, H, W) as colours (B, 3, H, W) in [0, 1]; white for ignored pixels."""
     colors = torch.tensor(COLORS)[classes.clamp(min=0) % len(COLORS)] / 255
     return torch.where(valued[..., None], colors, 1.0).movedim(3, 1)
 
 
 def iou_of_picture(target: Tensor, predicted: Tensor, valued: Tensor) -> float:
-    """Return the mean IoU of the classes that are in one picture or predicted for it; nan without any."""
+    """Return the mean IoU of the classes in one image or its prediction; NaN if there is none."""
     target, predicted = target[valued], predicted[valued]
     classes = torch.cat([target, predicted]).unique().tolist()  # type: ignore[no-untyped-call]
     both = [((target == one) & (predicted == one)).sum() for one in classes]

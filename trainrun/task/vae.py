@@ -19,8 +19,11 @@ from trainrun.tensors import HALF_TYPES
 
 
 class BoundTerms(NamedTuple):
-    """The parts of the bound, in nats, before anything is summed: reconstruction (B,); kl, mean and log_var of the code
-    (B, latent_dim). num_values: the numbers of one sample, 0 of sequences; num_tokens: all of theirs, 0-d."""
+    """The parts of the bound, in nats, per sample: reconstruction (B,); kl, mean and log_var (B,
+    latent_dim).
+
+    num_values: the numbers of one sample, 0 for sequences. num_tokens: the tokens of all samples, 0-d.
+    """
 
     reconstruction: Tensor
     kl: Tensor
@@ -31,27 +34,27 @@ class BoundTerms(NamedTuple):
 
 
 class Vae:
-    """Reconstruction + beta x divergence, in nats per sample; targets are not looked at.
+    """Reconstruction + beta x KL divergence, in nats per sample. Targets are not used.
 
-    The model is called with the inputs, and with `noise` where the batch has it, and gives
-    (reconstruction, mean, log_var), see `trainrun.model.vae.VaeOutput`. With `noise` from
-    `trainrun.data.augment.noise` a code depends on seed, epoch and sample alone, so accumulation, ranks
-    and resume change nothing.
+    The model is called with the inputs, and with `noise` if the batch has it. It returns (reconstruction,
+    mean, log_var), see `trainrun.model.vae.VaeOutput`. With `noise` from `trainrun.data.augment.noise` a
+    code depends on seed, epoch and sample alone, so accumulation, ranks and resume change nothing.
 
-    beta: what the divergence weighs (Higgins et al., 2017); 1 is the bound itself.
-    likelihood: `gaussian` of variance 1, up to its constant: half the squared error; `bernoulli` for data in
-        [0, 1], where the reconstruction holds logits; `categorical` for tokens (B, T), of which it holds logits
-        (B, T, vocabulary), as `trainrun.model.sequence_vae` gives. `auto` is categorical for whole numbers (B, T), else
-        gaussian. The reconstruction is a sum over the values or tokens of a sample, as the divergence is one over the
-        dimensions: a mean over values would multiply beta by their number.
-    beta_schedule: how training comes to `beta`, as a function of the updates made so far: `linear` from 0 in
-        beta_steps (Bowman et al., 2016); `cyclical`: beta_steps are beta_cycles parts, and in the first beta_ratio of
-        each it rises from 0 (Fu et al., 2019). Validation and predictions always weigh with `beta`: what they say at
-        one step is comparable with any other.
-    free_bits: nats that each dimension of the code may hold for nothing: in training, a KL below it counts as this and
-        gives no gradient. Kingma et al. (2016) compare the mean of a minibatch; here it is each sample's own, so
-        that micro-batches and ranks do not change the result.
-    ConfigError: a schedule without its steps.
+    beta: the weight of the divergence (Higgins et al., 2017); 1 is the bound itself.
+    likelihood: `gaussian` of variance 1, up to its constant: half the squared error. `bernoulli` for data
+        in [0, 1], with logits as reconstruction. `categorical` for tokens (B, T), with logits (B, T,
+        vocabulary), as `trainrun.model.sequence_vae` returns. `auto` is categorical for integers (B, T),
+        else gaussian. The reconstruction is a sum over the values or tokens of a sample, like the
+        divergence over the dimensions: a mean over values would multiply beta by their number.
+    beta_schedule: how `beta` is reached, as a function of the number of updates. `linear`: from 0 in
+        beta_steps (Bowman et al., 2016). `cyclical`: beta_steps are beta_cycles parts, and in the first
+        beta_ratio of each part it rises from 0 (Fu et al., 2019). Validation and predictions always use
+        `beta`, so that their values at all steps are comparable.
+    free_bits: nats per dimension of the code that are not penalised: in training, a smaller KL counts as
+        this value and has no gradient. Kingma et al. (2016) compare the mean of a minibatch; here it is per
+        sample, so that micro-batches and ranks do not change the result.
+
+    Raises ConfigError for a schedule without its steps.
     """
 
     def __init__(
@@ -85,18 +88,20 @@ class Vae:
         return len(inputs_and_maybe_target(batch)[0])
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """PluginError, DataError: outputs or inputs do not fit, at the first batch."""
+        """Return loss and sums. At the first batch, raise PluginError or DataError if outputs or inputs do
+        not match.
+        """
         return self._output(model, batch, self.beta, {})
 
     def _step_at(self, model: nn.Module, batch: Any, info: StepInfo | None = None) -> StepOutput:
-        """Compute the step with the beta of the schedule, and record beta among the metrics of training."""
+        """Return loss and sums with the scheduled beta, and record beta among the training metrics."""
         if info is None or not info.training:
             return self._output(model, batch, self.beta, {})
         beta = self.beta_at(info.step)
         return self._output(model, batch, beta, {"beta": beta * self.count(batch)})
 
     def beta_at(self, step: int) -> float:
-        """Return the weight of the divergence in the update after `step` updates."""
+        """Return the weight of the divergence for the update that follows `step` updates."""
         if self.schedule == "constant" or step >= self._steps:
             return self.beta
         if self.schedule == "linear":
@@ -116,17 +121,12 @@ class Vae:
         return StepOutput(loss, {"reconstruction": rebuilt.detach(), "kl": code.detach(), **more})
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Return `prediction` (B, latent_dim), the mean of the code, and `loss` (B,), the loss of each
-        sample.
-        """
+        """Return `prediction` (B, latent_dim), the mean of the code, and `loss` (B,)."""
         terms = self.terms(model, batch)
         return {"prediction": terms.mean, "loss": terms.reconstruction + self.beta * terms.kl.sum(1)}
 
     def pictures(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Return sample pictures beside their reconstructions from the mean of the code:
-
-        (B, C, H, 2 W) in [0, 1].
-        """
+        """Return images beside their reconstructions from the mean of the code, (B, C, H, 2 W) in [0, 1]."""
         inputs = inputs_and_maybe_target(batch)[0]
         if not isinstance(inputs, Tensor) or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
             return {}
@@ -183,7 +183,7 @@ class Vae:
 
 
 def divergence(mean: Tensor, log_var: Tensor) -> Tensor:
-    """KL(N(mean, exp(log_var)) || N(0, 1)) of each dimension."""
+    """Return KL(N(mean, exp(log_var)) || N(0, 1)) of each dimension."""
     return 0.5 * (mean.square() + log_var.exp() - log_var - 1)
 
 
@@ -203,7 +203,9 @@ def tokens_and_mask(batch: Any, with_last: bool) -> tuple[Tensor, Tensor]:
 
 
 def has_next_tokens(batch: Any) -> bool:
-    """Return whether the targets of a batch are its next tokens, as of data=text. Raise DataError without tokens."""
+    """Return whether the targets of a batch are its next tokens, as for data=text. Raise DataError if it
+    has no tokens.
+    """
     tokens, target = inputs_and_maybe_target(batch)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
         raise DataError(
@@ -231,7 +233,9 @@ def check_noise_is_there(model: nn.Module, batch: Any) -> None:
 
 
 def check_noise(batch: Any, mean: Tensor) -> None:
-    """One number for all dimensions would be added to each of them, without a word of torch's."""
+    """Raise ConfigError if the noise has one dimension and the code several: torch would broadcast it
+    without an error.
+    """
     noise = batch_fields(batch).get("noise")
     if noise is not None and noise.shape[1] == 1 != mean.shape[1]:
         raise ConfigError(
@@ -241,8 +245,8 @@ def check_noise(batch: Any, mean: Tensor) -> None:
 
 
 def check_token_output(output: Any, tokens: Tensor) -> None:
-    """Raise PluginError if the model's output for token sequences is not (logits, mean, log_var); DataError
-    for a token outside the vocabulary.
+    """Raise PluginError if the output for tokens is not (logits, mean, log_var); DataError for a token
+    outside the vocabulary.
     """
     fits = isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)
     if not fits or output[0].ndim != 3 or output[0].shape[:2] != tokens.shape or output[1].ndim != 2:
@@ -259,7 +263,7 @@ def check_token_output(output: Any, tokens: Tensor) -> None:
 
 
 def check_first_output(output: Any, inputs: Any, bernoulli: bool) -> None:
-    """Check the form and range of the first batch only, as it waits for the device."""
+    """Check form and range of the first batch's output, because the check waits for the device."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
         raise DataError(f"data: the inputs are {form_of(inputs)}; task=vae needs a tensor (B, ...)")
     fits = isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)

@@ -1,20 +1,21 @@
-"""Which of several things is faster: turns taken alternately, ratios with Student's t, successive halving.
+"""Compare speeds: turns taken alternately, ratios with Student's t intervals, successive halving.
 
-what: a candidate is never compared with a time of another minute: its turn stands next to one of the base, so what
-    the machine does in between meets both. One pair of turns gives the logarithm of one ratio.
-    What is said of a setting in general (`ratio_of_processes`) counts processes: a process may be a few per cent faster
-    than its twin for all of its life, and more turns in it do not tell. Turns of one process (`ratio_of_turns`) are
-    enough for a decision that this process itself follows. Below `LEAST_REPLICATES` no interval is printed.
-    Where rare things count as much as they take, totals are compared instead (`ratio_of_totals`).
-    The slower half of the candidates leaves early, unless it is not clearly behind. A look that ends the comparison
-    early must be nearly sure, so that looking several times costs at most a hundredth of what is claimed in the end.
-when: whenever the package asks what is faster. Everything here is pure: turns, clock and ranks are the caller's, and
-    the same answers lead to the same turns, so that several ranks whose answers are gathered stay together.
-source: Student (1908); Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (2013); Bulej and others, Duet
-    Benchmarking (2020, arXiv:2001.05811); Jamieson and Talwalkar, successive halving (2016, arXiv:1502.07943); the
-    ratio estimator of Cochran, Sampling Techniques (1977), chapter 6.
-gain: `tests/timing/test_coverage.py` simulates processes whose true ratio is known: the intervals hold it as often as
-    they say.
+what: a candidate is never compared with a time of another minute: each of its turns is next to a turn of
+    the base, so that changes of the machine affect both. One pair of turns gives the logarithm of one
+    ratio. Statements about a setting in general (`ratio_of_processes`) count processes: a process may be a
+    few per cent faster than its twin for all of its life, and more turns in it do not reveal that. Turns of
+    one process (`ratio_of_turns`) are enough for a decision in this process. Below `LEAST_REPLICATES` no
+    interval is printed. If rare slow events count by their duration, totals are compared
+    (`ratio_of_totals`). The slower half of the candidates is dropped early, unless it is not clearly
+    slower. A comparison ends early only at a high confidence, so that checking several times costs at most
+    one hundredth of the claimed confidence.
+when: whenever the package measures what is faster. All functions are pure: turns, clock and ranks are the
+    caller's, and equal results lead to equal turns, so ranks that gather their results stay together.
+source: Student (1908); Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (2013); Bulej and
+    others, Duet Benchmarking (2020, arXiv:2001.05811); Jamieson and Talwalkar, successive halving (2016,
+    arXiv:1502.07943); the ratio estimator of Cochran, Sampling Techniques (1977), chapter 6.
+gain: `tests/timing/test_coverage.py` simulates processes with known ratios: the intervals cover them as
+    often as claimed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ Turn = Callable[[], float]  # seconds of one item; infinite if it failed, and th
 
 
 def turn_of(work: Callable[[], object], least_seconds: float = 0.01) -> Turn:
-    """Measure the seconds of one call, from as many calls in a row as the clock needs."""
+    """Return a function that measures the seconds of one call, averaged over at least `least_seconds` of
+    calls.
+    """
     began = perf_counter()
     work()
     number = max(1, round(least_seconds / max(perf_counter() - began, 1e-6)))
@@ -57,10 +60,11 @@ def turn_of(work: Callable[[], object], least_seconds: float = 0.01) -> Turn:
 
 
 class Ratio(NamedTuple):
-    """How many times as fast the second thing is as the first.
+    """How many times as fast the second candidate is as the first.
 
-    low, high: Student's interval at the confidence asked for; 0 and infinite for a single pair. pairs: of processes, or
-    of turns. each: the ratio of every pair; empty where nothing was compared in turns.
+    low, high: Student's interval at the requested confidence; 0 and infinity for a single pair. pairs: the
+        number of pairs of processes or turns. each: the ratio of every pair; empty if nothing was compared
+        in turns.
     """
 
     value: float
@@ -71,24 +75,28 @@ class Ratio(NamedTuple):
 
     @property
     def has_interval(self) -> bool:
-        """Return whether there are pairs enough for an interval that people can rely on."""
+        """Return whether there are enough pairs for a reliable interval."""
         return self.pairs >= LEAST_REPLICATES
 
     def interval(self) -> str:
-        """Return `1.38 to 1.49`, or every pair if there are too few: `pairs: 1.40, 1.49`."""
+        """Return the interval as text (`1.38 to 1.49`), or every pair if there are too few (`pairs: 1.40,
+        1.49`).
+        """
         if self.has_interval:
             return f"{self.low:.2f} to {self.high:.2f}"
         listed = ", ".join(f"{ratio:.2f}" for ratio in sorted(self.each))
         return f"pairs: {listed}" if self.pairs > 1 else "one pair"
 
     def turns(self) -> str:
-        """Return `1.38 to 1.49 in 12 turns`. It holds for one process, and is not an interval for another one."""
+        """Return the range of all turns (`1.38 to 1.49 in 12 turns`). It holds for one process and is no
+        interval for others.
+        """
         if len(self.each) < 2:
             return "one turn"
         return f"{min(self.each):.2f} to {max(self.each):.2f} in {self.pairs} turns"
 
     def map(self, change: Callable[[float], float]) -> Ratio:
-        """Apply an increasing function to the ratio, its bounds, and that of every pair."""
+        """Return the ratio with an increasing function applied to its value, its bounds, and every pair."""
         value, low, high = map(change, self[:3])
         return Ratio(value, low, high, self.pairs, tuple(map(change, self.each)))
 
@@ -105,24 +113,27 @@ class Ratio(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Seconds, and the items that were done in them."""
+    """Seconds, and the number of items processed in them."""
 
     seconds: float
     items: float
 
     @property
     def each(self) -> float:
-        """Seconds an item."""
+        """Return the seconds per item."""
         return self.seconds / self.items
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When a comparison ends.
+    """The rules that end a comparison.
 
-    smallest: an effect below it does not matter. deadline: by the clock; the first `least_rounds` are taken in any
-    case. first_rounds: until the first halving; each later halving comes after twice as many rounds in all.
-    least_pairs: of the last candidate, before a clear result ends the comparison. most_pairs: of any.
+    smallest: an effect below it does not matter. deadline: on the clock; the first `least_rounds` are
+        always taken.
+    first_rounds: rounds before the first halving; each later halving comes after twice as many rounds in
+        all.
+    least_pairs: of the last candidate before a clear result ends the comparison. most_pairs: the limit of
+        any candidate.
     """
 
     smallest: float = 0.02
@@ -134,38 +145,39 @@ class Rules:
 
     @property
     def looks(self) -> int:
-        """Return how often, at most, a look at the pairs may end the comparison."""
+        """Return the maximum number of checks that may end the comparison."""
         doublings = math.log2(max(1.0, self.most_pairs / self.first_rounds))
         return 1 + math.ceil(doublings)
 
 
 @dataclass
 class Comparison:
-    """Turns of candidates beside those of a base.
+    """The results of candidates beside those of a base.
 
-    pairs: by candidate, items a second of the base and of the candidate in the turn next to it. failed: candidates
-    whose last turn was infinite.
+    pairs: by candidate, the items per second of the base and of the candidate in neighbouring turns.
+        failed: candidates whose last turn was infinite.
     """
 
     pairs: dict[str, list[tuple[float, float]]]
     failed: list[str] = field(default_factory=list)
 
     def ratio(self, name: str, confidence: float = 0.95) -> Ratio:
-        """Return how many times as fast as the base a candidate is. It needs at least one pair.
+        """Return how many times as fast as the base a candidate is. At least one pair must exist.
 
-        The interval of a candidate that left early is slightly too short: it left when its turns were unlucky.
+        The interval of a candidate that was dropped early is slightly too short: it was dropped after
+        unlucky turns.
         """
         return ratio_of_turns(self.pairs[name], confidence)
 
     def speed(self, name: str) -> float:
-        """Return items per second of a candidate or of `BASE`, as the median of its turns."""
+        """Return the median items per second of a candidate, or of `BASE`."""
         if name == BASE:
             return median(base for pairs in self.pairs.values() for base, _ in pairs)
         return median(rate for _, rate in self.pairs[name])
 
     def speeds(self, base: str) -> dict[str, float]:
-        """Return the median items per second of the candidates that did not fail and of the base, here named
-        `base`.
+        """Return the median items per second of the candidates that did not fail and of the base, which
+        gets the name `base`.
         """
         if not any(self.pairs.values()):
             return {}
@@ -173,9 +185,10 @@ class Comparison:
         return {base: self.speed(BASE)} | {name: self.speed(name) for name in good}
 
     def best(self, smallest: float, confidence: float) -> str:
-        """Return the first candidate that is as good as the fastest; `BASE` if none is certainly faster.
+        """Return the first candidate that is as good as the fastest; `BASE` if none is reliably faster.
 
-        Candidates are in the order in which they are preferred. confidence: that none is chosen if none is faster.
+        Candidates are in the order of preference. confidence: the probability to choose none if none is
+        faster.
         """
         confidence = split_confidence(confidence, len(self.pairs))
         ratios = {name: self.ratio(name, confidence) for name, pairs in self.pairs.items() if pairs}
@@ -192,7 +205,7 @@ class Comparison:
 def compare_in_turns(
     base: Turn, others: Mapping[str, Turn], rules: Rules, clock: Callable[[], float] = perf_counter
 ) -> Comparison:
-    """Take turns until it is clear what is fastest, or the time is over. A base that fails ends it."""
+    """Take turns until the fastest is clear or the time is over. A failure of the base ends the comparison."""
     turns = Turns({BASE: base, **others}, clock, rules.deadline)
     comparison = Comparison({name: [] for name in others})
     staying, rounds, done = list(others), rules.first_rounds, 0
@@ -208,7 +221,7 @@ def compare_in_turns(
 
 
 def remaining_candidates(comparison: Comparison, staying: Sequence[str], rules: Rules) -> list[str]:
-    """Return the candidates that get more turns; none if more turns would change nothing."""
+    """Return the candidates that need more turns; none if more turns would not change the result."""
     early = split_confidence(EARLY, rules.looks)
     ratios = {name: comparison.ratio(name, early) for name in staying if comparison.pairs[name]}
     if not ratios:
@@ -230,7 +243,7 @@ def remaining_candidates(comparison: Comparison, staying: Sequence[str], rules: 
 
 
 class Turns:
-    """Turns in an order in which every candidate stands next to one of the base, as far as the time goes."""
+    """A schedule of turns in which every candidate is next to the base, until the deadline."""
 
     def __init__(self, turns: Mapping[str, Turn], clock: Callable[[], float], deadline: float) -> None:
         self._turns, self._clock, self._deadline = turns, clock, deadline
@@ -238,10 +251,11 @@ class Turns:
         self._rounds = 0
 
     def round(self, names: Sequence[str], comparison: Comparison, in_any_case: bool) -> bool:
-        """Take a base turn between each two candidates. Return whether there was time, and the base did not fail.
+        """Take a base turn between each two candidates. Return False if there was no time or the base
+        failed.
 
-        A single candidate comes before the base and after it alternately, or the drift of the machine would favor
-        one of the two.
+        A single candidate runs before and after the base alternately; otherwise drift of the machine would
+        favour one of them.
         """
         self._rounds += 1
         for first in range(0, len(names) or 1, 2):
@@ -276,7 +290,7 @@ def sum_spent(several: Iterable[Spent]) -> Spent:
 
 
 def student_ratio(logs: Sequence[float], confidence: float) -> Ratio:
-    """Estimate a ratio from its independent logarithms, with Student's interval of their mean."""
+    """Return a ratio estimated from its independent logarithms, with Student's interval of their mean."""
     count, middle = len(logs), fmean(logs)
     half = math.inf
     if count > 1:
@@ -286,29 +300,30 @@ def student_ratio(logs: Sequence[float], confidence: float) -> Ratio:
 
 
 def ratio_of_turns(pairs: Sequence[tuple[float, float]], confidence: float = 0.95) -> Ratio:
-    """Estimate the second speed over the first, from pairs (units a second) of turns in the same process or processes.
+    """Return the second speed over the first, from pairs (units per second) of turns in the same process or
+    processes.
 
-    The interval is of these processes: others of the same settings may differ by more.
+    The interval is valid for these processes only: others with the same settings may differ by more.
     """
     return student_ratio([math.log(second / first) for first, second in pairs], confidence)
 
 
 def ratio_of_processes(groups: Sequence[Sequence[tuple[float, float]]], confidence: float) -> Ratio:
-    """Estimate the second speed over the first, from turns in several pairs of processes: one group each.
+    """Return the second speed over the first, from turns in several pairs of processes, one group each.
 
-    A pair of processes counts once, with the median of its turns: a disturbed turn is no process.
+    Each pair of processes counts once, by the median of its turns, so that a disturbed turn has no weight
+    of its own.
     """
     logs = [median(math.log(second / first) for first, second in pairs) for pairs in groups]
     return student_ratio(logs, confidence)
 
 
 def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]]) -> Ratio:
-    """Return how much faster the second candidate is: seconds per item of all first turns over those of all second
-    turns.
+    """Return how much faster the second candidate is: total seconds per item of the first turns over those
+    of the second.
 
-    The mean of the ratios of pairs would differ if a batch of few items can take long. The interval is Student's 95 %,
-    of
-    the residuals of each pair; a single pair has none.
+    The mean of the ratios of pairs would differ if a batch of few items can take long. The interval is
+    Student's 95 % interval from the residuals of the pairs; a single pair has none.
     """
     count = len(pairs)
     both = [sum_spent(side) for side in zip(*pairs, strict=True)]
@@ -322,12 +337,14 @@ def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]]) -> Ratio:
 
 
 def residual_share(one: Spent, whole: Spent) -> float:
-    """Residual: measured minus expected seconds, divided by the total. The residuals of all turns sum to 0."""
+    """Return measured minus expected seconds, divided by the total. The residuals of all turns sum to 0."""
     return (one.seconds - one.items * whole.each) / whole.seconds
 
 
 def half_interval(residuals: Sequence[float], confidence: float = 0.95) -> float:
-    """Return half of Student's interval of a sum of numbers whose mean is 0; infinite for a single number."""
+    """Return half the width of Student's interval of a sum of numbers with mean 0; infinity for a single
+    number.
+    """
     count = len(residuals)
     if count < 2:
         return math.inf
@@ -337,7 +354,7 @@ def half_interval(residuals: Sequence[float], confidence: float = 0.95) -> float
 
 @lru_cache(maxsize=256)
 def student_t(confidence: float, degrees: int) -> float:
-    """Return how many standard errors Student's interval reaches to each side."""
+    """Return the half-width of Student's interval in standard errors (the two-sided quantile of t)."""
     low, high = 0.0, 1.0
     while student_within(high, degrees) < confidence:
         low, high = high, 2 * high
@@ -351,7 +368,7 @@ def student_t(confidence: float, degrees: int) -> float:
 
 
 def student_within(bound: float, degrees: int) -> float:
-    """Return the probability that Student's t lies between -bound and bound.
+    """Return the probability that Student's t is between -bound and bound.
 
     The finite series of Abramowitz and Stegun, 26.7.3 (odd degrees of freedom) and 26.7.4 (even).
     """
@@ -367,17 +384,21 @@ def student_within(bound: float, degrees: int) -> float:
 
 
 def split_confidence(confidence: float, chances: int) -> float:
-    """Return the confidence of each of several chances to be wrong, so that all together keep this one (Bonferroni)."""
+    """Return the confidence of each of several statements so that all together have the given one
+    (Bonferroni).
+    """
     return 1 - (1 - confidence) / max(chances, 1)
 
 
 def exponential(number: float) -> float:
-    """Return e to a power, infinite where a float cannot hold it: two pairs may give an interval that wide."""
+    """Return e to the power of `number`; infinity if a float cannot hold it."""
     return math.exp(number) if number < 700 else math.inf
 
 
 def is_settled(ratio: Ratio, smallest: float) -> bool:
-    """Return whether more pairs would change nothing: the interval lies on one side of, or inside, 1 +- smallest."""
+    """Return whether more pairs would not change the verdict: the interval is above, below, or inside 1 +-
+    smallest.
+    """
     return ratio.low > 1 + smallest or ratio.high < 1 - smallest or (
         1 - smallest <= ratio.low and ratio.high <= 1 + smallest
     )  # fmt: skip

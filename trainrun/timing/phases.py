@@ -1,4 +1,6 @@
-"""Where the time of a run goes: one account is open at every instant, so all seconds add up to the clock's."""
+"""The time of a run by phase: exactly one phase is open at every instant, so the seconds add up to the
+total.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,10 @@ UPDATE: Final = ("check", "clip", "optimizer", "runner")
 
 
 class PhaseTimer:
-    """Books the time of one thread, the one that trains. About 0.15 us each time another account is opened.
+    """A timer of the phases of the training thread. Each change of phase takes about 0.15 us.
 
-    began: `time.perf_counter()` where the run began; what lies between that and now is start-up.
-    On a GPU these are the host's times: what it waits for.
+    began: `time.perf_counter()` when the run began; the time from then until now counts as start-up. On a
+        GPU these are times of the host, including its waits for the GPU.
     """
 
     __slots__ = ("_clock", "_open", "_seconds", "_since", "began")
@@ -59,7 +61,7 @@ class PhaseTimer:
         self._seconds = [0.0] * len(ACCOUNTS)
 
     def open(self, account: int) -> int:
-        """Close the open account and open another; return the one that was open."""
+        """Close the open phase and open another. Return the one that was open."""
         now = self._clock()
         was = self._open
         self._seconds[was] += now - self._since
@@ -69,23 +71,23 @@ class PhaseTimer:
 
     @property
     def account(self) -> int:
-        """Return the open account."""
+        """Return the open phase."""
         return self._open
 
     def seconds_of(self, account: int) -> float:
         """Return the seconds of a phase so far.
 
-        Another thread may miss the seconds since the latest change of phases.
+        Another thread may miss the seconds since the latest change of phase.
         """
         return self._seconds[account] + (self._clock() - self._since if self._open == account else 0.0)
 
     def read_running(self) -> dict[str, float]:
-        """Return what `read` does, from any thread, without closing or opening an account."""
+        """Return the seconds of every phase, from any thread, without a change of phase."""
         return {name: self.seconds_of(account) for account, name in enumerate(ACCOUNTS)}
 
     @contextmanager
     def on(self, account: int) -> Iterator[None]:
-        """Account the time of the block to a phase; afterwards the earlier phase continues."""
+        """Count the time of the block as a phase. Afterwards the earlier phase continues."""
         was = self.open(account)
         try:
             yield
@@ -94,7 +96,7 @@ class PhaseTimer:
 
     def move(self, source: int, target: int, seconds: float) -> None:
         """Move seconds from one phase to another, for example compilation that was measured as part of a
-        forward.
+        forward pass.
         """
         moved = min(seconds, self._seconds[source])
         self._seconds[source] -= moved
@@ -111,24 +113,26 @@ _ENTERED: Final = time.perf_counter() - time.process_time()
 
 
 def process_start() -> float:
-    """Return when this process began, as a value of `time.perf_counter()`, to about 10 ms."""
+    """Return when this process began on the clock `time.perf_counter()`, to about 10 ms."""
     import psutil
 
     return time.perf_counter() - (time.time() - psutil.Process().create_time())
 
 
 def command_start() -> float:
-    """Return when the command started, on the clock of `process_start`.
+    """Return when the command started, on the same clock as `process_start`.
 
-    A process that a shell script became by `exec` keeps the start time of the script. So the computing time
-    of Python before trainrun was entered is subtracted instead; waiting for the disk (at most 10 ms for
-    Python alone) is missing.
+    If a shell script started it by `exec`, the process has the start time of the script. So the CPU time of
+    Python before trainrun was entered is subtracted instead; waits for the disk (at most 10 ms for Python)
+    are missing.
     """
     return max(process_start(), _ENTERED)
 
 
 class Session(NamedTuple):
-    """The steps and items of this rank since it was started, and its account of time when the training ended."""
+    """Steps and items of this rank since its start, and the seconds of each phase at the end of the
+    training.
+    """
 
     steps: int
     items: float
@@ -136,7 +140,7 @@ class Session(NamedTuple):
 
     @property
     def update_seconds(self) -> float:
-        """Return the seconds of the updates of all steps."""
+        """Return the seconds of the optimizer updates of all steps."""
         return sum(self.seconds.get(name, 0.0) for name in UPDATE)
 
     @property

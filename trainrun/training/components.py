@@ -1,4 +1,4 @@
-"""What a run is made of: `Components`, assembled once, and how it becomes the tree that a checkpoint holds."""
+"""The components of a run, assembled once, and the tree of their state that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Components:
-    """Everything that is assembled once.
+    """The parts of a run, assembled once.
 
     wrapped: the model as the backend wants it called. held: the model as this rank holds it, whose parameters the
     optimizer has. validation: `val`, or `val/day` and `val/night` of named sets.
@@ -94,17 +94,20 @@ class Components:
     base: FrozenBase | None = None
 
     def agree(self, items: int) -> Agreed:
-        """One exchange between the ranks: the mean of their items in this step, and what they ask for."""
+        """Exchange between all ranks the mean number of items in this step and their stop, save and
+        validation requests.
+        """
         triggers = self.triggers
         wishes = 2 * triggers.stop_request() + triggers.validation_request()
         mean, wishes, save, _ = self.parallel.agree(items, wishes, triggers.save_request())
         return Agreed(mean, wishes // 2, save, wishes % 2 == 1)
 
     def update(self, closure: Callable[[], Tensor] | None = None) -> GradReport:
-        """Unscale, check, clip, update, and clear the gradients; then the schedule and the average take a step.
+        """Unscale, check, clip, update, and clear the gradients. Then advance the schedule and the averaged
+        weights.
 
-        closure: of an optimizer that computes the loss several times in a step; it clears the gradients, adds up new
-        ones and returns the loss.
+        closure: for an optimizer that computes the loss several times per step; it clears the gradients,
+            computes new ones and returns the loss.
         """
         if self.own_step is not None and self.parallel.world_size > 1 and closure is None:
             self.parallel.exchange()
@@ -131,29 +134,32 @@ class Components:
         return grad
 
     def show_gradients(self) -> None:
-        """Show the gradients to the hooks, before each update."""
+        """Call the hooks `on_gradients` before each update."""
         for look in self.hooks.on_gradients:
             look(self)
             self.after_user_code()
 
     def after_user_code(self) -> None:
-        """Take up what a hook, a task or a step of the user's may have changed. Raise PluginError if it cannot be."""
+        """Handle parameters that a hook, a task or a custom step may have changed. Raise PluginError if
+        that is impossible.
+        """
         self.trained.check()
         self.precision.look_again()
 
     def splits(self) -> dict[str, Batches]:
-        """Return the streams of the validation and test sets, by name."""
+        """Return the streams of the validation sets and the test set, by name."""
         return {**self.validation, **({} if self.test is None else {"test": self.test})}
 
     @property
     def val(self) -> Batches | None:
-        """Return the first validation set."""
+        """Return the first validation set; None without validation."""
         return next(iter(self.validation.values()), None)
 
     def checkpoint_tree(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """All that changes, as plain values and tensors: what the ranks share, and what is this rank's own.
+        """Return the state that all ranks share and the state of this rank, as plain values and tensors.
 
-        Raises TrainingError: a step before was not finite, so this is no state to go on from.
+        Raise TrainingError if an earlier gradient was not finite, because the run could not continue from
+        such a state.
         """
         if failure := self.precision.failure(wait=True):
             raise TrainingError(f"step {state.step}: {failure}")
@@ -201,7 +207,9 @@ class Components:
         return named_optimizer_state(self.optimizer, self.held)
 
     def stream(self) -> dict[str, Any]:
-        """Return what a position in the data depends on: sizes of micro-batch and epoch, classes, inputs."""
+        """Return the facts that a position in the data depends on: sizes of micro-batch and epoch, order,
+        classes, inputs.
+        """
         ranks, size = self.parallel.world_size, self.config.data.batch_size
         return {"samples_per_batch": size * ranks, "num_samples": self.train.num_samples, "order": ORDER,
                 "ranks": ranks, "parts": self.places.parts, "by": dict(self.order),
@@ -209,7 +217,9 @@ class Components:
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Give the model in evaluation mode, with its averaged weights where there are any; no gradients, no trace."""
+        """Yield the model in evaluation mode without gradients, with averaged weights if there are any.
+        Restore it afterwards.
+        """
         averaged = nullcontext() if self.ema is None else self.ema.in_model()
         with averaged, evaluating(self.model):
             yield self.model

@@ -1,4 +1,4 @@
-"""Validation and test: sums over one split, divided once."""
+"""Validation and test: sums over one split, divided once at the end."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ WITHOUT_GRAPH = "does not require grad and does not have a grad_fn"  # torch, wh
 
 
 def validate(run: Components, state: TrainState) -> None:
-    """One validation, with what follows from it: early stopping, schedules that listen, rows.
+    """Run one validation, and inform early stopping, plateau schedules, hooks and monitors.
 
-    Where a signal cuts it short nothing of it is recorded, and a resume does it again.
+    If a signal interrupts it, nothing is recorded, and a resume repeats it.
     """
     metrics: dict[str, float] = {}
     for split in run.validation:
@@ -41,9 +41,9 @@ def validate(run: Components, state: TrainState) -> None:
 
 
 def evaluate(run: Components, split: str) -> dict[str, float]:
-    """Loss and metrics of the averaged model over one split, each sample counted once over all ranks.
+    """Return loss and metrics of the averaged model over one split. Each sample counts once over all ranks.
 
-    Empty, on all ranks, where a signal asked one of them to stop before the last batch.
+    The result is empty on all ranks if a signal stopped one of them before the last batch.
     """
     batches = run.splits()[split]
     task = run.task
@@ -82,17 +82,17 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
 
 
 class EvaluationStopped(Exception):
-    """A signal asked a rank to stop in an evaluation."""
+    """The exception that a signal stopped a rank during an evaluation."""
 
 
 def even_batches(
     parallel: Parallel, stream: Batches, is_stopped: Callable[[], bool] | None = None
 ) -> Iterator[MicroBatch]:
-    """Yield the batches of an evaluation. Where forwards are collective every rank gets as many.
+    """Yield the batches of an evaluation. If forwards are collective, every rank gets the same number.
 
-    A rank without a batch left then gets a filler (`real=False`). The ranks agree before each batch whether one of them
-    has another one, and whether one of them is stopped. Raise EvaluationStopped on all ranks at the same batch.
-    Without `is_stopped`, ranks agree only where forwards are collective.
+    A rank without a batch then gets a filler (`real=False`). Before each batch the ranks agree whether one
+    of them has another batch, and whether one of them is stopped. Raise EvaluationStopped on all ranks at
+    the same batch. Without `is_stopped`, ranks agree only if forwards are collective.
     """
     batches = stream.epoch(0)
     if is_stopped is None and not parallel.forward_is_collective:
@@ -116,7 +116,7 @@ def even_batches(
 
 
 def first_of_ranks(parallel: Parallel, batch: MicroBatch | None) -> MicroBatch:
-    """Return the batch of the first rank that has one, on the device of this rank. All ranks call it together."""
+    """Return the batch of the first rank that has one, on this rank's device. All ranks call it together."""
     on_host = batch and batch._replace(data=to_device(batch.data, "cpu"))
     batches: list[MicroBatch | None] = parallel.gather(on_host)
     first = next(each for each in batches if each is not None)
@@ -130,8 +130,8 @@ def to_device(data: Any, device: torch.device | str) -> Any:
 def sums_of(
     run: Components, model: nn.Module, batch: MicroBatch
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    """Return the sums of one validation batch, its rows on the host, and the number of items that only the
-    output tells.
+    """Return the sums of one validation batch, its rows on the host, and the item count that only the
+    output has.
     """
     try:
         with run.precision.autocast():

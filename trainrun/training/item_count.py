@@ -1,9 +1,10 @@
-"""What a step's gradients are divided by, and when that is known.
+"""The number of items by which a step's gradients are divided, and when it is known.
 
-what: of most tasks, before the forward: the loss goes into the backward divided. A task without a method `count` says
-    it with each output; the gradients of the window are sums then, and are divided once, after the last backward.
-when: losses over what a mask or an episode leaves, which only the forward shows.
-when not: the count follows from the batch: known before, it costs no pass over the gradients.
+what: for most tasks, before the forward: the loss is divided before the backward. A task without a method
+    `count` returns it with each output. Then the gradients of the window are sums, and are divided once,
+    after the last backward.
+when: losses over what a mask or an episode leaves, which only the forward shows. when not: the count
+    follows from the batch: then no pass over the gradients is needed.
 source: the loss contract of `trainrun.interfaces`
 gain: the gradient of any accumulation, number of ranks or cut window is that of one large batch.
 """
@@ -24,10 +25,11 @@ from trainrun.training.components import Accumulate, Components
 
 
 class CountedAfter:
-    """Fills `Counting` for a task whose outputs say their count.
+    """The counting for a task whose outputs contain their count.
 
-    num_samples: of a full step of this rank. The loss is divided by the nearest power of two in the backward, which
-    changes no bit, and keeps float16 in range; with many items a sample, its loss scale falls in the first steps.
+    num_samples: of a full step of this rank. In the backward, the loss is divided by the nearest power of
+        two. This changes no bit and keeps float16 in range; with many items per sample, the loss scale
+        falls in the first steps.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class CountedAfter:
 
 
 def divide_by_output_counts(accumulate: Accumulate) -> Accumulate:
-    """Wrap `accumulate` so that gradients are divided by the counts that the outputs reported."""
+    """Wrap `accumulate` so that gradients are divided by the counts in the outputs."""
 
     def settled(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
         assert isinstance(run.counting, CountedAfter)

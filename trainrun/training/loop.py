@@ -1,6 +1,6 @@
-"""The training loop, and nothing else.
+"""The training loop.
 
-No technique, device name, rank or path is named here; what a run does differently, it does behind `run`.
+It names no technique, device, rank or path; what differs between runs is behind `run`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainrun.training.evaluate import validate
 
 
 def fit(run: Components, state: TrainState) -> TrainState:
-    """Train from `state` on until something ends the run; `state.stop_reason` says what."""
+    """Train from `state` until the run ends, and return the state. `state.stop_reason` has the reason."""
     windows, phase = windows_from(run, state), run.phases.open  # every second of the run belongs to one phase
     while True:
         phase(RUNNER)
@@ -51,7 +51,7 @@ def fit(run: Components, state: TrainState) -> TrainState:
 
 
 def windows_from(run: Components, state: TrainState) -> Iterator[list[MicroBatch]]:
-    """Yield the micro-batches of one step after another; the last window of an epoch may be short."""
+    """Yield the micro-batches of each step. The last window of an epoch may be shorter."""
     size = run.config.trainer.accumulate_grad_batches
     while True:
         batches = run.train.epoch(state.epoch, state.batches)

@@ -1,11 +1,12 @@
 """Several optimizers by name, each with its own parameters and schedule.
 
-what: without a step of one's own all of them are updated in every step, from one loss, checked and clipped as one.
-    With one, `run.optimizers["generator"]` has a guarded update and a loss scale of its own: `backward` gives gradients
-    to its own parameters alone, so the losses of two players never mix; `update` checks, clips, updates and clears.
-    Schedules count steps of the run.
-when: adversarial training, other rules for parts that are trained in turns; sparse gradients beside dense ones.
-when not: other rates for parts that are trained together: groups of one optimizer. Several ranks (refused).
+what: without a custom step, all of them are updated in every step from one loss, and checked and clipped as
+    one. With a custom step, `run.optimizers["generator"]` has its own guarded update and loss scale:
+    `backward` computes gradients of its own parameters only, so the losses of two players never mix;
+    `update` checks, clips, updates and clears. Schedules count steps of the run.
+when: adversarial training, other rules for parts that are trained in turns; sparse gradients beside dense
+    ones. when not: other learning rates for parts that are trained together: use groups of one optimizer.
+    Several ranks (refused).
 source: Goodfellow et al. 2014, arXiv:1406.2661
 gain: their states, scales and schedules are in the checkpoint, so a resume is exact.
 """
@@ -29,7 +30,9 @@ from trainrun.scheduler.schedule import Schedule
 
 
 class NamedOptimizer:
-    """One of them. optimizer: torch's; schedule: of its learning rates. show: its gradients, before each update."""
+    """One optimizer by name, with the schedule of its learning rates. show: called with the gradients
+    before each update.
+    """
 
     def __init__(self, optimizer: Optimizer, guarded: Update, schedule: Schedule) -> None:
         self.optimizer, self.schedule, self.guarded = optimizer, schedule, guarded
@@ -38,19 +41,21 @@ class NamedOptimizer:
         self.show: Callable[[], None] = nobody_looks
 
     def backward(self, loss_sum: Tensor, share: float) -> None:
-        """Add the gradient of `share * loss_sum` to its own parameters; no other parameter gets one."""
+        """Add the gradient of `share * loss_sum` to this optimizer's parameters. No other parameter gets
+        one.
+        """
         trained = [param for param in self.params if param.requires_grad]
         self.guarded.backward(loss_sum, share, trained)
 
     def update(self, want_norm: bool = False) -> GradReport:
-        """Unscale, check, clip, update, clear its gradients."""
+        """Unscale, check, clip, update, and clear the gradients of this optimizer."""
         self.show()
         report = self.guarded.optimizer_step(self.optimizer, want_norm)
         self._skipped |= report.skipped
         return report
 
     def end_step(self) -> bool:
-        """Advance the schedule unless an update was skipped in this step; return whether one was skipped."""
+        """Advance the schedule unless an update was skipped in this step. Return whether one was skipped."""
         skipped, self._skipped = self._skipped, False
         if not skipped:
             self.schedule.step()
@@ -67,7 +72,9 @@ def end_step(named: Named) -> bool:
 
 
 class JoinedOptimizers(Optimizer):
-    """All groups and states together. parts: the optimizers, which `plain_step` updates one after the other."""
+    """All named optimizers as one: their groups and states. parts: the optimizers, which `plain_step`
+    updates in order.
+    """
 
     def __init__(self, named: Named) -> None:
         self._named = named
@@ -92,7 +99,7 @@ class JoinedOptimizers(Optimizer):
 
 
 class JoinedPrecision:
-    """Fills `Precision` for all of them: one autocast, and what any of them says of the run."""
+    """The precision of several optimizers: one autocast, and the failures of all of them."""
 
     def __init__(self, named: Named, common: Update) -> None:
         self._named, self._common = named, common
@@ -135,7 +142,7 @@ class JoinedPrecision:
 
 
 class JoinedSchedules:
-    """In place of a `Schedule`: those of all. together: they take their steps here, and not by name."""
+    """The schedules of several optimizers as one. together: whether they advance here, and not by name."""
 
     def __init__(self, named: Named, together: bool) -> None:
         self._together = together
@@ -189,7 +196,11 @@ def optimizer_states(named: Named, model: nn.Module) -> dict[str, Any]:
 def load_optimizer_states(
     named: Named, model: nn.Module, place: str, tree: dict[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """config: the node of the optimizers, whose arguments hold where they differ from the stored ones."""
+    """Load the states by name. Raise CheckpointError if the names differ. config: the node of the
+    optimizers.
+
+    Arguments in the config override stored ones.
+    """
     stored = tree.get("named", {})
     if list(stored) != list(named):
         stored_names = ", ".join(stored) or "one without a name"
@@ -203,7 +214,7 @@ def load_optimizer_states(
 
 
 def nobody_looks() -> None:
-    """Before there is a run with hooks."""
+    """Do nothing. Used before there is a run with hooks."""
 
 
 def refuse_single_update(named: Named) -> NoReturn:

@@ -1,8 +1,8 @@
-"""The `step` door: a step of the user's own in place of `train_step`.
+"""A custom step (`step`) instead of `train_step`.
 
-A function `(run, micro_batches) -> StepReport`, or an object of a class that is called so. The state of one with
-`state_dict()` and `load_state_dict(state)` is in every checkpoint. What a step returns is checked here, and what its
-report leaves out is found.
+It is a function `(run, micro_batches) -> StepReport`, or a callable object. If it has `state_dict()` and
+`load_state_dict(state)`, its state is in every checkpoint. The report is checked here, and missing values
+are added.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from trainrun.training.task_calls import check_halves, check_state
 
 
 def build_own_step(node: Mapping[str, Any]) -> Any:
-    """Return the function, or the object of a class, that the config names in place of `train_step`."""
+    """Return the function or object that the config names instead of `train_step`. Raise ConfigError for
+    wrong arguments.
+    """
     target = locate(node["_target_"], "step")
     is_class = inspect.isclass(target)
     if faults := bind_faults(node, "step", [] if is_class else ["run", "micro_batches"]):
@@ -44,7 +46,7 @@ def build_own_step(node: Mapping[str, Any]) -> Any:
 
 
 class OwnStep:
-    """Makes a step as `step` does."""
+    """A step that calls the user's `step`, checks its report and adds missing values."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -103,7 +105,7 @@ class OwnStep:
 
 
 class FillIn(MicroBatch):
-    """A micro-batch that counts nothing, and notes whether somebody asks that."""
+    """A micro-batch that counts no items, and records whether user code reads `real`."""
 
     asked = False
 

@@ -1,4 +1,4 @@
-"""What the runner asks of a task besides its steps (where it stands, its state, its pictures), and of hooks."""
+"""Calls of a task's optional methods (epochs, state, images) and of hooks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TRAINING, EVALUATION = 7, 8  # what seeds are derived from, besides the place
 
 
 class Place:
-    """The position of the run (step, epoch, micro-batch), from which the `StepInfo` of tasks and hooks is
-    made.
+    """The position of the run (step, epoch, micro-batch), from which the `StepInfo` for tasks and hooks is
+    built.
     """
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class Place:
 
 
 class Informed:
-    """A task's `step` that takes model and batch, for one that wants `info` as well."""
+    """A step with arguments model and batch that passes `info` to the task's `step`."""
 
     def __init__(self, step: Callable[..., Any], place: Place) -> None:
         self._step, self._place = step, place
@@ -66,11 +66,11 @@ class Informed:
 
 
 class TaskCalls:
-    """model: the bare one. pictures: the file for a task's pictures; None on ranks that write none.
+    """The calls of a task's optional methods.
 
-    makes_pictures: whether this rank makes the forwards for them.
-
-    Raises PluginError for a task whose methods do not fit together.
+    model: without wrappers. pictures: the file for a task's images; None on ranks that write none.
+        makes_pictures: whether this rank runs the forwards for them. Raises PluginError for a task whose
+        methods do not fit together.
     """
 
     def __init__(
@@ -95,11 +95,15 @@ class TaskCalls:
                 raise PluginError(f"task: {self._name}: takes info, so it must not have __slots__") from error
 
     def start(self, state: TrainState | Place) -> None:
-        """Ahead of the first step or validation of a session, or of an evaluation of a checkpoint."""
+        """Set the position before the first step or validation of a session, or before an evaluation of a
+        checkpoint.
+        """
         self.place.be_at(state)
 
     def watch(self, run: Any) -> None:
-        """Ahead of the first step of a session; what is not the user's own code needs no watching."""
+        """Start the checks for unsaved state and gradients before the first step, if the run contains user
+        code.
+        """
         parts = (self._task, run.own_step, *run.hooks.by_key.values(), *self._model.modules())
         packages = {type(part).__module__.partition(".")[0] for part in parts}
         if packages - {"builtins", "torch", "trainrun"}:
@@ -126,7 +130,7 @@ class TaskCalls:
         self._call("on_validation_start", model)
 
     def evaluation_sees(self, model: nn.Module, batch: Any) -> None:
-        """Each batch of it; the task makes pictures of the first."""
+        """Let the task make images from the first batch of an evaluation. Called for each batch."""
         if self._unseen and self._makes_pictures:
             self._unseen = False
             pictures = self._hooks["pictures"](model, batch)
@@ -134,7 +138,7 @@ class TaskCalls:
                 save_pictures(self._pictures, pictures, self._name)
 
     def evaluation_ends(self, model: nn.Module) -> None:
-        """Not after one that was cut short."""
+        """Call `on_validation_end` after a complete evaluation."""
         self._call("on_validation_end", model)
 
     def _call(self, name: str, model: nn.Module) -> None:
@@ -144,17 +148,19 @@ class TaskCalls:
             self.after_user_code()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the task's own `state`, and under `anew` what no checkpoint holds. Empty if there is neither."""
+        """Return the task's `state`, and under `anew` the lines about state that no checkpoint holds; {}
+        without both.
+        """
         lines = self._unsaved.lines() if self._unsaved is not None else []
         return saved_state(self._task, self.place.device) | ({"anew": lines} if lines else {})
 
 
 def _nothing() -> None:
-    """Before there is a run."""
+    """Do nothing. Used before there is a run."""
 
 
 def wants_info(task: Any) -> bool:
-    """Return whether `step` has an argument `info`. Raise PluginError for an argument that no caller would pass."""
+    """Return whether `step` has an argument `info`. Raise PluginError for any other unknown argument."""
     try:
         parameters = list(inspect.signature(task.step).parameters.values())
     except (TypeError, ValueError):  # a callable without a readable signature
@@ -173,7 +179,7 @@ def wants_info(task: Any) -> bool:
 
 
 def check_halves(owner: Any, key: str) -> None:
-    """Raise PluginError for an object with one of the two methods alone."""
+    """Raise PluginError for an object with only one of `state_dict` and `load_state_dict`."""
     name = type(owner).__name__
     halves = [callable(getattr(owner, half, None)) for half in ("state_dict", "load_state_dict")]
     if any(halves) and not all(halves):
@@ -190,7 +196,9 @@ def check_state(owner: Any, key: str) -> None:
 
 
 def saved_state(owner: Any, device: torch.device) -> dict[str, Any]:
-    """state: as the owner gives it. on_cpu: the paths of tensors on the host of a GPU. Empty if there is no state."""
+    """Return the owner's `state`, and `on_cpu`: the paths of its host tensors if the run is on a GPU. {}
+    without a state.
+    """
     get_state = getattr(owner, "state_dict", None)  # `check_halves` has looked for the other half
     state = get_state() if callable(get_state) else None
     if not state:
@@ -222,7 +230,8 @@ METHODS = {  # of hooks, and their arguments
 class Hooks:
     """All hooks of a run, called in the order of the config, on every rank. hooks: by key, `hook.NAME`.
 
-    Raises PluginError for one without any method of a hook, with one that nobody calls, or with half a state.
+    Raises PluginError for an object without a hook method, with an unknown `on_...` method, or with half a
+    state.
     """
 
     def __init__(self, hooks: Mapping[str, Any]) -> None:
@@ -234,11 +243,13 @@ class Hooks:
         self.on_gradients = self._calls["on_gradients"]  # called by `Components.update`
 
     def on_start(self, run: Any, state: Any) -> None:
-        """Ahead of the first step of every session; `state` is a fresh one, or that of a checkpoint."""
+        """Call `on_start` before the first step of every session. `state` is fresh, or that of a
+        checkpoint.
+        """
         self._call("on_start", run, state)
 
     def check_states(self) -> None:
-        """Raise PluginError for a state that no checkpoint can hold; after `on_start`, never before."""
+        """Raise PluginError for a state that no checkpoint can hold. Call it after `on_start`."""
         for key, hook in self.by_key.items():
             check_state(hook, key)
 
@@ -247,9 +258,9 @@ class Hooks:
             self._call("on_epoch_start", run, state)
 
     def after_step(self, run: Any, state: Any) -> None:
-        """Call `on_step_end` and, after an epoch's last step, `on_epoch_end`:
+        """Call `on_step_end` and, after the last step of an epoch, `on_epoch_end`.
 
-        before the validation and the checkpoint that are due.
+        Validations and checkpoints that are due come later.
         """
         if self.by_key:
             self._call("on_step_end", run, state)
@@ -260,13 +271,14 @@ class Hooks:
         self._call("on_validation_end", run, state, metrics)
 
     def on_checkpoint(self, run: Any, state: Any) -> None:
-        """Call `on_checkpoint` of the hooks, just before everything is saved."""
+        """Call `on_checkpoint` of the hooks before everything is saved."""
         self._call("on_checkpoint", run, state)
 
     def end(self, run: Any, state: Any) -> bool:
-        """Call `on_end` of a training that ends by itself, ahead of its last save. Whether to validate other weights.
+        """Call `on_end` before the last save of a training that ends by itself. Return whether this changed
+        the weights.
 
-        One that a signal stops is saved as it is, for a resume; `on_end` comes after that.
+        A run that a signal stops is saved for a resume; `on_end` comes after that resume.
         """
         if (
             not self._calls["on_end"]
@@ -297,7 +309,8 @@ class Hooks:
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, place: str, states: Mapping[str, Any]) -> None:
-        """Load the states of the hooks; tensors are on the CPU. Raise CheckpointError.
+        """Load the states of the hooks; tensors are on the CPU. Raise CheckpointError for a hook that
+        cannot load.
 
         A hook without a stored state starts afresh.
         """

@@ -1,6 +1,6 @@
-"""The default step: one update from the micro-batches of all ranks joined together.
+"""The default step: one update from the micro-batches of all ranks.
 
-Every loss is a sum, and the division by the count over the whole step happens once.
+Every loss is a sum; it is divided once, by the count over the whole step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from trainrun.training.components import Components
 
 
 def train_step(run: Components, micro_batches: list[MicroBatch]) -> StepReport:
-    """Forward and backward of each micro-batch, then one update. Fills the `step` door."""
+    """Run forward and backward of each micro-batch, then one update."""
     found = run.accumulate(run, micro_batches)  # `accumulate_gradients`, or what wraps it
     return StepReport(*found, run.update())
 
 
 def accumulate_gradients(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
-    """Forward and backward of every micro-batch; only gradients change, and what the forward draws or writes."""
+    """Run forward and backward of every micro-batch. Only gradients, buffers and random states change."""
     task, precision, parallel, counting, phase = (
         run.task,
         run.precision,
@@ -56,9 +56,9 @@ def accumulate_gradients(run: Components, micro_batches: list[MicroBatch]) -> Gr
 
 
 def loss_of_nothing(run: Components, loss: Tensor) -> Tensor:
-    """Return a zero that adds zeros to all gradients, for a batch of which the task has learned nothing.
+    """Return a zero that adds zeros to all gradients, for a batch from which the task learns nothing.
 
-    Raise PluginError for another loss without a graph: no parameter would ever be trained by it.
+    Raise PluginError for any other loss without a graph, because it would train no parameter.
     """
     if loss.dim() != 0 or bool(loss != 0):  # the host waits, in such a batch alone
         raise PluginError(
@@ -69,12 +69,12 @@ def loss_of_nothing(run: Components, loss: Tensor) -> Tensor:
 
 
 def accumulate_with_retry(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
-    """Accumulate gradients; if memory does not suffice, repeat this with smaller micro-batches."""
+    """Accumulate gradients. If memory runs out, repeat with smaller micro-batches."""
     return run.retry.run(micro_batches, lambda batches: accumulate_gradients(run, batches))
 
 
 class CountedBefore:
-    """Fills `Counting` for a task with a method `count`."""
+    """The counting for a task with a method `count`."""
 
     expected = 1.0
 

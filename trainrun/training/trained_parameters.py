@@ -1,4 +1,4 @@
-"""Which parameters are trained, and the contract that an optimizer has each of them and a gradient reaches it."""
+"""The contract of trained parameters: each is in an optimizer, and a gradient reaches it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainrun.output import short_list
 
 
 class TrainedParameters:
-    """The parameters that require a gradient, as the run was built with them and as they are now.
+    """The parameters that require a gradient, at the start of the run and now.
 
-    Checkpoints hold what a hook or a task has changed since: `requires_grad` by name. What the config freezes is as the
-    config of the present session says.
+    Checkpoints hold the changes by hooks or tasks: `requires_grad` by name. What the config freezes follows
+    the config of the present session.
     """
 
     def __init__(self, model: nn.Module, held: nn.Module, optimizer: Optimizer) -> None:
@@ -34,9 +34,9 @@ class TrainedParameters:
         ]
 
     def check(self) -> None:
-        """Take up parameters that a hook or a task has put into the model together with a group of the optimizer.
+        """Accept parameters that a hook or a task has added to the model and to an optimizer's group.
 
-        What they replaced leaves the optimizer. Raise PluginError for new parameters that no optimizer has.
+        Replaced parameters leave the optimizer. Raise PluginError for new parameters that no optimizer has.
         """
         if all(param in self._known for param in self._held.parameters()):
             return
@@ -73,10 +73,11 @@ class TrainedParameters:
 
 
 class WatchGradients:
-    """A look at the first steps of a session, up to the first log point. run: `Components`.
+    """A check of the first steps of a session, up to the first log point. run: `Components`.
 
-    A parameter that came into the model in the first forward is refused. One that the optimizer was built without, or
-    that got no gradient on a rank until the first log point, is named once. Cost: nothing after the first log point.
+    A parameter that was created in the first forward is refused. One that is in no optimizer, or that got
+    no gradient on a rank until the first log point, is named once. There is no cost after the first log
+    point.
     """
 
     def __init__(self, run: Any) -> None:
@@ -84,7 +85,7 @@ class WatchGradients:
         self._without_optimizer: list[str] = []
 
     def after_step(self, log: bool) -> bool:
-        """Return whether all has been seen."""
+        """Check after a step. Return whether this check is done."""
         self._steps += 1
         if self._steps == 1:
             self._check_optimizers()

@@ -1,4 +1,4 @@
-"""When things happen: validation, log points, and what ends a run."""
+"""Decide when to validate, when to log, and when a run ends."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the l
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long steps and epochs are; None if the data cannot say.
+    """The lengths of steps and epochs; None if the data has no length.
 
-    accumulate: micro-batches in a full window. samples_per_step, samples_per_epoch: over all ranks, where full batches
-    hold the same number. tokens_per_sample: where all samples have as many.
+    accumulate: micro-batches in a full window. samples_per_step, samples_per_epoch: over all ranks, if full
+        batches hold the same number. tokens_per_sample: if all samples have the same number.
     """
 
     steps_per_epoch: int | None
@@ -32,13 +32,13 @@ class Lengths:
     world_size: int = 1
 
     def last_step(self, state: TrainState) -> tuple[int, int]:
-        """Return the epoch of the step just made, and the step's number in this epoch, both counted from 0."""
+        """Return the epoch of the last step, and the step's number in this epoch, both counted from 0."""
         if state.batches:
             return state.epoch, math.ceil(state.batches / self.accumulate) - 1
         return state.epoch - 1, (self.steps_per_epoch or 1) - 1
 
     def done(self, state: TrainState, unit: str) -> tuple[float, float]:
-        """Return the position before and after the step just made, in steps, epochs, samples or tokens."""
+        """Return the position before and after the last step, in steps, epochs, samples or tokens."""
         if unit == "step":
             return state.step - 1, state.step
         if unit == "token":
@@ -54,7 +54,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Every:
-    """An interval in steps, samples, tokens or epochs; either a fraction of an epoch or whole epochs."""
+    """An interval in steps, samples, tokens or epochs. In epochs it is a fraction of one or a whole number."""
 
     amount: float
     unit: str
@@ -81,9 +81,9 @@ class Every:
 
 @dataclass(frozen=True)
 class RunLimits:
-    """What ends a run; None is no limit. The first that is reached wins and is reported.
+    """The limits of a run; None for no limit. The first one reached ends the run and is reported.
 
-    duration: once over all, by `trainer.max_duration`, which is `said` as typed.
+    duration: from `trainer.max_duration`; `said` is its text as typed.
     """
 
     max_steps: int | None
@@ -95,12 +95,12 @@ class RunLimits:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Distances between validations and between log points.
+    """The distances between validations and between log points.
 
-    val: None without validation data, or by time. val_seconds: between validations by the clock of this rank.
-    log_every: None if nobody listens. total_steps: None if the data cannot say; then, and where there are fewer
-    than two times log_every, steps 1, 2, 4, 8... up to log_every are log points as well, or nothing would be seen.
-    sample_every: of so many training steps one is sampled for the metrics of training.
+    val: None without validation data, or if `val_seconds` (on the clock of this rank) is used. log_every:
+        None if nothing is logged. total_steps: None if unknown; then, and if there are fewer than 2 x
+        log_every, steps 1, 2, 4, 8, ... up to log_every are log points too. sample_every: training metrics
+        are computed in every step of this number.
     """
 
     lengths: Lengths
@@ -121,7 +121,7 @@ class Intervals:
         return self.lengths.accumulate
 
     def log_due(self, step: int) -> bool:
-        """Return whether a step ends in a log point."""
+        """Return whether a step is a log point."""
         every, total = self.log_every, self.total_steps
         if every is None:
             return False
@@ -131,7 +131,7 @@ class Intervals:
         return is_short and step < every and step & (step - 1) == 0
 
     def sample_due(self, step: int) -> bool:
-        """Return whether metrics of a training step are wanted: every k-th step, and at the end of a row."""
+        """Return whether a step computes training metrics: every k-th step, and the last one of a row."""
         every, distance = self.log_every, self.sample_every
         if every is None:
             return False
@@ -141,9 +141,10 @@ class Intervals:
 
 @dataclass(frozen=True)
 class MetricTracker:
-    """A metric and its direction. threshold, divergence: values at which waiting is pointless. named: by a setting.
+    """A metric, its direction, and the rules of early stopping.
 
-    worse_by: the distance from the best value at which waiting is pointless. min_epochs: the run has at least as many.
+    threshold, divergence, worse_by: values, or a distance from the best one, at which the run stops at
+        once. named: whether a setting names the metric. min_epochs: the minimum length of the run.
     """
 
     metric: str | None
@@ -170,7 +171,7 @@ class MetricTracker:
 
 
 class Due(NamedTuple):
-    """What is due after a step. log: the next step ends at a log point."""
+    """What is due after a step. log: whether the next step is a log point."""
 
     validate: bool
     stop: bool
@@ -178,10 +179,11 @@ class Due(NamedTuple):
 
 
 class Triggers:
-    """Answers of the kind "is it due?" from the state alone, so that a resume answers the same.
+    """The decisions about what is due. They depend on the state alone, so that a resume makes the same
+    ones.
 
-    log: whether the step at hand ends in a log point, for which its gradient norm is computed.
-    sums: whether the task's sums of the step at hand are wanted, see `Intervals.sample_due`.
+    log: whether the current step is a log point, for which the gradient norm is computed. sums: whether the
+        current step computes the task's sums, see `Intervals.sample_due`.
     """
 
     def __init__(
@@ -210,14 +212,15 @@ class Triggers:
 
     @property
     def max_seconds(self) -> float | None:
-        """Return the limit of training seconds over all sessions, None without one."""
+        """Return the limit of training seconds over all sessions; None without one."""
         return self._limits.max_seconds
 
     def start(self, state: TrainState, best: tuple[int, float] | None = None) -> None:
-        """Start the clock of this session; the time of earlier sessions counts.
+        """Start the clock of this session; earlier sessions count.
 
-        An early stop is decided again: the run may go on with other words (more patience, or none). Where they name
-        another metric, what is remembered of the one before is forgotten. best: the saved step and its value by it.
+        Early stopping is decided again, because the settings may have changed (more patience, or none). If
+        they name another metric, the history of the earlier one is dropped. best: step and value of the
+        best checkpoint by the new metric.
         """
         best_by, watched_by = self.best.name, self._watch.name
         if state.best_by not in ("", best_by):
@@ -238,9 +241,10 @@ class Triggers:
         self._validations = self._by_time()
 
     def after_step(self, state: TrainState) -> Due:
-        """Return what is due now. `state.stop_reason` says why the run ends here. Called before the first step too.
+        """Return what is due now, and set `state.stop_reason` if the run ends here. Called before the first
+        step too.
 
-        Raises TrainingError or RollBack where the run cannot go on.
+        Raises TrainingError or RollBack if the run cannot continue.
         """
         state.seconds = self._seconds_before + time.monotonic() - self._started
         rhythm, limits = self.rhythm, self._limits
@@ -270,7 +274,7 @@ class Triggers:
         return Due(validate, False, self.log)
 
     def check(self, state: TrainState, wait: bool) -> None:
-        """Raise TrainingError or RollBack if training cannot go on. `wait` allows a wait for the device."""
+        """Raise TrainingError or RollBack if training cannot continue. `wait` allows a wait for the device."""
         failure = self._failure(wait)
         if failure or state.bad is not None:
             self._on_bad(state, failure)
@@ -291,9 +295,10 @@ class Triggers:
         return 0.0 if every is None else (self._seconds_before + time.monotonic() - self._started) // every
 
     def interrupted(self) -> bool:
-        """Return whether a signal stops this rank. A validation ends for a signal, and not for the end of the time.
+        """Return whether a signal stops this rank. A validation ends at a signal, but not at the time
+        limit.
 
-        Asked at every batch of a validation, which is progress.
+        Called at every batch of a validation, which counts as progress.
         """
         self.looks += 1
         return self._stop.request > 0
@@ -305,9 +310,9 @@ class Triggers:
         return self.rhythm.sample_due(step)
 
     def validation_due(self, state: TrainState) -> bool:
-        """Return whether to validate now: at the set distance, and once more when the run ends by itself.
+        """Return whether to validate now: at the set interval, and once more when the run ends by itself.
 
-        After a signal there is no validation. If a run ends at the step that it was restored from, it repeats
+        There is no validation after a signal. A run that ends at the step from which it resumed repeats
         that validation only if its metrics are missing.
         """
         if self._again and state.stop_request < STOP_INTERRUPT:
@@ -328,10 +333,10 @@ class Triggers:
         return val.unit != "epoch" or epoch % self.rhythm.every_n_epoch == 0
 
     def note_validation(self, state: TrainState, metrics: dict[str, float]) -> bool:
-        """Note a validation. Return whether it was scheduled.
+        """Record a validation. Return whether it was scheduled.
 
-        Only scheduled validations update early stopping, a plateau schedule and hooks. So a resumed run uses the same
-        ones as a run that never stopped.
+        Only scheduled validations update early stopping, a plateau schedule and hooks. So a resumed run
+        uses the same ones as an uninterrupted run.
         """
         scheduled = not self._again and state.step != state.validated_step and self._scheduled(state)
         self._again = False
@@ -354,10 +359,10 @@ class Triggers:
         return True
 
     def validate_again(self, state: TrainState, best: tuple[int, float] | None) -> bool:
-        """Request a validation of other weights at the last step, which replaces the one before.
+        """Request a validation of changed weights at the last step, which replaces the earlier one.
 
-        Return whether runs of this rhythm validate at all. best: step and value of the best checkpoint of
-        another step.
+        Return whether the run validates at all. best: step and value of the best checkpoint of another
+        step.
         """
         self._again = self.rhythm.validates
         if self._again and state.best_step == state.step:
@@ -370,7 +375,7 @@ class Triggers:
             state.best_metric, state.best_step = value, state.step
 
     def _early_stop(self, value: float, state: TrainState) -> str:
-        """Return why the run ends at a value of the watched metric; empty if it goes on."""
+        """Return why early stopping ends the run at this value; "" if it continues."""
         watch, sign = self._watch, 1 if self._watch.mode == "min" else -1
         if watch.patience is None or state.epoch < watch.min_epochs:
             return ""

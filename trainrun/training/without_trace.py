@@ -1,12 +1,12 @@
-"""Trials of the user's model and task that leave no trace in a run.
+"""Run the user's model and task for a trial without lasting effects on the run.
 
-what: `run_trial` runs the work on the objects of the run themselves. On a CPU it does so in a forked child process
-    that is thrown away. Where no fork is possible (after CUDA was started), everything that the work can change is
-    kept first and put back afterwards: the memory of tensors, gradients, optimizer state, random states, and the
-    attributes of model, task and hooks with all that they hold.
-when: whatever runs code of the user's before the run uses it. What every step keeps for its own repetition is
-    `trainrun.training.recovery.oom`, which must cost next to nothing.
-when not: functions of the user's that change global variables of their file, where no fork is possible.
+what: `run_trial` runs the work on the objects of the run themselves. On a CPU it does so in a forked child
+    process that is discarded. If no fork is possible (after CUDA was started), everything that the work can
+    change is copied before and restored afterwards: the memory of tensors, gradients, optimizer state,
+    random states, and all attributes of model, task and hooks.
+when: before user code is used by the run itself. `trainrun.training.recovery.oom` restores much less,
+    because it runs in every step. when not: user functions that change global variables of their module, if
+    no fork is possible.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ PLAIN: Final = (
 
 
 class NoTrial(Exception):
-    """A trial was not made, because what it changes could not be put back."""
+    """The error that a trial was not made because its effects could not be undone."""
 
 
 def first_batches(batches: Batches, count: int = 1, epoch: int = 0, start: int = 0) -> list[Any]:
-    """Return the data of batches from `start` on; what was opened to read them is closed."""
+    """Return the data of `count` batches from `start` on. Close the files that were opened to read them."""
     opened = batches.epoch(epoch, start)
     try:
         return [batch.data for batch in islice(opened, count)]
@@ -60,7 +60,7 @@ def first_batches(batches: Batches, count: int = 1, epoch: int = 0, start: int =
 
 
 def endless(batches: Batches, place: list[int]) -> Generator[MicroBatch]:
-    """Iterate over batches from `place` on (an epoch and the number of a batch), and move it along."""
+    """Yield batches endlessly, starting at `place` (epoch, number of the batch), which is updated."""
     while True:
         epoch, start = place
         epoch_batches = batches.epoch(epoch, start)
@@ -76,10 +76,10 @@ def endless(batches: Batches, place: list[int]) -> Generator[MicroBatch]:
 def run_trial(
     work: Callable[[], T], device: torch.device, *owners: Any, limit_seconds: float = LIMIT_SECONDS
 ) -> T:
-    """Return what `work` returns, plain values; model, task, hooks and random states are as before afterwards.
+    """Run `work` without lasting effects and return its plain result.
 
-    owners: the objects that the work may change, where it cannot run in a child process. limit_seconds: of a child.
-    Raises what the work raises, ChildError for a child that died or is late, and NoTrial.
+    owners: the objects that the work may change if it cannot run in a child process. limit_seconds: of the
+        child. Raises the errors of the work, ChildError for a child that died or is late, and NoTrial.
     """
     if any(is_sharded(owner) for owner in owners):
         raise NoTrial("the ranks exchange weights in each forward")
@@ -98,7 +98,7 @@ def is_sharded(owner: Any) -> bool:
 
 
 def _without_ranks(work: Callable[[], T]) -> T:
-    """Run the work as the only rank: a forked process cannot exchange anything with the ranks of its parent."""
+    """Run the work as the only rank: a forked process cannot exchange anything with other ranks."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.GroupMember.WORLD = None
     return work()
@@ -109,7 +109,7 @@ def put_back(owners: Iterable[Any], device: torch.device) -> Iterator[None]:
     """Restore everything that the owners hold, and the random states of this process, at the end of the
     block.
 
-    Raise NoTrial if the memory of the device does not suffice for a copy.
+    Raise NoTrial if the device's memory does not suffice for a copy.
     """
     kept_state = _KeptState()
     kept_state.keep(owners)
@@ -124,9 +124,10 @@ def put_back(owners: Iterable[Any], device: torch.device) -> Iterator[None]:
 
 
 class _KeptState:
-    """What objects hold: the memory of their tensors, and the contents of their containers and attributes.
+    """A record of what objects hold: the memory of their tensors, and the contents of their containers and
+    attributes.
 
-    Objects are kept by reference, so that each stays the object that it was.
+    Objects are kept by reference, so that each stays the same object.
     """
 
     def __init__(self) -> None:
@@ -139,7 +140,7 @@ class _KeptState:
         return sum(storage.nbytes() for storage in self._storages.values())
 
     def keep(self, owners: Iterable[Any]) -> None:
-        """Note everything that can be reached from the owners."""
+        """Record everything that can be reached from the owners."""
         waiting = list(owners)
         while waiting:
             value = waiting.pop()
@@ -160,7 +161,7 @@ class _KeptState:
             undo()
 
     def _note(self, value: Any) -> Iterable[Any]:
-        """Note how the value is put back; return what it holds."""
+        """Record how to restore the value. Return the objects that it holds."""
         if isinstance(value, Tensor):
             return self._note_tensor(value)
         if isinstance(value, torch.Generator):
@@ -219,7 +220,7 @@ class _KeptState:
         return contents.values() if isinstance(contents, dict) else contents
 
     def _note_function(self, value: Any) -> Iterable[Any]:
-        """Note how to restore a closure cell, and return the objects that a function, method or partial
+        """Record how to restore a closure cell. Return the objects that a function, method or partial
         refers to.
         """
         if isinstance(value, types.CellType):

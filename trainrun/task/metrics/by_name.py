@@ -1,10 +1,12 @@
-"""Metrics by name (`task.metrics`), each made once from all items of an evaluation.
+"""Metrics by name (`task.metrics`), each computed once from all items of an evaluation.
 
-what: what a metric needs is added up over batches and ranks (`StepOutput.sums`), so it is exact however an
-    evaluation is cut. AUROC and average precision need every score at once: those are kept (`StepOutput.rows`).
-when: evaluations; training steps compute none of it.
-when not: AUROC of millions of items with many classes: 8 bytes x items x classes on the host of every rank.
-source: the definitions of scikit-learn; a macro mean is over the classes that occur in targets or predictions.
+what: the required sums are added over batches and ranks (`StepOutput.sums`), so a metric is exact however
+    an evaluation is split. AUROC and average precision need all scores at once: these are collected
+    (`StepOutput.rows`).
+when: evaluations; training steps compute none of it. when not: AUROC of millions of items with many
+    classes: 8 bytes x items x classes on the host of every rank.
+source: the definitions of scikit-learn; a macro mean is over the classes that occur in targets or
+    predictions.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ Measured = tuple[dict[str, Tensor], dict[str, Tensor]]  # sums and rows
 def chosen(
     metrics: Any, known: Sequence[str], task: str, given: str
 ) -> tuple[tuple[str, ...], TorchMetrics | None]:
-    """Split metrics into names, as a tuple, and objects with a `_target_`. `topK` is known for any K where
-    `top5` is.
+    """Split metrics into a tuple of names and the objects with a `_target_`. If `top5` is known, `topK` is
+    for any K.
 
-    given: what the objects' `update` receives, for messages. Raise ConfigError for an unknown name.
+    given: the arguments of the objects' `update`, for messages. Raise ConfigError for an unknown name.
     """
     names, own_metrics = [metrics] if isinstance(metrics, str) else metrics, None
     if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
@@ -72,14 +74,18 @@ def format_names(names: Iterable[object]) -> str:
 
 @dataclass(frozen=True)
 class ClassMetrics:
-    """Metrics of one class an item. names: checked; own: the others. per_class: also those of each class, as `f1/3`."""
+    """Metrics for one class per item. names: validated names. own: metric objects. per_class: also per
+    class, as `f1/3`.
+    """
 
     names: tuple[str, ...]
     own: TorchMetrics | None
     per_class: bool
 
     def check(self, logits: Tensor, target: Tensor) -> None:
-        """Raise ConfigError for a topK that is always right, or another metric that cannot read these."""
+        """Raise ConfigError for a topK that is always right, or for a metric object that fails on these
+        tensors.
+        """
         num_classes = logits.shape[1]
         if self.own is not None:
             self.own.check(logits.detach().double().softmax(1), target)
@@ -91,7 +97,7 @@ class ClassMetrics:
                 )
 
     def measure(self, logits: Tensor, target: Tensor) -> Measured:
-        """logits: (N, C); target: (N,) classes."""
+        """Return the sums and rows of a batch. logits: (N, C); target: (N,) classes."""
         classes, sums, rows = logits.shape[1], {}, {}
         for name in self.names:
             if name.startswith("top"):
@@ -131,7 +137,9 @@ class ClassMetrics:
 
 @dataclass(frozen=True)
 class LabelMetrics:
-    """Metrics of labels that are each there or not. names: checked; own: the others. per_class: also of each label."""
+    """Metrics for several labels per item. names: validated names. own: metric objects. per_class: also of
+    each label.
+    """
 
     names: tuple[str, ...]
     own: TorchMetrics | None
@@ -143,7 +151,7 @@ class LabelMetrics:
             self.own.check(logits.detach().double().sigmoid(), labels.long())
 
     def measure(self, logits: Tensor, labels: Tensor) -> Measured:
-        """logits: (B, C); labels: (B, C) bool."""
+        """Return the sums and rows of a batch. logits: (B, C); labels: (B, C) bool."""
         predicted, sums, rows = logits > 0, {}, {}
         if "exact_match" in self.names:
             sums["exact_match"] = (predicted == labels).all(1).sum()
@@ -156,7 +164,7 @@ class LabelMetrics:
         return sums, rows
 
     def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
-        """Empty for the sums of a training step."""
+        """Return the metrics from the sums of an evaluation; {} for the sums of a training step."""
         if PER_CLASS not in sums:
             return {}
         micro = ratios(sums[PER_CLASS].sum(1, keepdim=True))
@@ -174,7 +182,7 @@ class LabelMetrics:
 
 @dataclass(frozen=True)
 class NumberMetrics:
-    """Metrics of real numbers. names: checked; own: the others."""
+    """Metrics for real numbers. names: validated names. own: metric objects."""
 
     names: tuple[str, ...]
     own: TorchMetrics | None
@@ -190,7 +198,10 @@ class NumberMetrics:
             self.own.check(*flatten_output(output.detach(), target))
 
     def measure(self, output: Tensor, target: Tensor, squares: Tensor | None = None) -> Measured:
-        """Both (B, ...). squares: 0-d, the sum over samples of mean squared errors, for sequences with padding."""
+        """Return the sums and rows of a batch; output and target: (B, ...).
+
+        squares: 0-d, the sum over samples of mean squared errors, for padded sequences.
+        """
         sums: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         if self.own is not None:
@@ -220,14 +231,18 @@ class NumberMetrics:
 
 
 def flatten_output(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, ...) in float64; (N,) for (N, 1), of which `torchmetrics.KendallRankCorrCoef` makes one item (1.9)."""
+    """Return both as float64 (N, ...); (N,) for (N, 1), which `torchmetrics.KendallRankCorrCoef` 1.9 takes
+    for one item.
+    """
     if output.ndim == 2 and output.shape[1] == 1:
         output, target = output[:, 0], target[:, 0]
     return output.double(), target.double()
 
 
 def num_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:
-    """Return the number of targets among the `size` largest logits. Of equal logits the first class is larger."""
+    """Return the number of targets among the `size` largest logits. Among equal logits the first class
+    counts as larger.
+    """
     target_logits = logits.gather(1, target[:, None])
     after = torch.arange(logits.shape[1], device=logits.device) > target[:, None]
     below = (logits < target_logits) | (
@@ -237,7 +252,9 @@ def num_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:
 
 
 def ratios(counts: Tensor) -> dict[str, Tensor]:
-    """Return one number per class by name, NaN for a class that does not occur. counts: (3, C): right, found, there."""
+    """Return the class metrics (C,) by name; NaN for a class that does not occur. counts: (3, C): right,
+    predicted, present.
+    """
     right, predicted, there = counts.double()
     occurs = predicted + there > 0
 
@@ -254,7 +271,7 @@ def ratios(counts: Tensor) -> dict[str, Tensor]:
 
 
 def ranking_scores(scores: Tensor, hot: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """AUROC and average precision of each class. scores: (N, C) float64; hot: (N, C) bool."""
+    """Return AUROC and average precision (C,) of each class. scores: (N, C) float64; hot: (N, C) bool."""
     pairs = [ranking(scores[:, i], hot[:, i]) for i in range(scores.shape[1])]
     columns = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
     found = {name: columns[:, i] for i, name in enumerate(RANKED) if name in names}
@@ -262,9 +279,10 @@ def ranking_scores(scores: Tensor, hot: Tensor, names: Iterable[str]) -> dict[st
 
 
 def ranking(scores: Tensor, positive: Tensor) -> tuple[float, float]:
-    """AUROC and average precision of one class; equal scores count half, or are one threshold. NaN if undefined.
+    """Return AUROC and average precision of one class; NaN if undefined.
 
-    source: Mann and Whitney, 1947; scikit-learn's `average_precision_score`.
+    Equal scores count half for AUROC, and are one threshold for precision. source: Mann and Whitney, 1947;
+    scikit-learn's `average_precision_score`.
     """
     order = scores.argsort(descending=True)
     ends = torch.unique_consecutive(scores[order], return_counts=True)[1].cumsum(0) - 1
@@ -282,7 +300,7 @@ def ranking(scores: Tensor, positive: Tensor) -> tuple[float, float]:
 
 
 def means(each: dict[str, Tensor]) -> dict[str, float]:
-    """Over the classes that have a value."""
+    """Return the mean of each metric over the classes that have a value."""
     return {name: float(values.nanmean()) for name, values in each.items()}
 
 

@@ -1,4 +1,4 @@
-"""Which way a metric is better, by the words of its name."""
+"""Determine from the name of a metric whether larger or smaller is better."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def direction_of_name(metric: str) -> str | None:
 
 
 def resolve_direction(key: str, metric: str, mode: str, is_named: bool) -> str | None:
-    """Return the mode of a setting; for `auto` the direction that the metric's name implies.
+    """Return the mode of a setting; for `auto`, the direction that the metric's name implies, or None.
 
-    Raise ConfigError if the name clearly implies the other direction. is_named: the user chose the metric
-    too, so only the names of losses and accuracies are clear.
+    Raise ConfigError if the name clearly implies the opposite. is_named: whether the user chose the metric
+    too; then only names of losses and accuracies are clear.
     """
     usual, sure = direction_of_name(metric), not is_named or metric.endswith(("/loss", "/acc"))
     if mode != "auto" and usual not in (None, mode) and sure:
@@ -63,9 +63,10 @@ def resolve_direction(key: str, metric: str, mode: str, is_named: bool) -> str |
 
 
 def describe_assumed_direction(config: RunConfig, default: str | None) -> str:
-    """Return a note if `mode=auto` cannot know a metric's direction and assumes that larger is better.
+    """Return a note if `mode=auto` assumes that a metric of unknown direction is better when larger; else
+    "".
 
-    default: the metric where none is set.
+    default: the metric if none is set.
     """
     stops, keep = config.trainer.early_stopping, config.checkpoint
     modes = {"checkpoint": (keep.monitor or default, keep.mode)} if keep.enabled and keep.save_top_k else {}

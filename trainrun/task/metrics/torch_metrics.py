@@ -1,11 +1,11 @@
-"""Metrics of `torchmetrics`, or classes like its own, by `_target_` in `task.metrics`.
+"""Metrics of `torchmetrics`, or classes with the same methods, by `_target_` in `task.metrics`.
 
-what: where the states of a metric are sums of one shape, those of each batch are added up in float64
-    (`StepOutput.sums`); any other metric sees all items at once, which the evaluation keeps (`StepOutput.rows`). Both
-    are exact however it is cut.
-when: what `by_name.py` does not have. Probabilities are given, never logits, which torchmetrics would
-    recognise by their range, batch by batch.
-when not: millions of items with a metric that is no sum: 8 bytes a score on the host of every rank.
+what: if the states of a metric are sums of fixed shape, those of all batches are added in float64
+    (`StepOutput.sums`). Any other metric gets all items at once, which the evaluation collects
+    (`StepOutput.rows`). Both are exact however an evaluation is split.
+when: metrics that `by_name.py` lacks. They get probabilities, not logits: torchmetrics would guess by their
+    range, batch by batch. when not: millions of items with a metric that is not a sum: 8 bytes per score on
+    the host of every rank.
 source: torchmetrics 1.9 (https://lightning.ai/docs/torchmetrics); tested against one update with all items
 """
 
@@ -27,9 +27,8 @@ TAKEN = ("loss", "acc", "seconds")
 
 
 def split_metrics(metrics: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Split metrics into names and objects by name:
-
-    `[f1, {kappa: OBJECT}, OBJECT]`, or one of these. Raise ConfigError.
+    """Split metrics such as `[f1, {kappa: OBJECT}, OBJECT]` into names and a dict of objects. Raise
+    ConfigError.
     """
     names: list[Any] = []
     objects: dict[str, Any] = {}
@@ -66,7 +65,7 @@ def metric_name(metric: Any) -> str:
 
 
 class TorchMetrics:
-    """metrics: by name. given: what `update` gets, in words, for messages."""
+    """Metric objects by name. given: a description of the arguments of `update`, for messages."""
 
     def __init__(self, metrics: Mapping[str, Any], given: str) -> None:
         self._metrics, self._given = metrics, given
@@ -78,7 +77,9 @@ class TorchMetrics:
                 metric.set_dtype(torch.float64)
 
     def check(self, scores: Tensor, target: Tensor) -> None:
-        """Raise ConfigError for a metric that cannot read them, PluginError for one that makes no number of them."""
+        """Raise ConfigError for a metric that fails on these tensors, PluginError for one whose result is
+        not a number.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of few items
             for name, metric in self._metrics.items():
@@ -108,7 +109,7 @@ class TorchMetrics:
         return sums, {SCORES: scores.cpu(), TARGETS: target.cpu()}
 
     def summarize(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Empty for the sums of a training step."""
+        """Return the metrics from the sums of an evaluation; {} for the sums of a training step."""
         values: dict[str, float] = {}
         for name, metric in self._metrics.items():
             if STATES + name in sums:
@@ -150,7 +151,9 @@ def alone() -> bool:
 
 
 def adds_up(metric: Any) -> bool:
-    """Return whether all its states are tensors that ranks add up, by torchmetrics' own account."""
+    """Return whether all states of a metric are tensors that are summed over ranks, according to
+    torchmetrics.
+    """
     reductions = getattr(metric, "_reductions", None)
     if not reductions or next(metric.children(), None) is not None:
         return False
@@ -159,14 +162,14 @@ def adds_up(metric: Any) -> bool:
 
 
 def grows(metric: Any) -> bool:
-    """Return whether an update gave the states other shapes than a reset, as R2Score of several outputs does."""
+    """Return whether an update changes the shapes of the states, as in R2Score of several outputs."""
     shapes = [value.shape for value in metric.metric_state.values()]
     metric.reset()
     return shapes != [value.shape for value in metric.metric_state.values()]
 
 
 def set_states(metric: Any, flat: Tensor) -> None:
-    """Set the states that `measure` laid out one after the other, in their own shapes and types."""
+    """Set the states of a metric from the flat vector that `measure` made."""
     metric.reset()
     first = 0
     for name, value in metric.metric_state.items():
@@ -184,7 +187,7 @@ def name_in_bases(metric: Any, word: str) -> bool:
 
 
 def metric_numbers(name: str, value: Any) -> dict[str, float]:
-    """`kappa`, or `kappa/3` of several numbers, as of single classes. PluginError: something else."""
+    """Return `{kappa: x}`, or `{kappa/3: x, ...}` for several numbers. Raise PluginError for other results."""
     if isinstance(value, Mapping):
         inner_numbers = [metric_numbers(f"{name}/{key}", item) for key, item in value.items()]
         return {key: number for item in inner_numbers for key, number in item.items()}

@@ -1,16 +1,18 @@
-"""At the first step of a run: a task of the user's own that returns means where sums are wanted is refused.
+"""A check at the first step: a custom task that returns means instead of sums is refused.
 
-what: loss and sums of some rows of the first batch are compared with those of the same rows given twice: a sum
-    doubles, a mean stays. Only what clearly stays, while its count doubles, is refused. A count that stays is told, a
-    loss that grows, but by less than half (a mean over pairs of the batch, a penalty that knows no count), and whole
-    numbers that stay (hits among the samples of a batch). Their halves are compared with them too: a loss that is not
-    the sum of both depends on micro-batches and ranks, which is told; a metric that is not, of a loss that is, is
-    refused: (B, 1) against (B,) is (B, B). A step that draws random numbers is repeated, and decided only where its
-    noise allows it; of its halves nothing is said. All is a trial in evaluation mode, so nothing of it remains.
-when: every new run with a task that is not ours; `trainer.check_task=false` leaves it out.
-when not: batches that cannot be cut, trials that cannot be made: one line says so, and the run goes on.
+what: loss and sums of some rows of the first batch are compared with those of the same rows given twice: a
+    sum doubles, a mean stays. A value is refused only if it clearly stays while its count doubles. Some
+    values are only noted: a count that stays; a loss that grows by less than half (a mean over pairs of the
+    batch, a penalty without a count); and integers that stay (hits among the samples of a batch). The
+    values are also compared with those of the two halves. A loss that is not the sum of both depends on
+    micro-batches and ranks, which is noted. A metric that is not, while the loss is, is refused: (B, 1)
+    against (B,) is (B, B). A step that draws random numbers is repeated, and judged only if its noise
+    allows it. Everything is a trial in evaluation mode, so nothing remains of it.
+when: every new run with a task that is not built in; `trainer.check_task=false` disables it. when not:
+    batches that cannot be cut, trials that cannot be made: one line says so, and the run continues.
 source: the loss contract of `trainrun.interfaces`
-gain: a mean would train at 1/batch of the gradient without a word. Cost: six forward passes of half a batch, once.
+gain: a mean would train at 1/batch of the gradient without notice. Cost: six forward passes of half a
+    batch, once.
 """
 
 from __future__ import annotations
@@ -46,9 +48,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Looks(NamedTuple):
-    """Values and counts by name, of each look at the same rows: given once, and twice.
+    """Values and counts by name from several passes over the same rows, given once and twice.
 
-    parts: of some rows, and of their halves. rounding: by how much the losses of these may differ, of 1.
+    parts: of some rows, and of their halves. rounding: the relative difference of losses that counts as
+        equal.
     """
 
     once: list[dict[str, Pair]]
@@ -58,7 +61,7 @@ class Looks(NamedTuple):
 
 
 def check_task(run: Components, data: Any) -> None:
-    """PluginError: an output that the contract does not know, or a mean in the place of a sum."""
+    """Raise PluginError if a task's output breaks the contract, or is a mean instead of a sum."""
     owners = (run.model, run.task, data, run.optimizer, *run.hooks.by_key.values())
     try:
         looks = run_trial(partial(looks_at, run, data), run.parallel.device, *owners)
@@ -122,7 +125,7 @@ def check_task(run: Components, data: Any) -> None:
 
 
 class BadOutput(Exception):
-    """What a step returned is not what the contract says."""
+    """The error that a step's output breaks the contract."""
 
 
 def looks_at(run: Components, data: Any) -> Looks:
@@ -160,14 +163,14 @@ def build_inspection_step(run: Components) -> Callable[..., dict[str, Pair]]:
 
 
 def rounding_of(run: Components) -> float:
-    """Return the relative rounding error that whole and parts may differ by without autocast."""
+    """Return the relative difference between whole and parts that rounding explains, without autocast."""
     if any(parameter.dtype in HALF_TYPES for parameter in run.model.parameters()):
         return SAME
     return ROUNDING if torch.get_float32_matmul_precision() == "highest" else ROUNDING_TF32
 
 
 def no_sum_of_parts(looks: Looks) -> tuple[float, float] | None:
-    """Return the loss of some rows and the sum of the losses of their halves, if the two clearly differ.
+    """Return the loss of some rows and the sum of the losses of their halves if they clearly differ.
 
     Return None if they agree, or if random numbers explain the difference.
     """
@@ -179,9 +182,9 @@ def no_sum_of_parts(looks: Looks) -> tuple[float, float] | None:
 
 
 def not_additive(looks: Looks, exempt: Sequence[str]) -> list[str]:
-    """Return the metrics that are another for some rows than for the halves of these, where no noise is the reason.
+    """Return the metrics that differ between some rows and their halves for a reason other than noise.
 
-    A count of its own that does not grow with the rows says that the item is a batch, whose metric need not add up.
+    A metric whose own count does not grow with the rows counts batches, and need not add up.
     """
     if len(looks.parts) < 3:
         return []
@@ -203,7 +206,7 @@ def not_additive(looks: Looks, exempt: Sequence[str]) -> list[str]:
 
 
 def ratio_of(looks: Sequence[dict[str, Pair]], name: str) -> float:
-    """Return the metric of several batches together: the sum of its values over that of its counts."""
+    """Return the metric over several batches: the sum of its values divided by the sum of its counts."""
     total = sum(float(look[name][0]) for look in looks)
     count = sum(float(look[name][1]) for look in looks)
     return total / count if count else 0.0
@@ -245,9 +248,10 @@ def loss_and_sums(task: Any, counting: Counting, data: Any, out: Any) -> dict[st
 
 
 def are_hits(looks: Looks, key: str) -> bool:
-    """Return whether each number is whole and from 1 to its count, as of samples found among others of their batch.
+    """Return whether each number is an integer from 1 to its count, like hits among the other samples of a
+    batch.
 
-    Of two equal samples the first is taken, so a batch that is given twice has as many hits.
+    Among equal samples the first one is the hit, so a batch given twice has as many hits.
     """
     pairs = [seen[key] for seen in (*looks.once, *looks.twice)]
     return all(bool(((value % 1 == 0) & (value >= 1) & (value <= count)).all()) for value, count in pairs)
@@ -258,8 +262,11 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 def found_of(looks: Looks, key: str) -> str:
-    """MEAN: the value clearly stays where its count doubles. UNCLEAR: it is clearly nearer to that than to a sum. SUM:
-    all else. Of a tensor, its numbers all together."""
+    """Classify a value as MEAN, UNCLEAR or SUM. A tensor counts as the sum of its numbers.
+
+    MEAN: the value clearly stays while its count doubles. UNCLEAR: it is nearer to that than to a sum. SUM:
+        otherwise.
+    """
     once, twice = (torch.stack([seen[key][0] for seen in some]) for some in looks[:2])
     counts = [float(torch.stack([seen[key][1] for seen in some]).mean()) for some in looks[:2]]
     size = float(once.mean(0).abs().sum())

@@ -1,4 +1,4 @@
-"""The looks at a task or model of the user's own that precede the first steps of a new run."""
+"""Checks of a custom task or model before the first steps of a new run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_BATCHES = 16  # in which padding is looked for
 
 
 class Checked:
-    """Fills `Components.step`: the first step of a run is preceded by the check, the first padded one by its own."""
+    """A step that checks the task before its first call, and padding before its first padded batch."""
 
     def __init__(self, step: Step) -> None:
         self.inner, self._checked, self._tries = step, False, MOST_BATCHES

@@ -1,7 +1,7 @@
-"""The table of layers of `--summary`: name, class, output shape and parameters, seen in the first step of a run.
+"""The table of layers of `--summary`: name, class, output shape and parameters, recorded in the first step.
 
-what: forward hooks on the layers, removed after the first step; they look at outputs and change nothing.
-when not: with `trainer.compile` or graphs the shapes are left out: a hook would be compiled too.
+what: forward hooks on the layers, removed after the first step; they read outputs and change nothing. when
+    not: with `trainer.compile` or CUDA graphs there are no shapes: a hook would be compiled too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_LAYERS = 200
 
 
 class WithLayerTable:
-    """Fills `Components.step`: after the first step a row `layers` is written, which the screen and the report show."""
+    """A step that writes a row `layers` after its first call, which the screen and the report show."""
 
     def __init__(self, step: Step, sees_shapes: bool) -> None:
         self.inner, self._sees_shapes, self._done = step, sees_shapes, False
@@ -45,7 +45,7 @@ class WithLayerTable:
 
 
 def shown_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers by name, in their order, down to the third level."""
+    """Yield name and layer in their order, down to the third level and up to MOST_LAYERS."""
     named = ((name, layer) for name, layer in model.named_modules() if name and name.count(".") < DEEPEST)
     for number, (name, layer) in enumerate(named):
         if number == MOST_LAYERS:
@@ -63,7 +63,7 @@ def shape_note(shapes: dict[str, str], name: str) -> Any:
 
 
 def shape_text(output: Any) -> str:
-    """Return `32 x 10`; the shapes of several tensors side by side, and "" for what holds none."""
+    """Return a shape as `32 x 10`; for several tensors one after the other; "" for other values."""
     if isinstance(output, Tensor):
         return " x ".join(map(str, output.shape))
     if isinstance(output, (tuple, list)):
@@ -74,7 +74,9 @@ def shape_text(output: Any) -> str:
 def layer_rows(
     model: nn.Module, layers: dict[str, nn.Module], shapes: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Return a row for each layer, and one for the whole model. Shared parameters count in each layer that has them."""
+    """Return a row for each layer and one for the whole model. A shared parameter counts in each layer that
+    has it.
+    """
     rows = [
         {
             "layer": name, "class": type(layer).__name__, "output": shapes.get(name, ""),

@@ -1,12 +1,13 @@
-"""Before the first step whose samples differ in length: whether a result depends on what they are padded to.
+"""A check before the first padded batch: whether the result of a sample depends on its padding.
 
-what: one sample, padded as in its batch and cut to its own length. Where loss or count differ, the batch decides over
-    both: the model sees the padding, or the task counts it. One line says so, and what the way out is.
-when: every new run with a task or model that is not ours; `trainer.check_task=false` leaves it out. A causal model and
-    targets of -100 pass, and so does whatever masks the padding by itself.
-when not: a step that draws random numbers, a model that takes one length alone: nothing is said.
-source: what `trainrun verify` shows in float64
-gain: an LSTM read at its last position learns from zeros. Cost: three forward passes of two rows, once.
+what: one sample, once padded as in its batch and once cut to its own length. If loss or count differ, the
+    model sees the padding, or the task counts it. One line says so, and what to do.
+when: every new run with a task or model that is not built in; `trainer.check_task=false` disables it. A
+    causal model with targets of -100 passes, and so does a model that masks the padding. when not: a step
+    that draws random numbers, a model that takes one length only: nothing is printed.
+source: `trainrun verify` shows the same in float64
+gain: an LSTM read at its last position would learn from zeros. Cost: three forward passes of two rows,
+    once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ MASK = "attention_mask"
 
 
 def check_padding(run: Components, data: Any) -> bool:
-    """Check the loss on a padded batch. Return whether a rank had one. The host waits for its mask."""
+    """Check the loss of a padded batch, and note a difference. Return whether a rank had a padded batch.
+    The host waits.
+    """
     mask = batch_fields(data).get(MASK)
     mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None
     if not run.parallel.sum_over_ranks([mask is not None])[0]:
@@ -46,7 +49,7 @@ def check_padding(run: Components, data: Any) -> bool:
 
 
 def difference(run: Components, data: Any, mask: Tensor | None) -> str:
-    """Return what to say, "" where a padded sample gives what it gives alone. It belongs into a trial."""
+    """Return the message if a padded sample gives another result than alone; else "". Call it in a trial."""
     row, length, filled = 0, 0, [False]
     if mask is not None:
         row, length = int(mask.sum(1).argmin()), int(mask.sum(1).min())
@@ -102,7 +105,7 @@ def shortened(data: Any, filled: list[bool], length: int) -> Any:
 
 
 def is_filled(leaf: Any, mask: Tensor) -> bool:
-    """Return whether a tensor has the positions of the mask, and one value wherever there is padding."""
+    """Return whether a tensor has the shape of the mask and one single value at all padding positions."""
     if not isinstance(leaf, Tensor) or leaf.shape[:2] != mask.shape:
         return False
     hidden = leaf[~mask]

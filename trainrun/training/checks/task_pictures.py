@@ -1,4 +1,4 @@
-"""What a task draws at a validation, checked and written for the report."""
+"""Images that a task makes at a validation: check them and write them for the report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_PICTURES = 25  # of one name
 
 
 def save_pictures(file: Path, found: Any, name: str) -> None:
-    """Save the pictures of a task. Raise PluginError for a value that is no picture."""
+    """Save the images of a task. Raise PluginError for a value that is not an image."""
     from safetensors.torch import save_file
 
     if not isinstance(found, Mapping):
@@ -39,14 +39,14 @@ def save_pictures(file: Path, found: Any, name: str) -> None:
 
 
 def as_captions(texts: Any, count: int, what: str) -> str:
-    """Return a text for each of `count` pictures as JSON. Raise PluginError if there are fewer."""
+    """Return the captions of `count` images as JSON. Raise PluginError if there are fewer."""
     if not isinstance(texts, list) or len(texts) < count:
         raise PluginError(f"{what} has no list of {count} captions; give a text for each picture")
     return json.dumps([str(text) for text in texts[:count]])
 
 
 def as_pictures(value: Any, what: str) -> Tensor:
-    """(B, 1 or 3, H, W) bytes on the host."""
+    """Return images as uint8 (B, 1 or 3, H, W) on the host. Raise PluginError for another value."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
     if (
         not isinstance(value, Tensor)

@@ -1,10 +1,11 @@
-"""State that changes in the training and that no checkpoint holds: told once, in the run and at its resume.
+"""A check for state that changes during training and that no checkpoint holds. It is noted once, and again
+at a resume.
 
-what: plain attributes and tensors of task, hooks, an own step, and the modules of the user's model, as they are after
-    the first step and at each save. What a `state_dict` or `get_extra_state` holds is left out. Of a module only counts
-    what keeps its shape: caches grow.
-when: always, for classes of the user's own. Nothing is refused: a counter that only its owner prints is no fault.
-gain: whoever goes on from a checkpoint knows what begins anew.
+what: plain attributes and tensors of the task, hooks, a custom step, and the modules of the user's model,
+    compared after the first step and at each save. Values in a `state_dict` or `get_extra_state` are left
+    out. For modules only values of constant shape count: caches grow.
+when: always, for the user's classes. Nothing is refused: a counter that is only printed is harmless.
+gain: the user knows what starts anew after a resume.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class UnsavedState:
         self._own_versions: dict[str, int] = {}
 
     def after_step(self, log: bool) -> bool:
-        """Remember what is held after the first step, when lazy attributes are there. Whether all looks are done."""
+        """Record the state after the first step, when lazy attributes exist. Return whether this check is
+        done.
+        """
         task, model = self._run.task, self._run.model
         if self._first is None:
             self._first = self._held()
@@ -44,7 +47,9 @@ class UnsavedState:
         return log
 
     def lines(self) -> list[str]:
-        """Compare at a save, and tell of each owner once. Return a line for each owner whose state changed."""
+        """Compare the state at a save, and note each owner once. Return a line for each owner whose state
+        changed.
+        """
         held = {} if self._first is None else self._held()
         for owner, now in held.items():
             before = (self._first or {}).get(owner, {})
@@ -76,7 +81,7 @@ class UnsavedState:
 
     @torch.no_grad()
     def _held(self) -> dict[str, dict[str, str]]:
-        """Return for each owner its attributes as texts that can be compared."""
+        """Return for each owner its attributes as comparable texts."""
         run, owners = self._run, self._owners()
         runner_ids = {id(part) for part in (*vars(run).values(), *owners.values())}
         runner_ids |= ids_of_saved_parts(run.model)
@@ -91,7 +96,7 @@ class UnsavedState:
         return held
 
     def _tell_untrained(self) -> None:
-        """Name parameters of the task that get gradients and that nothing updates."""
+        """Note parameters of the task that get gradients but are not updated."""
         untrained = task_parameters(self._run.task, self._run.model)
         still = [
             name
@@ -111,14 +116,16 @@ def is_of_library(owner: Any) -> bool:
 
 
 def saves_all(owner: Any) -> bool:
-    """Return whether the owner has a `state_dict` of its own, other than torch's for modules."""
+    """Return whether the owner has its own `state_dict`, not the one of nn.Module."""
     return (
         isinstance(owner, KeepsState) and getattr(type(owner), "state_dict", None) is not nn.Module.state_dict
     )
 
 
 def task_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the tensors that take gradients and that attributes of the task hold, and the model does not."""
+    """Return the tensors in attributes of the task that require gradients and are not parameters of the
+    model.
+    """
     model_ids = {id(parameter) for parameter in model.parameters()}
     parameters: list[tuple[str, Tensor]] = []
     if isinstance(task, nn.Module):
@@ -132,7 +139,9 @@ def task_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def users_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of the user's classes, but for parts of one that saves more than its tensors."""
+    """Return the modules of the user's classes by name, without modules that save extra state and their
+    parts.
+    """
     modules: dict[str, nn.Module] = {}
     saved: set[int] = set()
     for name, module in model.named_modules():
@@ -145,7 +154,7 @@ def users_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def ids_of_saved_parts(model: nn.Module) -> set[int]:
-    """Return the ids of the model's modules, and of what a checkpoint holds of them."""
+    """Return the ids of the model's modules, parameters and persistent buffers."""
     buffers = (
         buffer
         for module in model.modules()

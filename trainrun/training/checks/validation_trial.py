@@ -1,13 +1,14 @@
-"""Before the first step: one batch of a validation, so that its faults are found before an epoch of training.
+"""A trial of one validation batch before the first step, so that its faults are found before an epoch of
+training.
 
-what: the first batch of the first validation set, evaluated as a trial that leaves no trace. It shows metrics that
-    settings name and no validation has, metrics under reserved names, data that cannot be read, and code that fails
-    where torch records no gradients. A failure that training may mend (what the task makes in its first step, or at the
-    end of an epoch) is tried again after a step that ends an epoch, in a child process of its own. What a task computes
-    at the end of a validation is not tried: of one batch it may not exist.
-when: every run with a validation and a model, task or data of the user's own, or a setting that names a metric.
-when not: compiled models, whose compiling could take longer than the mistake; an iterable source, whose first batch
-    would be missing in the validation if it came from a pipe; a trial that takes more than a minute.
+what: the first batch of the first validation set is evaluated without lasting effects. The trial finds
+    metrics that settings name and no validation has, metrics with reserved names, data that cannot be read,
+    and code that fails without gradients. A failure that training may resolve (by what the task does in its
+    first step, or at the end of an epoch) is tried again after one step, in a child process. What a task
+    computes at the end of a validation is not tried: it may not exist for one batch.
+when: every run with a validation and a custom model, task or data, or a setting that names a metric. when
+    not: compiled models, whose compilation could take longer than the mistake; an iterable source, which
+    would lose its first batch if it is a pipe; a trial that takes more than a minute.
 source: Lightning's `num_sanity_val_steps`
 gain: no epoch is lost. Cost: one batch.
 """
@@ -35,7 +36,7 @@ OF_USERS = (ConfigError, DataError, PluginError)  # what the first validation wo
 
 
 def try_validation(run: Components, state: TrainState) -> None:
-    """Raise what the first validation of the run would end with, and ConfigError for metrics that it has not."""
+    """Raise the error with which the first validation would end, and ConfigError for metrics that it lacks."""
     metrics = named_metrics(run.config)
     compiles = run.config.trainer.compile.scope in ("model", "regional")
     if run.val is None or compiles or not (metrics or has_users_code(run)):
@@ -79,7 +80,7 @@ def named_metrics(config: RunConfig) -> dict[str, str]:
 
 
 def has_users_code(run: Components) -> bool:
-    """Return whether a class of the model or the task, or the validation data, is not the project's own."""
+    """Return whether the model, the task or the validation data is the user's code."""
     data = run.config.data
     targets = [str(node.get("_target_")) for node in (data.val, data.train) if isinstance(node, dict)]
     if any(not target.startswith("trainrun.") for target in targets):
@@ -88,7 +89,7 @@ def has_users_code(run: Components) -> bool:
 
 
 def metric_names(run: Components) -> list[str]:
-    """Evaluate one batch; return its metrics, sorted, or nothing on a rank that has no share of the batch."""
+    """Evaluate one batch and return its sorted metric names; [] on a rank without a share of the batch."""
     assert run.val is not None
     split, batches = next(iter(run.validation)), run.val.epoch(0)
     try:
@@ -112,7 +113,8 @@ def metric_names(run: Components) -> list[str]:
 
 
 def retry_after_step(run: Components, state: TrainState, error: Exception) -> None:
-    """Raise PluginError if the validation fails after a step of training too; nothing where that cannot be tried.
+    """Raise PluginError if the validation also fails after one training step. Do nothing if that cannot be
+    tried.
 
     A step of several ranks exchanges gradients, which a forked process cannot do.
     """
@@ -127,7 +129,9 @@ def retry_after_step(run: Components, state: TrainState, error: Exception) -> No
 
 
 def fault_after_step(run: Components, state: TrainState) -> str:
-    """Train for an epoch of one step, then evaluate a batch; return why that fails. It belongs into a child process."""
+    """Train one step as a whole epoch, then evaluate a batch. Return the error message, or "". Call it in a
+    child process.
+    """
     silent: Any = run.monitors
     silent.note = lambda text: None
     window = next(windows_from(run, state))

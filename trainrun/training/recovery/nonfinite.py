@@ -1,15 +1,17 @@
-"""A step whose gradients are not finite: what it was made of is written down, then the run does as it was told.
+"""A step with gradients that are not finite: its data is saved, then `trainer.nan_policy` decides.
 
-what: the update is left out on all ranks at the same step (gradients are the same on all of them). Samples,
-    losses, loss scale and the batch itself go to `nonfinite/step-N/` in the run folder, each rank's own.
-    `stop` ends the run. `skip` goes on without the step, and gives up after MAX_SKIPS_IN_A_ROW, or where more
-    than MAX_SKIPPED_SHARE of the steps were left out. `rollback` goes back to the newest checkpoint and on
-    with the data behind the bad step: what lies between the two is passed over, as in PaLM's training.
-when: always on, but for `ignore`. With float16 an overflow is no fault: the loss scale falls and the step is
-    left out; a fault is a scale that falls again and again.
-when not: a loss that is not finite with gradients that are goes on, and is seen in the log.
-source: Chowdhery et al. 2022 (arXiv:2204.02311), section 5.1, for going back and passing over data.
-gain: nothing is lost but the step. No step costs more for it: whether the update was left out is known anyway.
+what: the update is skipped on all ranks at the same step (gradients are equal on all of them). Samples,
+    losses, loss scale and the batch itself are saved in `nonfinite/step-N/` in the run folder, for each
+    rank. `stop` ends the run. `skip` continues without the step, and ends the run after MAX_SKIPS_IN_A_ROW,
+    or if more than MAX_SKIPPED_SHARE of the steps were skipped. `rollback` returns to the newest checkpoint
+    and continues with the data after the bad step: the data between the two is skipped, as in PaLM's
+    training.
+when: always, except with `ignore`. With float16 an overflow is no fault: the loss scale falls and the step
+    is skipped; a fault is a scale that falls again and again. when not: a loss that is not finite while its
+    gradients are finite is only logged.
+source: Chowdhery et al. 2022 (arXiv:2204.02311), section 5.1, for going back and skipping data.
+gain: nothing is lost but the step. It adds no time to other steps: whether an update was skipped is known
+    anyway.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ MOST_BATCHES = 64  # of a validation that are looked at
 
 
 class BadSteps:
-    """What happens after a step whose update was skipped: stop, skip or roll back (`trainer.nan_policy`).
+    """The reaction to a skipped update: stop, skip or roll back (`trainer.nan_policy`).
 
-    folder: the bad batches are saved there. note: prints what was done.
+    folder: where bad batches are saved. note: prints what was done.
     """
 
     def __init__(
@@ -172,7 +174,9 @@ class BadSteps:
 
 
 def describe_nonfinite_cause(is_finite: bool, num_values: int) -> str:
-    """Return what was not finite in the step of a rank, or nothing. num_values: such values of its batch."""
+    """Return what was not finite in a rank's step, or "". num_values: the number of such values in its
+    batch.
+    """
     loss = "" if is_finite else "the loss"
     values = f"{counted(num_values, 'value')} of the batch" if num_values else ""
     if not loss and not values:
@@ -197,7 +201,7 @@ def _facts(bad: BadStep) -> list[dict[str, Any]]:
 
 
 def tensors_of_batch(data: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a batch with the way to it: `0.inputs`, `0.1`."""
+    """Yield every tensor of a batch with its path: `0.inputs`, `0.1`."""
     if isinstance(data, Tensor):
         yield name, data
     elif isinstance(data, Mapping):
@@ -215,8 +219,11 @@ def num_nonfinite(tensor: Tensor) -> int:
 
 
 def likely_cause(model: nn.Module, batches: Batches) -> str:
-    """Why a validation's loss is not finite, without another forward: weights, buffers, data and targets are looked
-    at, in this order; what is found first is said."""
+    """Return why a validation's loss is not finite, without another forward; "" if unknown.
+
+    Weights, buffers, inputs and targets are checked in this order; the first one that is not finite is
+    named.
+    """
     for kind, tensors in (("weight", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             if num_nonfinite(tensor):
@@ -237,7 +244,7 @@ def likely_cause(model: nn.Module, batches: Batches) -> str:
 
 
 def _sample(tensor: Tensor, indices: Tensor | None) -> str:
-    """`: sample 12`, where the rows of a batch are its samples."""
+    """Return `: sample 12` for the first bad row; "" if rows are not samples."""
     if indices is None or tensor.ndim == 0 or len(tensor) != len(indices):
         return ""
     rows = (~torch.isfinite(tensor.reshape(len(tensor), -1))).any(1).cpu()

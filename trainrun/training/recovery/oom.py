@@ -1,17 +1,17 @@
-"""A window that ran out of memory runs again, from the same data, in smaller micro-batches.
+"""A window that runs out of memory is repeated with the same data in smaller micro-batches.
 
-what: forward and backward of a window are thrown away where memory ends, the random states of torch, Python and NumPy
-    and buffers are put back, and the same samples run in half as many at a time, again and again if needed. Losses are
-    sums that are divided once, by the count of the whole window, so the gradient is the same up to rounding.
-    The choice holds for the rest of the run and for its resumes.
-when: always on; `trainer.out_of_memory=stop` ends the run instead, and after a resume starts with whole batches.
-when not: several ranks, where the others exchange gradients already; models with BatchNorm, whose statistics would be
-    those of fewer samples (`split-batchnorm` allows it); losses that couple samples of a batch, which a trial with two
-    samples finds; memory that ends in the update, where nothing may be repeated. Random draws (dropout) are others than
-    in one large batch.
+what: when memory runs out, the gradients of the window are discarded, random states (torch, Python, NumPy)
+    and buffers are restored, and the same samples run in micro-batches of half the size, repeatedly if
+    needed. Losses are sums divided once by the count of the whole window, so the gradient is the same up to
+    rounding. The size stays for the rest of the run and for its resumes.
+when: always; `trainer.out_of_memory=stop` ends the run instead, and a resume then starts with whole
+    batches. when not: several ranks, where the others already exchange gradients; models with BatchNorm,
+    whose statistics would be those of fewer samples (`split-batchnorm` allows it); losses that couple
+    samples of a batch, which a trial with two samples detects; memory that runs out in the update, which
+    must not be repeated. Random draws (dropout) differ from those of one large batch.
 source: Composer's automatic micro-batching (docs.mosaicml.com, "auto microbatching").
-gain: the run goes on. Cost while nothing fails: 0.3 us a window on a CPU, 2 where the model draws from torch, 18 from
-    Python, 70 from NumPy; nothing where it is refused beforehand.
+gain: the run continues. Cost without a failure: 0.3 us per window on a CPU, 2 if the model draws from
+    torch, 18 from Python, 70 from NumPy; nothing if splitting is refused beforehand.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class RandomStates:
-    """The states of the generators of torch, Python and NumPy at the start of the newest window.
+    """The states of the random generators of torch, Python and NumPy at the start of the newest window.
 
-    Reading all of them takes up to 80 us. So all are read in the first two windows and in every 64th. A generator that
-    moved between two such windows is read in every window from then on. Any other generator has the state of the last
-    such window, unless it moved since: this is compared when a window fails.
+    Reading all of them takes up to 80 us. So all are read in the first two windows and in every 64th. A
+    generator that moved between two such windows is read in every window from then on. Any other generator
+    still has the state of the last such window, unless it moved since: this is checked when a window fails.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class RandomStates:
         self._last_reading = 0
 
     def mark(self) -> None:
-        """Read the states at the start of a window, of generators that never moved only now and then."""
+        """Read the states at the start of a window. Generators that never moved are read only now and then."""
         if self._window < 2 or self._window % READ_EVERY == 0:
             self._read_all()
         else:
@@ -80,7 +80,7 @@ class RandomStates:
         self._window += 1
 
     def restore(self) -> str:
-        """Put the states back as `mark` read them. Return which of them are not known, "" if all are."""
+        """Restore the states that `mark` read. Return which of them are unknown, "" if none is."""
         if self._last_reading != self._window - 1:
             unknown = [name for name in self._generators if self._has_unread_draws(name)]
             if unknown:
@@ -105,11 +105,12 @@ class RandomStates:
 
 
 class OomRetry:
-    """Runs windows, again in smaller micro-batches where memory ends.
+    """A runner of windows that repeats them in smaller micro-batches when memory runs out.
 
-    mode: split, split-batchnorm, stop. note: receives a line for each choice. mends: whether `mend_buffers` will be
-    called. acts: whether `run` does more than to compute. pieces: in how many parts every micro-batch is cut.
-    refusal: why nothing runs again here, "" if it does.
+    mode: split, split-batchnorm or stop. note: receives a line for each choice. mends: whether
+        `mend_buffers` will be called.
+    acts: whether `run` does more than compute. pieces: the number of parts of every micro-batch. refusal:
+        why nothing is repeated here, "" if it is.
     """
 
     def __init__(
@@ -158,8 +159,7 @@ class OomRetry:
         return result  # type: ignore[return-value]
 
     def compute_in_pieces(self, batch: MicroBatch, compute: Callable[[MicroBatch], T]) -> list[T]:
-        """Compute a validation batch, split into parts if memory does not suffice. Return the result of each
-        part.
+        """Compute a validation batch, in parts if memory does not suffice. Return the results of the parts.
 
         Raise torch.OutOfMemoryError if a single sample does not fit.
         """
@@ -184,8 +184,11 @@ class OomRetry:
             )
 
     def mend_buffers(self) -> str:
-        """After a step that was not finite: put buffers with such values (averages of batch norm) back as they were
-        before it. Return what cannot be put back."""
+        """Restore the buffers after a step that was not finite if they hold such values (averages of
+        BatchNorm).
+
+        Return the reason if that is impossible, else "".
+        """
         return self._buffers.mend_buffers()
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,7 +199,7 @@ class OomRetry:
             self.pieces, self._val_pieces = state["pieces"], state.get("val_pieces", 1)
 
     def _begin(self) -> None:
-        """Decide before the first window whether any runs again; where none does, nothing is taken for it."""
+        """Decide before the first window whether windows can be repeated. If not, nothing is copied for it."""
         self._began = True
         if not self.refusal and self.mode == "split" and (name := batch_norm_in(self.model)):
             self.refusal = (
@@ -232,9 +235,9 @@ class OomRetry:
             return None, fault
 
     def _split(self, window: list[MicroBatch], fault: str) -> None:
-        """Put buffers and random states back, and double the pieces.
+        """Restore buffers and random states, and double the number of parts.
 
-        torch.OutOfMemoryError: this window cannot run in smaller ones.
+        Raise torch.OutOfMemoryError if this window cannot be split further.
         """
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -245,7 +248,9 @@ class OomRetry:
         self.pieces *= 2
 
     def _why_not_split(self, window: list[MicroBatch]) -> str:
-        """Why smaller micro-batches would compute something else, or cannot be had; "" if they can."""
+        """Return why smaller micro-batches would compute something else, or are impossible; "" if they are
+        fine.
+        """
         if isinstance(self.task, KeepsState) and self.task.state_dict():
             return "the task keeps state, which the attempt that failed may have changed"
         if (
@@ -257,7 +262,7 @@ class OomRetry:
         return self._why_not_cut(window, self.pieces)
 
     def _why_not_cut(self, batches: list[MicroBatch], pieces: int) -> str:
-        """Why batches that are cut in `pieces` cannot be cut further; "" if they can."""
+        """Return why batches in `pieces` parts cannot be split further; "" if they can."""
         try:
             if pieces >= most_rows(batches):
                 return ONE_SAMPLE
@@ -267,7 +272,7 @@ class OomRetry:
 
 
 def most_rows(batches: list[MicroBatch]) -> int:
-    """Return the samples of the largest batch. ValueError: one has no tensor that could be cut."""
+    """Return the samples of the largest batch. Raise ValueError if one has no tensor that could be split."""
     return max(num_rows(batch.data) for batch in batches)
 
 
@@ -278,7 +283,9 @@ def free_memory(device: torch.device) -> None:
 
 
 def coupled(model: nn.Module, task: Task, batches: list[MicroBatch]) -> str:
-    """Why the parts of these batches would not add up to them; "" if they do. ValueError: they have no parts."""
+    """Return why the results of the parts would not add up to that of the batches; "" if they do. Raise
+    ValueError without parts.
+    """
     for batch in batches:
         pieces = cut(batch, num_rows(batch.data))
         if not counts_before(task):
@@ -301,7 +308,9 @@ def batch_norm_in(model: nn.Module) -> str:
 
 
 def coupling(model: nn.Module, task: Task, data: Any) -> str:
-    """Return whether the loss of two samples differs from the sum of their losses, as of a contrastive loss."""
+    """Return a message if the loss of two samples differs from the sum of their losses, as a contrastive
+    loss does; else "".
+    """
     count = num_rows(data)
     try:
         with evaluating(model):
@@ -334,7 +343,7 @@ def describe_out_of_memory(error: Exception, free: Callable[[], float] | None = 
 
 
 def free_fraction() -> float:
-    """Return the share of the current GPU's memory that an operation could still get; 1 without a GPU."""
+    """Return the fraction of the current GPU's memory that is still available; 1 without a GPU."""
     if not torch.cuda.is_available():
         return 1.0
     free, total = torch.cuda.mem_get_info()
@@ -342,7 +351,7 @@ def free_fraction() -> float:
 
 
 class BufferCopies:
-    """Copies of what windows write into. watches: whether `mark` has anything to copy."""
+    """Copies of the buffers that windows change. watches: whether `mark` has anything to copy."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -356,7 +365,7 @@ class BufferCopies:
         self._lists: list[Lists] = []  # the same, copies first
 
     def mark(self) -> None:
-        """Copy at the start of a window."""
+        """Copy the changing buffers at the start of a window."""
         if self._num_marks < 2:
             self._num_marks += 1
             self._look_at_buffers(self._num_marks == 1)
@@ -366,7 +375,7 @@ class BufferCopies:
 
     @torch.no_grad()
     def restore(self) -> str:
-        """Put back what `mark` copied. Return what cannot be put back, "" if all is."""
+        """Restore the buffers from the copies. Return the reason if that is impossible, else ""."""
         for name, buffer in self.model.named_buffers():
             if self._is_still(name, buffer):
                 continue
@@ -377,9 +386,10 @@ class BufferCopies:
 
     @torch.no_grad()
     def mend_buffers(self) -> str:
-        """Put all buffers back if one of them is not finite now. Return what cannot be put back, "" if all is.
+        """Restore all buffers if one of them is not finite now. Return the reason if that is impossible,
+        else "".
 
-        Buffers that never were finite (a mask) are left alone.
+        Buffers that were never finite (a mask) are ignored.
         """
         poisoned = [name for name in not_finite(self.model) if name not in self._never_finite]
         for name in poisoned:
@@ -419,7 +429,7 @@ class BufferCopies:
 
     @torch.no_grad()
     def _copy_again(self) -> None:
-        """Copy into the same copies, unless the model put other tensors in the places of its buffers."""
+        """Update the copies in place. Make new ones if the model has replaced a buffer."""
         buffers = dict(self.model.named_buffers())
         for name, (buffer, copy) in self._copies.items():
             if buffers[name] is not buffer or buffer.shape != copy.shape:
@@ -430,7 +440,7 @@ class BufferCopies:
 
 
 def restore_buffer(model: nn.Module, name: str, buffer: Tensor, contents: Tensor) -> None:
-    """Restore a buffer; the same tensor, also where the model put another in its place."""
+    """Restore the contents of a buffer, and the tensor itself if the model has replaced it."""
     module, _, buffer_name = name.rpartition(".")
     buffer.copy_(contents)
     setattr(model.get_submodule(module), buffer_name, buffer)

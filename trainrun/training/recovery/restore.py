@@ -1,4 +1,4 @@
-"""A saved tree copied into the components of a run that goes on from it."""
+"""Copy a saved tree into the components of a run that continues from it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError,
 
 
 def load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
-    """Copy a saved tree into the components, random states last. own: None if the ranks changed.
+    """Copy a saved tree into the components, random states last. own: None if the number of ranks changed.
 
-    Raises CheckpointError, before anything is copied, where model or data are others.
+    Raise CheckpointError, before anything is copied, if model or data differ.
     """
     try:
         return _load_tree(run, place, shared, own)
@@ -110,7 +110,9 @@ def _load_optimizers(run: Components, place: str, tree: dict[str, Any]) -> None:
 
 
 def position(run: Components, place: str, shared: dict[str, Any]) -> int:
-    """Micro-batches done in the epoch, converted where their size changed: no sample twice, none lost."""
+    """Return the micro-batches done in the epoch, converted if their size changed: no sample is repeated or
+    lost.
+    """
     then, now = shared["stream"], run.stream()
     size = then["samples_per_batch"]
     if type(size) is not int or size < 1 or type(then["num_samples"]) not in (int, type(None)):
@@ -152,7 +154,7 @@ def position(run: Components, place: str, shared: dict[str, Any]) -> int:
 
 
 def load_state(place: str, owner: KeepsState, kept: Mapping[str, Any], device: torch.device) -> None:
-    """Load a state by the owner's own method. Raise CheckpointError if it fails."""
+    """Load a state by the owner's own method, on `device`. Raise CheckpointError if it fails."""
     on_cpu = set(kept.get("on_cpu", ()))
 
     def moved(path: tuple[str, ...], tensor: Tensor) -> Tensor:
@@ -168,7 +170,9 @@ def load_state(place: str, owner: KeepsState, kept: Mapping[str, Any], device: t
 
 
 def check_classes(place: str, shared: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise CheckpointError for data that numbers other classes; names: its classes, empty if it has no names."""
+    """Raise CheckpointError if the data numbers its classes differently. names: its classes; empty without
+    names.
+    """
     before = shared.get("stream", {}).get("classes") or []
     if not (before and names) or list(before) == list(names):
         return
@@ -184,7 +188,7 @@ def check_classes(place: str, shared: Mapping[str, Any], names: Sequence[str]) -
 
 
 def check_restored_inputs(place: str, shared: Mapping[str, Any], inputs: Mapping[str, str]) -> None:
-    """Raise CheckpointError for a table whose input columns are others, or in another order."""
+    """Raise CheckpointError if a table has other input columns, or another order."""
     before = shared.get("stream", {}).get("inputs") or {}
     if not (before and inputs) or list(before.items()) == list(inputs.items()):
         return
@@ -197,7 +201,7 @@ def check_restored_inputs(place: str, shared: Mapping[str, Any], inputs: Mapping
 
 
 def check_task_state(place: str, task: Any, kept: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if this task cannot go on from that state."""
+    """Raise CheckpointError if the checkpoint holds a task's state and this task has no method to load it."""
     name = type(task).__name__
     if "state" in kept and not isinstance(task, KeepsState):
         raise CheckpointError(
@@ -207,7 +211,9 @@ def check_task_state(place: str, task: Any, kept: Mapping[str, Any]) -> None:
 
 
 def load_task_state(place: str, task: Any, kept: Mapping[str, Any], device: torch.device) -> str:
-    """Return what there is to say about it. Raises CheckpointError if the task's own method fails."""
+    """Load the task's state. Return a note if there is none. Raise CheckpointError if the task's own method
+    fails.
+    """
     if not isinstance(task, KeepsState):
         return ""
     if "state" not in kept:
@@ -220,7 +226,7 @@ def load_task_state(place: str, task: Any, kept: Mapping[str, Any], device: torc
 
 
 def load_train_state(state: TrainState, saved: dict[str, Any]) -> None:
-    """Load the training state. Raise CheckpointError for a value that no run saves."""
+    """Load the training state. Raise CheckpointError for an invalid value."""
     for name, value in saved.items():
         if not _fits(name, value):
             raise CheckpointError(f"the state says {str(name)[:40]}={str(value)[:40]}")
@@ -230,7 +236,7 @@ def load_train_state(state: TrainState, saved: dict[str, Any]) -> None:
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Return whether a field can have such a value. Counts are at least 0, and steps at least -1 (none)."""
+    """Return whether a field may have such a value. Counts are at least 0, and steps at least -1 (none)."""
     kind = KINDS.get(name, "")
     if kind == "int":
         return type(value) is int and -1 <= value < 2**53 and (value >= 0 or name.endswith("_step"))
