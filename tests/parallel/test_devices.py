@@ -156,7 +156,7 @@ def test_choice_of_device_with_a_gpu() -> None:
 def test_the_driver_imports_no_torch() -> None:
     program = (
         "import sys, trainrun.parallel.devices as d, trainrun.parallel.launch, trainrun.parallel.devices, "
-        "trainrun.parallel.rank_place; d.num_devices('ddp', 'auto', 'auto'); sys.exit('torch' in sys.modules)"
+        "trainrun.parallel.rank_place; d.choose_num_devices('ddp', 'auto', 'auto'); sys.exit('torch' in sys.modules)"
     )
     env = dict(os.environ, PYTHONPATH=str(ROOT))
     assert subprocess.run([sys.executable, "-c", program], env=env, check=False).returncode == 0
