@@ -69,7 +69,7 @@ def no_loss_scale() -> None:
 
 
 def rows_not_cut() -> None:
-    monitors.cut_rows_after = lambda *rest: None  # type: ignore[assignment]
+    monitors.delete_rows_after = lambda *rest: None  # type: ignore[assignment]
 
 
 def rows_after_the_commit() -> None:
@@ -84,19 +84,19 @@ def rows_after_the_commit() -> None:
 
 def deletion_before_the_commit() -> None:
     """What is old goes before what is new is there: all but the file operations stay as they are."""
-    commits = manager.commit
+    commits = manager.commit_checkpoint
 
     def deletes_first(temporary: Any, manifest: Any, files: FileLayer) -> None:
         for old in temporary.parent.glob("step-*"):
             files.remove_tree(old)
         commits(temporary, manifest, files)
 
-    manager.commit = deletes_first
+    manager.commit_checkpoint = deletes_first
 
 
 def acknowledged_too_early() -> None:
     """The runner goes on as if a save were on the disk that is not begun: nothing is written."""
-    manager.commit = lambda *rest: None  # type: ignore[assignment]
+    manager.commit_checkpoint = lambda *rest: None  # type: ignore[assignment]
 
 
 def other_buckets() -> None:
