@@ -120,7 +120,7 @@ class ClassMetrics:
         return sums, rows
 
     def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
-        """Empty for the sums of a training step."""
+        """Return the metrics from the sums of an evaluation; {} for the sums of a training step."""
         own_values = {} if self.own is None else self.own.summarize(sums)
         each: dict[str, Tensor] = {}
         if PER_CLASS in sums:
@@ -146,7 +146,7 @@ class LabelMetrics:
     per_class: bool
 
     def check(self, logits: Tensor, labels: Tensor) -> None:
-        """Raise ConfigError for a metric that cannot read these."""
+        """Raise ConfigError for a metric object that fails on these tensors."""
         if self.own is not None:
             self.own.check(logits.detach().double().sigmoid(), labels.long())
 
@@ -188,7 +188,9 @@ class NumberMetrics:
     own: TorchMetrics | None
 
     def check(self, output: Tensor, target: Tensor, padded: bool) -> None:
-        """Raise ConfigError for a metric that cannot read these. padded: sequences of several lengths."""
+        """Raise ConfigError for a metric that fails on these tensors. padded: whether they are sequences of
+        several lengths.
+        """
         if padded and ("r2" in self.names or self.own is not None):
             raise ConfigError(
                 f"task.metrics={format_names(self.names)}: r2 and metrics with _target_ are not defined for sequences "
@@ -215,7 +217,9 @@ class NumberMetrics:
         return sums | {ERRORS: torch.stack([errors.sum(0), wanted.sum(0), wanted.square().sum(0)])}, rows
 
     def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
-        """Empty for the sums of a training step. r2: the mean over the outputs of a sample."""
+        """Return the metrics from the sums of an evaluation; {} for a training step. r2 is the mean over
+        the outputs of a sample.
+        """
         own_values = {} if self.own is None else self.own.summarize(sums)
         if ERRORS not in sums:
             return own_values
