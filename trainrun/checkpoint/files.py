@@ -1,6 +1,4 @@
-"""Names of checkpoint folders, the file layer through which all changes on disk go, and messages of disk
-errors.
-"""
+"""Names of checkpoint folders, the file layer through which all changes on disk go, and messages of disk errors."""
 
 from __future__ import annotations
 
@@ -60,8 +58,8 @@ def _do_nothing(operation: str, path: Path) -> None:
 class FileLayer:
     """The operations that make, write, rename and remove files. All methods raise OSError.
 
-    before: called before each operation with its name and path. Tests use it to record the operations or to
-        let one fail.
+    before: called before each operation with its name and path. Tests use it to record the operations or to let one
+        fail.
     """
 
     def __init__(self, before: Callable[[str, Path], None] = _do_nothing) -> None:
@@ -138,8 +136,8 @@ def _regroup_chunks(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview
 
 
 def set_aside(folder: Path, files: FileLayer) -> Path:
-    """Rename a damaged folder or file to `.bad-NAME-N`, so that it is neither loaded nor deleted. Return
-    the new path.
+    """Rename a damaged folder or file to `.bad-NAME-N`, so that it is neither loaded nor deleted. Return the new
+    path.
     """
     number = 1
     while os.path.lexists(target := folder.with_name(f".bad-{folder.name.lstrip('.')}-{number}")):
@@ -152,8 +150,8 @@ def set_aside(folder: Path, files: FileLayer) -> Path:
 def explain_disk_errors(what: str, folder: Path, needed_bytes: int = 0) -> Iterator[None]:
     """Turn an OSError of the block into a SaveError whose message begins with `what`.
 
-    For a full disk, the message has the bytes needed, the bytes free in `folder` (the run's `checkpoints`),
-    and the command that resumes the run.
+    For a full disk, the message has the bytes needed, the bytes free in `folder` (the run's `checkpoints`), and the
+    command that resumes the run.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Read and verify a checkpoint. Choose the best one, and the one to resume from.
 
-The content of a folder is untrusted: it may be damaged, cut off, or crafted. Every fault becomes a
-CheckpointError that names the file. Reading executes no code.
+The content of a folder is untrusted: it may be damaged, cut off, or crafted. Every fault becomes a CheckpointError
+that names the file. Reading executes no code.
 """
 
 from __future__ import annotations
@@ -166,9 +166,7 @@ def join_shards(paths: Sequence[Path]) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return contiguous copies of all tensors of a safetensors file. Raise CheckpointError if it is
-    damaged.
-    """
+    """Return contiguous copies of all tensors of a safetensors file. Raise CheckpointError if it is damaged."""
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:
@@ -190,8 +188,8 @@ def _format_error(error: BaseException) -> str:
 
 
 def unflatten_tree(json_tree: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """Return the tree that `flatten` turned into JSON and tensors. Raise CheckpointError, prefixed with
-    `where`, if invalid.
+    """Return the tree that `flatten` turned into JSON and tensors. Raise CheckpointError, prefixed with `where`, if
+    invalid.
     """
     decoder = _TreeDecoder(tensors, where)
     try:
@@ -284,8 +282,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Return the manifest in a file's bytes. Raise CheckpointError for damage, Incompatible for a newer
-    format.
+    """Return the manifest in a file's bytes. Raise CheckpointError for damage, Incompatible for a newer format.
 
     where: the beginning of the messages.
     """
@@ -364,11 +361,11 @@ def is_intact_checkpoint(folder: Path, run_id: str) -> bool:
 
 
 def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> Loaded:
-    """Read and verify a checkpoint. Rank 0 verifies the files of all ranks; other ranks verify only the
-    files they read.
+    """Read and verify a checkpoint. Rank 0 verifies the files of all ranks; other ranks verify only the files they
+    read.
 
-    run_id: the run that must have written it; None for any. Files that the manifest does not list are never
-        opened. Raise CheckpointError for damage, Incompatible if it is intact but unusable.
+    run_id: the run that must have written it; None for any. Files that the manifest does not list are never opened.
+        Raise CheckpointError for damage, Incompatible if it is intact but unusable.
     """
     manifest = read_manifest(folder)
     if run_id is not None and manifest.run_id != run_id:
@@ -426,11 +423,10 @@ def _check_hash(path: Path, sha256: str, expected: Written) -> None:
 
 
 def resolve_checkpoint(folder: Path, which: str | Path) -> Path:
-    """Return the checkpoint folder for a user's word: `best`, `last`, `step-00000042`, or the path of such
-    a folder.
+    """Return the checkpoint folder for a user's word: `best`, `last`, `step-00000042`, or the path of such a folder.
 
-    folder: the run's folder of checkpoints. The files of the checkpoint are not read. Raise CheckpointError
-        if there is none.
+    folder: the run's folder of checkpoints. The files of the checkpoint are not read. Raise CheckpointError if there
+        is none.
     """
     word = str(which)
     if word == "last":
@@ -504,8 +500,8 @@ def choose_checkpoint(folder: Path, which: str | None = None) -> str:
 def best_checkpoint(folder: Path) -> Path | None:
     """Return the folder of the best step according to the manifests; None if no manifest has a metric.
 
-    `best.json` is only a cross-check: it names the best step from when all manifests were intact. If it
-    names another step and a manifest is damaged, the best is unknown: raise CheckpointError.
+    `best.json` is only a cross-check: it names the best step from when all manifests were intact. If it names
+    another step and a manifest is damaged, the best is unknown: raise CheckpointError.
     """
     metrics = committed_metrics(folder)
     newest = next(reversed(metrics.values()), None)
@@ -548,8 +544,7 @@ def _read_recorded_best(folder: Path) -> str | None:
 def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loaded:
     """Return the same checkpoint on every rank, or raise the same CheckpointError on every rank.
 
-    Rank 0 verifies the files of all ranks. If only another rank sees damage, its folder is not the one of
-    rank 0.
+    Rank 0 verifies the files of all ranks. If only another rank sees damage, its folder is not the one of rank 0.
     """
     loaded: Loaded | None = None
     try:

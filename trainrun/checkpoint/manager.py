@@ -1,16 +1,15 @@
 """Decide when a run is saved and which checkpoints are kept, and save in the background.
 
-Kept are the newest `keep_last` checkpoints and the `save_top_k` best ones by the monitored metric. The
-newest one is never deleted. With `save_last=False`, only the newest one is kept besides the best. Then
-nothing is saved by time, and the end of the run is saved only if the run was stopped from outside.
+Kept are the newest `keep_last` checkpoints and the `save_top_k` best ones by the monitored metric. The newest one is
+never deleted. With `save_last=False`, only the newest one is kept besides the best. Then nothing is saved by time,
+and the end of the run is saved only if the run was stopped from outside.
 
-With `async_save`, training continues as soon as the state is copied in memory. A thread writes the copy. A
-fault of that thread is raised at the next step. Only one save is in progress at a time: the next save waits
-for it.
+With `async_save`, training continues as soon as the state is copied in memory. A thread writes the copy. A fault of
+that thread is raised at the next step. Only one save is in progress at a time: the next save waits for it.
 
-A new best within 5 seconds of the previous write stays in memory until that time is over, or until another
-save comes. A better one replaces it there, so a checkpoint that would be deleted at once is never written.
-With several ranks each new best is written at once.
+A new best within 5 seconds of the previous write stays in memory until that time is over, or until another save
+comes. A better one replaces it there, so a checkpoint that would be deleted at once is never written. With several
+ranks each new best is written at once.
 """
 
 from __future__ import annotations
@@ -77,9 +76,8 @@ Note = Callable[[str], None]
 class KeepOptions:
     """The settings that decide when to save and which checkpoints to keep.
 
-    monitor: the full name of the metric (`val/acc`), or None. mode: `min` or `max`. periodic: returns
-        whether a state is saved, given its distance from the previous save. named: whether a setting names
-        the metric.
+    monitor: the full name of the metric (`val/acc`), or None. mode: `min` or `max`. periodic: returns whether a
+        state is saved, given its distance from the previous save. named: whether a setting names the metric.
     """
 
     enabled: bool
@@ -100,9 +98,7 @@ class Entry(NamedTuple):
 
 
 class Ranking:
-    """The `size` best steps so far, best first. Among equal values the earlier step is better. NaN is never
-    added.
-    """
+    """The `size` best steps so far, best first. Among equal values the earlier step is better. NaN is never added."""
 
     def __init__(self, mode: str, size: int, entries: list[Entry]) -> None:
         self._sign = -1.0 if mode == "max" else 1.0
@@ -142,10 +138,9 @@ class HasState(Protocol):
 class SaveInProgress:
     """One save of one rank.
 
-    saved_before: the step of the previous save. num_bytes: the size over all ranks. replaces: whether it
-        replaces the checkpoint of the same step. is_held: it exists in memory only and is not being written
-        yet. temporary: its folder; None before it is written, or if an intact checkpoint of the step
-        exists.
+    saved_before: the step of the previous save. num_bytes: the size over all ranks. replaces: whether it replaces
+        the checkpoint of the same step. is_held: it exists in memory only and is not being written yet. temporary:
+        its folder; None before it is written, or if an intact checkpoint of the step exists.
     """
 
     manifest: Manifest
@@ -161,8 +156,7 @@ class SaveInProgress:
 
 
 class CheckpointManager:
-    """The checkpoints of one run. Every rank has one. All ranks call `save`, `close` and `load_latest`
-    together.
+    """The checkpoints of one run. Every rank has one. All ranks call `save`, `close` and `load_latest` together.
 
     When to save follows from the state, which is the same on all ranks. Only the clock of rank 0 counts.
 
@@ -202,9 +196,7 @@ class CheckpointManager:
             self._prepare_from = run, state.step + 1
 
     def save_status(self) -> int:
-        """Return the status of this rank's save in progress, or whether the clock of rank 0 requests a
-        save.
-        """
+        """Return the status of this rank's save in progress, or whether the clock of rank 0 requests a save."""
         if self._in_progress is not None and not self._in_progress.is_held:
             written = self._in_progress.written
             if not written.done():
@@ -232,8 +224,8 @@ class CheckpointManager:
         return can_go_on or self._choose_kind(state) is not None
 
     def save(self, run: HasState, state: TrainState) -> None:
-        """Continue the save in progress, and save the state if that is due. Raise SaveError on every rank
-        if it failed.
+        """Continue the save in progress, and save the state if that is due. Raise SaveError on every rank if it
+        failed.
         """
         reason, save = self._choose_kind(state), self._in_progress
         if save is not None and save.is_held and reason is None:
@@ -282,9 +274,7 @@ class CheckpointManager:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the best checkpoint so far by the current `checkpoint.monitor`; None without
-        one.
-        """
+        """Step and value of the best checkpoint so far by the current `checkpoint.monitor`; None without one."""
         return next(((entry.step, entry.value) for entry in self._ranking.entries), None)
 
     def best_of_other_steps(self, step: int) -> tuple[int, float] | None:
@@ -295,8 +285,8 @@ class CheckpointManager:
     # ---- why a state is saved
 
     def _choose_kind(self, state: TrainState) -> str | None:
-        """Return the kind of checkpoint that is due, or None. "measured": this step is saved already, and
-        its metric is new.
+        """Return the kind of checkpoint that is due, or None. "measured": this step is saved already, and its metric
+        is new.
         """
         options = self.options
         if not options.enabled:
@@ -390,24 +380,22 @@ class CheckpointManager:
         ).start()
 
     def _is_soon_after_write(self) -> bool:
-        """Return whether a new best stays in memory for now. Only a single rank does that: ranks cannot
-        compare their clocks.
+        """Return whether a new best stays in memory for now. Only a single rank does that: ranks cannot compare
+        their clocks.
         """
         is_soon = self._clock() - self._last_write < BEST_SECONDS
         return is_soon and self._parallel.world_size == 1
 
     def _is_superseded(self, save: SaveInProgress, state: TrainState) -> bool:
-        """Return whether the save is still in memory only, and no longer among the best once `state` is
-        added.
-        """
+        """Return whether the save is still in memory only, and no longer among the best once `state` is added."""
         metric = self._metric_of(state)
         if metric is None or not save.is_held:
             return False
         return not self._ranking.contains_step(save.manifest.step, beside=Entry(state.step, metric.value))
 
     def _make_temporary_folder(self, save: SaveInProgress) -> Path | None:
-        """Return the new folder that all ranks write into; None if an intact checkpoint of the step exists
-        and stays.
+        """Return the new folder that all ranks write into; None if an intact checkpoint of the step exists and
+        stays.
         """
         step, needed_bytes = save.manifest.step, save.num_bytes
         target = self.folder / folder_name(step)
@@ -521,9 +509,7 @@ class CheckpointManager:
     # ---- which checkpoints stay
 
     def _delete_superfluous(self, ranked: list[Entry], note: Note) -> None:
-        """Write `best.json`, and delete the checkpoints that are neither among the newest nor among the
-        best.
-        """
+        """Write `best.json`, and delete the checkpoints that are neither among the newest nor among the best."""
         steps = committed_steps(self.folder)
         best = [entry for entry in ranked if entry.step in steps]
         if self.options.monitor is not None and best:
@@ -570,8 +556,8 @@ class CheckpointManager:
             note(f"{path} could not be removed: {error}")
 
     def _remove_leftovers(self) -> None:
-        """Remove the leftovers of a killed save or deletion, and restore a checkpoint whose replacement was
-        not committed.
+        """Remove the leftovers of a killed save or deletion, and restore a checkpoint whose replacement was not
+        committed.
 
         Only a process that continues the run may call this.
         """
@@ -587,8 +573,8 @@ class CheckpointManager:
                     self._remove_folder(path, self._note)
 
     def _restore_ranking(self) -> None:
-        """Rebuild the ranking from the manifests. The best checkpoints by an earlier `checkpoint.monitor`
-        are kept as well.
+        """Rebuild the ranking from the manifests. The best checkpoints by an earlier `checkpoint.monitor` are kept
+        as well.
         """
         options = self.options
 

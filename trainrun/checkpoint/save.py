@@ -298,8 +298,7 @@ class Metric(NamedTuple):
 class Manifest:
     """The facts about a checkpoint that are known without reading its other files.
 
-    kind: why it was saved. fingerprint: facts of the environment that decide over the bits of a resumed
-        run.
+    kind: why it was saved. fingerprint: facts of the environment that decide over the bits of a resumed run.
     files: size and hash of every file of the folder but the manifest, by name.
     """
 
@@ -354,9 +353,9 @@ def write_part(temporary: Path, rank: int, part: StatePart, files: FileLayer) ->
 def commit_checkpoint(temporary: Path, manifest: Manifest, files: FileLayer, replaces: bool = False) -> None:
     """Write the manifest and rename the folder to its final name. Raise SaveError.
 
-    A damaged checkpoint of the same step is set aside. replaces: an intact one of the same step is removed;
-    between the two renames it is called `.before-...`, and the next start of the run restores it if the
-    process is killed then.
+    A damaged checkpoint of the same step is set aside. replaces: an intact one of the same step is removed; between
+    the two renames it is called `.before-...`, and the next start of the run restores it if the process is killed
+    then.
     """
     replaced = None
     root, target = temporary.parent, _target_folder(temporary)
@@ -375,9 +374,7 @@ def commit_checkpoint(temporary: Path, manifest: Manifest, files: FileLayer, rep
 
 
 def replace_manifest(folder: Path, manifest: Manifest, metric: Metric, files: FileLayer) -> None:
-    """Add a metric that was measured after the commit, by an atomic replacement of the manifest. Raise
-    SaveError.
-    """
+    """Add a metric that was measured after the commit, by an atomic replacement of the manifest. Raise SaveError."""
     temporary = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
     with explain_disk_errors(f"cannot add {metric.name} to checkpoint {folder}", folder.parent):
         files.write(temporary, [format_manifest(replace(manifest, metric=metric))])
@@ -435,8 +432,8 @@ class CopyMemory:
         self._memory = tensors
 
     def has_room(self, tensors: Mapping[str, Tensor], may_allocate: bool = True) -> bool:
-        """Return whether there is memory for a copy. may_allocate: whether fresh memory may be used for a
-        large copy.
+        """Return whether there is memory for a copy. may_allocate: whether fresh memory may be used for a large
+        copy.
         """
         self._wait_for_preparation()
         size = count_bytes(tensors)
@@ -473,9 +470,7 @@ def _has_shape_and_dtype(memory: Tensor | None, tensor: Tensor) -> bool:
 
 
 def _allocate_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a contiguous host tensor for each tensor, all in one allocation, ordered by element size for
-    alignment.
-    """
+    """Return a contiguous host tensor for each tensor, all in one allocation, ordered by element size for alignment."""
     pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
     memory = torch.empty(count_bytes(tensors), dtype=torch.uint8, pin_memory=pinned)
     pieces, start = {}, 0
@@ -509,8 +504,8 @@ def run_on_rank_zero(parallel: Parallel, action: Callable[[], Any]) -> Any:
 
 
 def run_on_every_rank(parallel: Parallel, action: Callable[[], Any]) -> list[Any]:
-    """Run an action on every rank and return the plain results of all ranks. The first error is raised on
-    every rank.
+    """Run an action on every rank and return the plain results of all ranks. The first error is raised on every
+    rank.
     """
     answer, fault = run_action(action)
     answers = parallel.gather(answer)

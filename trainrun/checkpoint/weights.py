@@ -1,9 +1,7 @@
-"""Load weights from a checkpoint or a file (`init_from`), check that they fit a model, and leave frozen
-ones out.
+"""Load weights from a checkpoint or a file (`init_from`), check that they fit a model, and leave frozen ones out.
 
-With `checkpoint.adapter_only`, a checkpoint holds the trained parameters and the buffers. The frozen
-weights come from `init_from`: they are loaded again at each start and compared by SHA-256. Other frozen
-weights are saved too.
+With `checkpoint.adapter_only`, a checkpoint holds the trained parameters and the buffers. The frozen weights come
+from `init_from`: they are loaded again at each start and compared by SHA-256. Other frozen weights are saved too.
 """
 
 from __future__ import annotations
@@ -119,8 +117,8 @@ class FrozenBase:
         return shared | {"model": model, "ema": ema, BASE: self._told}
 
     def check(self, place: str, shared: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if a complete checkpoint has other base weights, which later checkpoints
-        would not save.
+        """Raise CheckpointError if a complete checkpoint has other base weights, which later checkpoints would not
+        save.
         """
         weights = shared["model"]
         if BASE not in shared and self._told["sha256"] != digest_tensors(
@@ -133,8 +131,8 @@ class FrozenBase:
 
 
 def path_of_base_weights(init_from: str | None, loaded: Loaded) -> str | None:
-    """Return the path of the weights that a checkpoint leaves out: `init_from` if it exists, else the path
-    in the checkpoint.
+    """Return the path of the weights that a checkpoint leaves out: `init_from` if it exists, else the path in the
+    checkpoint.
 
     Return None for a checkpoint that leaves nothing out.
     """
@@ -144,8 +142,7 @@ def path_of_base_weights(init_from: str | None, loaded: Loaded) -> str | None:
 
 
 def add_left_out_weights(place: str, shared: dict[str, Any], live: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a checkpoint's tree with the weights that it leaves out added from `live`, the model's own
-    weights.
+    """Return a checkpoint's tree with the weights that it leaves out added from `live`, the model's own weights.
 
     Raise CheckpointError if the SHA-256 of those weights is not the one in the checkpoint.
     """
@@ -180,9 +177,9 @@ def evaluated_weights(
 ) -> tuple[dict[str, Tensor], bool]:
     """Return the weights with which a checkpoint is evaluated, and whether they are averaged.
 
-    live: the network's own weights, with the base that an adapter needs. wish: True for averaged weights,
-        False for the trained ones, None for averaged ones if the checkpoint has them. Raise CheckpointError
-        if they are not there.
+    live: the network's own weights, with the base that an adapter needs. wish: True for averaged weights, False for
+        the trained ones, None for averaged ones if the checkpoint has them. Raise CheckpointError if they are not
+        there.
     """
     shared, weights, averaged = loaded.shared, None, None
     if isinstance(shared, dict):
@@ -207,10 +204,9 @@ def load_initial(
 ) -> Initial:
     """Copy weights into a model. All ranks call it together.
 
-    init_from: a run (its best checkpoint, else its last), a checkpoint, a safetensors file, the index or
-        folder of a sharded model, or a file of `torch.save`. chosen: the tensors to skip, how to rename
-        them, and whether all others must match the model. Numbers are converted to the model's dtypes.
-        Raises CheckpointError.
+    init_from: a run (its best checkpoint, else its last), a checkpoint, a safetensors file, the index or folder of a
+        sharded model, or a file of `torch.save`. chosen: the tensors to skip, how to rename them, and whether all
+        others must match the model. Numbers are converted to the model's dtypes. Raises CheckpointError.
     """
     try:
         place, there, about = _read_source(Path(init_from).expanduser().absolute(), parallel)
@@ -227,9 +223,7 @@ def load_initial(
 def _select_tensors(
     model: nn.Module, there: Mapping[str, Tensor], chosen: InitConfig, place: str
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors to copy, by their names in the model, and a line for each reason why others are
-    skipped.
-    """
+    """Return the tensors to copy, by their names in the model, and a line for each reason why others are skipped."""
     there, here = _rename_tensors(there, chosen.rename or {}), model.state_dict()
     names = [*here, *(name for name in there if name not in here)]
     try:
@@ -273,8 +267,8 @@ def _select_tensors(
 
 
 def _find_empty_buffers(model: nn.Module) -> set[str]:
-    """Return the names of buffers that are still empty. An empty buffer of a torch class is an option that
-    is off: skip it.
+    """Return the names of buffers that are still empty. An empty buffer of a torch class is an option that is off:
+    skip it.
     """
     return {
         f"{prefix}.{name}".lstrip(".")
@@ -293,8 +287,8 @@ def _is_registered_by_torch(name: str, module: nn.Module) -> bool:
 
 
 def _describe_remedy(expected: Mapping[str, Kind], found: Mapping[str, Kind], strict: bool) -> str:
-    """Return advice for weights that do not fit: what to write if names differ by a prefix or only some
-    tensors match.
+    """Return advice for weights that do not fit: what to write if names differ by a prefix or only some tensors
+    match.
     """
     if any(name.endswith(".lora_a") for name in found.keys() - expected.keys()):
         return "its layers have LoRA; trainrun export RUN_DIR --to safetensors --merge makes them plain ones"
@@ -355,9 +349,7 @@ def _add_tied_names(here: Mapping[str, Tensor], found: dict[str, Tensor]) -> Non
 
 
 def _read_source(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor], str]:
-    """Return the name of the source, its weights, and notes about it. Rank 0 chooses the checkpoint for all
-    ranks.
-    """
+    """Return the name of the source, its weights, and notes about it. Rank 0 chooses the checkpoint for all ranks."""
     name, why = run_on_rank_zero(parallel, lambda: _choose_checkpoint(path))
     if name:
         loaded = load_together(Path(name), parallel, None)
@@ -418,9 +410,7 @@ def is_dict_of_tensors(value: object) -> bool:
 
 
 def read_torch_file(path: Path) -> Any:
-    """Read a file with `torch.load(weights_only=True)`, which runs no code of the file. Raise
-    CheckpointError.
-    """
+    """Read a file with `torch.load(weights_only=True)`, which runs no code of the file. Raise CheckpointError."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < SAFE_TORCH:
         needed = ".".join(map(str, SAFE_TORCH))
         raise CheckpointError(
@@ -444,9 +434,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    """Return the tensors of all shards that an index file lists; they are in its folder. Raise
-    CheckpointError.
-    """
+    """Return the tensors of all shards that an index file lists; they are in its folder. Raise CheckpointError."""
     with open_regular_file(index) as file:
         text = file.read(MAX_INDEX_BYTES + 1)
     try:
@@ -476,9 +464,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _choose_checkpoint(path: Path) -> tuple[str, str]:
-    """Return the checkpoint to read from a folder, and a note if it is the best or the last of a run; ""
-    for a file.
-    """
+    """Return the checkpoint to read from a folder, and a note if it is the best or the last of a run; "" for a file."""
     if not path.is_dir():
         return "", ""
     checkpoints = path if path.name == CHECKPOINTS else path / CHECKPOINTS
@@ -504,8 +490,8 @@ def tensor_kind(tensor: Tensor) -> Kind:
 
 
 def allocate_buffers(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> list[str]:
-    """Allocate the buffers that a forward pass creates or lengthens with their stored size. Return the
-    lengthened names.
+    """Allocate the buffers that a forward pass creates or lengthens with their stored size. Return the lengthened
+    names.
     """
     longer = []
     for prefix, module in model.named_modules():
@@ -520,9 +506,7 @@ def allocate_buffers(model: nn.Module, weights: Mapping[str, Tensor], device: to
 
 
 def describe_unsaveable(name: str, value: object) -> str:
-    """Return the message for a value of the model's `state_dict()` that no checkpoint can hold, with the
-    way out.
-    """
+    """Return the message for a value of the model's `state_dict()` that no checkpoint can hold, with the way out."""
     if isinstance(value, Tensor):
         return (
             f"model: {name} is sparse, which no checkpoint holds; say register_buffer"
@@ -545,8 +529,8 @@ def check_tensors(
 ) -> None:  # fmt: skip
     """Raise CheckpointError that names the first tensors that differ, in the order of the model.
 
-    place: the checkpoint. owner: what the tensors are for, as typed (`model=cnn`). expected: shapes and
-        dtypes of the model.
+    place: the checkpoint. owner: what the tensors are for, as typed (`model=cnn`). expected: shapes and dtypes of
+        the model.
     found: those of the checkpoint. shown: the number of differences that are named. way_out: advice.
     """
     names = [*expected, *(name for name in found if name not in expected)]

@@ -57,8 +57,8 @@ def describe_environment(working_dir: Path) -> dict[str, Any]:
 
 
 def distributions() -> dict[str, str]:
-    """Return the versions of installed packages, read from folder names. Reading their files would take 50
-    times as long.
+    """Return the versions of installed packages, read from folder names. Reading their files would take 50 times as
+    long.
     """
     versions: dict[str, str] = {}
     for place in sys.path:
@@ -89,9 +89,7 @@ def _run_git(folder: Path, *words: str) -> str:
 
 
 def uncommitted(working_dir: Path) -> str:
-    """Return the uncommitted changes as a diff, without files whose names suggest secrets; "" if there are
-    none.
-    """
+    """Return the uncommitted changes as a diff, without files whose names suggest secrets; "" if there are none."""
     left_out = [f":(exclude,icase,top,glob)**/{name}" for name in SECRETS]
     try:
         with subprocess.Popen(

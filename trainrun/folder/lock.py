@@ -1,9 +1,8 @@
 """The lock of a run folder: only one training writes there, until the last of its processes exits.
 
-The lock (flock) belongs to an open file, not to the existence of a file, so `kill -9` releases it. Ranks
-inherit the open file from their launcher: if the launcher is killed while they still save, they hold the
-lock until they exit. Loader workers do not hold it. Some network file systems have no locks: then nothing
-is locked, and a note says so.
+The lock (flock) belongs to an open file, not to the existence of a file, so `kill -9` releases it. Ranks inherit the
+open file from their launcher: if the launcher is killed while they still save, they hold the lock until they exit.
+Loader workers do not hold it. Some network file systems have no locks: then nothing is locked, and a note says so.
 """
 
 from __future__ import annotations
@@ -101,9 +100,7 @@ def close_in_forks(descriptor: int) -> Iterator[None]:
 
 
 def _taken(descriptor: int, run: RunDir, note: Callable[[str], None], patient: bool) -> bool:
-    """Acquire the lock. Return False if the file system has no locks. Raise RunBusy if another process
-    holds it.
-    """
+    """Acquire the lock. Return False if the file system has no locks. Raise RunBusy if another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -131,9 +128,7 @@ def not_writable(run: RunDir, error: OSError) -> ConfigError:
 def taken_later(
     descriptor: int, run: RunDir, error: OSError, note: Callable[[str], None], patient: bool
 ) -> bool:
-    """Wait for the lock while the process that holds it exits. Return False if the file system has no
-    locks.
-    """
+    """Wait for the lock while the process that holds it exits. Return False if the file system has no locks."""
     until, has_warned = time.monotonic() + WAIT_SECONDS, False
     while True:
         if error.errno in NO_LOCKS:
@@ -192,9 +187,7 @@ def _release(descriptor: int) -> None:
 
 
 def _keep_from_forks(descriptor: int) -> None:
-    """Close the lock file in forked children, so that a loader worker does not hold the lock of a killed
-    parent.
-    """
+    """Close the lock file in forked children, so that a loader worker does not hold the lock of a killed parent."""
     global _forks_are_heard
     _held.add(descriptor)
     if not _forks_are_heard:

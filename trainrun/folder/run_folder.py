@@ -39,9 +39,9 @@ IDENTITY_KINDS: dict[str, type | tuple[type, ...]] = {
 class LaunchSpec:
     """What ranks need besides the config: `job.json` in the run folder.
 
-    paths: where the user's modules are found. resume: continue from the newest checkpoint. began: the start
-        of the run's time (`time.perf_counter()`), not passed to ranks; None for the start of this process.
-        typed: the settings that a person typed for this training, each of which some code must read.
+    paths: where the user's modules are found. resume: continue from the newest checkpoint. began: the start of the
+        run's time (`time.perf_counter()`), not passed to ranks; None for the start of this process. typed: the
+        settings that a person typed for this training, each of which some code must read.
     """
 
     resume: bool
@@ -156,8 +156,8 @@ def was_saved(run: RunDir) -> bool:
 
 
 def has_recorded_checkpoint(run: RunDir) -> bool:
-    """Return whether RUN.json records a checkpoint. The record stays if the folder of checkpoints is empty
-    or unmounted.
+    """Return whether RUN.json records a checkpoint. The record stays if the folder of checkpoints is empty or
+    unmounted.
     """
     with contextlib.suppress(ConfigError):
         return read_identity(run).get(SAVED) is True

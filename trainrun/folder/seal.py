@@ -1,11 +1,11 @@
 """The seal of a run folder: proof that this user wrote its config and links, or trusted them once.
 
-A config names code to run, files to write and servers to contact, so a folder from somebody else is used
-completely or not at all. The seal is a file of HMACs with a key that only this user can read. They cover
-the config, its secrets, the working directory in which the run began, and the links that lead out of the
-folder. A run seals its folder when it begins and whenever it writes its config. `--trust` seals any other
-folder. The key is in the user's state folder, so every machine with the same home has it. The seal does not
-contain the folder's path: a folder may be moved or copied.
+A config names code to run, files to write and servers to contact, so a folder from somebody else is used completely
+or not at all. The seal is a file of HMACs with a key that only this user can read. They cover the config, its
+secrets, the working directory in which the run began, and the links that lead out of the folder. A run seals its
+folder when it begins and whenever it writes its config. `--trust` seals any other folder. The key is in the user's
+state folder, so every machine with the same home has it. The seal does not contain the folder's path: a folder may
+be moved or copied.
 """
 
 from __future__ import annotations
@@ -116,8 +116,7 @@ def digest_part(key: bytes, run_id: str, name: str, content: bytes) -> str:
 
 
 def seal_folder(run: RunDir, pending: Mapping[Path, str] | None = None) -> None:
-    """Seal the current parts of the folder and files that are about to be written. Raise OSError if that
-    fails.
+    """Seal the current parts of the folder and files that are about to be written. Raise OSError if that fails.
 
     So the folder is sealed whether a run is killed before or after it writes a pending file.
     """
@@ -151,8 +150,7 @@ def is_sealed(run: RunDir) -> bool:
 
 
 def check_sealed(run: RunDir, trust: bool, way: str = "add --trust, once (in Python trust=True)") -> None:
-    """Raise ConfigError if this user has not sealed the folder. Import nothing. trust: seal the folder
-    instead.
+    """Raise ConfigError if this user has not sealed the folder. Import nothing. trust: seal the folder instead.
 
     way: the end of the message, which says how to trust the folder.
     """

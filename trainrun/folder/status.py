@@ -46,9 +46,7 @@ def is_valid_status(status: dict[str, Any]) -> bool:
 def write_status(
     run: RunDir, run_name: str | None, state: str, exit_code: int | None, message: str, **facts: Any
 ) -> None:
-    """Replace `status.json`. Values of the earlier status (best value, steps) stay unless they are given
-    again.
-    """
+    """Replace `status.json`. Values of the earlier status (best value, steps) stay unless they are given again."""
     earlier = read_status(run)
     overrides: list[str] = []
     with contextlib.suppress(OSError, ValueError):
@@ -70,8 +68,8 @@ def is_sweep(folder: Path) -> bool:
 
 
 def named_run(word: str | Path) -> RunDir:
-    """Return the run in a folder, which may hold none. For a sweep's folder return its best run, and print
-    which one it is.
+    """Return the run in a folder, which may hold none. For a sweep's folder return its best run, and print which one
+    it is.
 
     Raise ConfigError for a sweep without a best run.
     """
@@ -84,9 +82,7 @@ def named_run(word: str | Path) -> RunDir:
 
 
 def best_run(sweep: Path) -> tuple[RunDir, str]:
-    """Return the best run of a sweep's folder, and a line that names it. Raise ConfigError if there is
-    none.
-    """
+    """Return the best run of a sweep's folder, and a line that names it. Raise ConfigError if there is none."""
     try:
         name = str(read_json(sweep / SWEEP_FILE)[BEST])
     except (OSError, ValueError, LookupError, TypeError):

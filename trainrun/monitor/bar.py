@@ -34,12 +34,10 @@ class BarField(NamedTuple):
 
 
 class ProgressBar:
-    """The progress bar: phase, position, time left and newest values. The thread that redraws the terminal
-    draws it.
+    """The progress bar: phase, position, time left and newest values. The thread that redraws the terminal draws it.
 
-    waited: returns the seconds spent waiting for data so far. elsewhere: returns the seconds spent in
-        validations, checkpoints and plots so far. activity: returns what the run does if it does not train
-        (`validating 40/79`).
+    waited: returns the seconds spent waiting for data so far. elsewhere: returns the seconds spent in validations,
+        checkpoints and plots so far. activity: returns what the run does if it does not train (`validating 40/79`).
     """
 
     def __init__(
@@ -70,8 +68,8 @@ class ProgressBar:
         return Text("\n", no_wrap=True, overflow="crop").join([first, second])
 
     def _insert_graphic(self, fields: list[BarField], step: int, width: int) -> list[BarField]:
-        """Insert the bar after the phase. Its width is what the other fields leave free, between NARROWEST
-        and WIDEST.
+        """Insert the bar after the phase. Its width is what the other fields leave free, between NARROWEST and
+        WIDEST.
         """
         total = self._facts.total_steps
         if not total:
@@ -99,8 +97,8 @@ class ProgressBar:
         self._activity = lambda: "ended"
 
     def fields(self, step: int) -> list[BarField]:
-        """Return the fields with epoch, phase, steps, share, `elapsed < left` and the time of a step.
-        Unknown ones are absent.
+        """Return the fields with epoch, phase, steps, share, `elapsed < left` and the time of a step. Unknown ones
+        are absent.
         """
         total, elapsed = self._facts.total_steps, self._clock() - self._started
         left, each = self._time_left(step, total)
@@ -125,8 +123,8 @@ class ProgressBar:
         return f"epoch {current}" if epochs is None else f"epoch {min(current, epochs)}/{epochs}"
 
     def _time_left(self, step: int, total: int | None) -> tuple[float, float]:
-        """Return the seconds left (at most up to `max_time`) and the seconds per step, from the newest
-        steps and all pauses.
+        """Return the seconds left (at most up to `max_time`) and the seconds per step, from the newest steps and all
+        pauses.
 
         Validations and checkpoints do not count as time of a step.
         """
@@ -197,8 +195,7 @@ def start_bar(
 def _stream_restorer(stdout: Any, stderr: Any) -> Callable[[], None]:
     """Return a function that forked children call to restore the original stdout and stderr.
 
-    The lock of the thread that draws is not held by any thread in a child, so printing through the bar
-    would hang.
+    The lock of the thread that draws is not held by any thread in a child, so printing through the bar would hang.
     """
 
     def restore_streams() -> None:

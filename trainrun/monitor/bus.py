@@ -24,9 +24,9 @@ LEDGER_SECONDS = 1.0  # between two rows of the account of time
 class Bus:
     """The monitor that distributes rows to screens, the metrics file and trackers.
 
-    screens: what people see. file, trackers: get every row. phases: the timer of the run's phases. Rows may
-        come from any thread. The file gets them at once. Trackers are user code, which need not be
-        thread-safe: they get waiting rows on the training thread, together with its next row.
+    screens: what people see. file, trackers: get every row. phases: the timer of the run's phases. Rows may come
+        from any thread. The file gets them at once. Trackers are user code, which need not be thread-safe: they get
+        waiting rows on the training thread, together with its next row.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Bus:
             monitor.on_end(summary)
 
     def write_phases(self, every_seconds: float = 0.0) -> None:
-        """Write a row with the seconds of every phase since the session began, if the last such row is at
-        least `every_seconds` old.
+        """Write a row with the seconds of every phase since the session began, if the last such row is at least
+        `every_seconds` old.
         """
         now = time.perf_counter()
         if self._phases is None or now - self._ledger_at < every_seconds:
@@ -134,9 +134,7 @@ class Bus:
                 tracker.on_row(row)
 
     def close(self) -> None:
-        """Close the trackers, then the file and the screens. Failures of trackers are still shown and
-        written.
-        """
+        """Close the trackers, then the file and the screens. Failures of trackers are still shown and written."""
         with contextlib.ExitStack() as closing:  # from the last to the first, whatever one of them raises
             for screen in self._screens:
                 closing.callback(screen.close)

@@ -1,7 +1,7 @@
 """The console output of a run: the choices at its start, a progress bar or lines, and a summary at its end.
 
-Each evaluation prints an aligned line. So does a log point now and then if evaluations are far apart. In a
-terminal, a thread redraws a bar below the lines; steps never draw. In a notebook both are HTML.
+Each evaluation prints an aligned line. So does a log point now and then if evaluations are far apart. In a terminal,
+a thread redraws a bar below the lines; steps never draw. In a notebook both are HTML.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ STYLES = {"head": "dim", "best": "bold", "usual": ""}  # of the lines of the tab
 class Console:
     """The console output of rank 0.
 
-    interactive: whether the output is a terminal; None detects it. verbose: show what is trained at the
-        start, with all choices if `summary` is set. progress: show a bar in a terminal.
-    best: returns the monitored metric and the step of its best value so far. clocks: `waited`, `elsewhere`
-        and `activity` of a `ProgressBar`. log: a file that gets every line unwrapped, with all choices.
+    interactive: whether the output is a terminal; None detects it. verbose: show what is trained at the start, with
+        all choices if `summary` is set. progress: show a bar in a terminal.
+    best: returns the monitored metric and the step of its best value so far. clocks: `waited`, `elsewhere` and
+        `activity` of a `ProgressBar`. log: a file that gets every line unwrapped, with all choices.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class Console:
                 self._closed = True
 
     def _speed(self) -> float | None:
-        """Return the mean items per second over all log intervals, weighted by their lengths; None before
-        the first one.
+        """Return the mean items per second over all log intervals, weighted by their lengths; None before the first
+        one.
         """
         items, seconds = (sum(column) for column in zip((0.0, 0.0), *self._windows, strict=True))
         return items / seconds if seconds else None
@@ -196,8 +196,8 @@ class Console:
         self._write_to_log(line)
 
     def _show_line(self, line: str, style: str = "") -> None:
-        """Show a line above the bar. If the terminal or pipe is closed, training continues; run.log has the
-        same lines.
+        """Show a line above the bar. If the terminal or pipe is closed, training continues; run.log has the same
+        lines.
         """
         self._last_line = time.monotonic()
         if self._closed:
@@ -230,8 +230,8 @@ def _split_name(name: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _is_shown_metric(name: str) -> bool:
-    """Return whether the console shows a metric. Metrics of single classes (`val/f1/3`) go to the file and
-    trackers only.
+    """Return whether the console shows a metric. Metrics of single classes (`val/f1/3`) go to the file and trackers
+    only.
     """
     above, _, last = name.rpartition("/")
     return bool(above) and last != "seconds" and not ("/" in above and last.isdecimal())

@@ -23,8 +23,8 @@ class TableLine(NamedTuple):
 
 
 class EvaluationTable:
-    """The lines of one run. Columns keep their position and width; a column that does not fit the screen is
-    left out.
+    """The lines of one run. Columns keep their position and width; a column that does not fit the screen is left
+    out.
 
     monitored: the metric that chooses the best checkpoint, or "".
     """
@@ -44,8 +44,8 @@ class EvaluationTable:
         self, step: int, epoch: float, metrics: Mapping[str, float], speed: tuple[float, str] | None,
         is_best: bool, width: int | None,
     ) -> list[TableLine]:  # fmt: skip
-        """Return the line of an evaluation, with a head before it if the columns changed. width: in
-        columns, None for unlimited.
+        """Return the line of an evaluation, with a head before it if the columns changed. width: in columns, None
+        for unlimited.
         """
         cells = position_cells(step, epoch, self._facts)
         cells |= {name: format_number(value) for name, value in metrics.items()}
@@ -81,8 +81,8 @@ class EvaluationTable:
         return [names[number] for number in shown]
 
     def _sort_key(self, name: str) -> tuple[bool, bool, bool]:
-        """Return the sort key of a column: losses first, training losses before others, the monitored
-        metric before others.
+        """Return the sort key of a column: losses first, training losses before others, the monitored metric before
+        others.
         """
         is_loss, is_train = name.endswith("/loss"), name.startswith("train/")
         return (not is_loss, name != self.monitored and not is_loss, is_train != is_loss)
@@ -107,9 +107,7 @@ class EvaluationTable:
 
 
 def expected_speed_unit(facts: RunFacts | None) -> str:
-    """Return the head of the speed column before its unit is known: "" if the run is too short for a log
-    point.
-    """
+    """Return the head of the speed column before its unit is known: "" if the run is too short for a log point."""
     if facts is None:
         return ""
     monitor = facts.config.get("monitor") or {}
@@ -119,9 +117,7 @@ def expected_speed_unit(facts: RunFacts | None) -> str:
 
 
 def position_cells(step: int, epoch: float, facts: RunFacts | None) -> dict[str, str]:
-    """Return the cells for epoch (`3/20`) and step (`135`). A run that never completes an epoch has no
-    epoch cell.
-    """
+    """Return the cells for epoch (`3/20`) and step (`135`). A run that never completes an epoch has no epoch cell."""
     cells = {"step": f"{step:,}"}
     length, total = (facts.steps_per_epoch, facts.total_steps) if facts else (None, None)
     if epoch < 1 and (length is None or total is None or total < length):
@@ -133,9 +129,7 @@ def position_cells(step: int, epoch: float, facts: RunFacts | None) -> dict[str,
 
 
 def format_number(value: float) -> str:
-    """Return four significant digits in at most eight characters. Trailing zeros stay, so columns are
-    aligned.
-    """
+    """Return four significant digits in at most eight characters. Trailing zeros stay, so columns are aligned."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     if not 1e-3 <= abs(value) < 99_995:

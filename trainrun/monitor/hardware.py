@@ -26,12 +26,12 @@ JOIN_SECONDS = 5.0  # a hanging driver call must not keep the run from ending
 
 
 class Hardware:
-    """A thread that writes a row at the start, every `interval_seconds`, and at `close`. Its failures never
-    stop the run.
+    """A thread that writes a row at the start, every `interval_seconds`, and at `close`. Its failures never stop the
+    run.
 
-    write: gets each row, called from that thread. step: returns the current step. root_pid: the root of the
-        process tree that is counted (the launcher, if ranks are processes); None for this process. seconds:
-        returns the seconds of each phase; thread-safe. device: the index of the run's GPU.
+    write: gets each row, called from that thread. step: returns the current step. root_pid: the root of the process
+        tree that is counted (the launcher, if ranks are processes); None for this process. seconds: returns the
+        seconds of each phase; thread-safe. device: the index of the run's GPU.
     """
 
     def __init__(
@@ -76,8 +76,7 @@ class Hardware:
             self._idle.add(values["gpu_percent"], self._seconds())
 
     def facts(self) -> dict[str, Any]:
-        """Return the means over this session (maxima for memory and temperature), and a line about an idle
-        GPU.
+        """Return the means over this session (maxima for memory and temperature), and a line about an idle GPU.
 
         Returns {} while the thread still runs, so call `close` first.
         """
@@ -120,9 +119,8 @@ class Sampler:
     def read(self) -> dict[str, float]:
         """Return the current values by name.
 
-        Of the run: cpu_percent (not in the first reading), memory_bytes, and rank0_* if there are several
-        ranks. Of the machine: machine_cpu_percent, memory_available_bytes, disk_*_bytes_per_second, gpu_*
-        and gpu0_*.
+        Of the run: cpu_percent (not in the first reading), memory_bytes, and rank0_* if there are several ranks. Of
+        the machine: machine_cpu_percent, memory_available_bytes, disk_*_bytes_per_second, gpu_* and gpu0_*.
         """
         import psutil
 
@@ -138,9 +136,7 @@ class Sampler:
         return self._read_processes(seconds) | self._read_machine(seconds) | self._read_gpus()
 
     def _read_processes(self, seconds: float) -> dict[str, float]:
-        """Return memory (bytes) and CPU load (percent) of the run's processes. Shared pages count once per
-        process.
-        """
+        """Return memory (bytes) and CPU load (percent) of the run's processes. Shared pages count once per process."""
         import psutil
 
         memory: dict[str, float] = {"memory_bytes": 0}
@@ -211,11 +207,11 @@ def may_have_nvidia_driver() -> bool:
 
 
 class Gpus:
-    """A reader of all GPUs: `gpu0_percent`, `gpu1_watts`, ... numbered as in nvidia-smi; the run's own GPU
-    also as `gpu_*`.
+    """A reader of all GPUs: `gpu0_percent`, `gpu1_watts`, ... numbered as in nvidia-smi; the run's own GPU also as
+    `gpu_*`.
 
-    device: torch's index of the run's GPU. nvml: replaces the module `pynvml` in tests. advice: the package
-        to install.
+    device: torch's index of the run's GPU. nvml: replaces the module `pynvml` in tests. advice: the package to
+        install.
     """
 
     def __init__(self, device: int, nvml: Any = None) -> None:
@@ -258,9 +254,7 @@ class Gpus:
 
 
 def is_throttled(nvml: Any, gpu: Any) -> int:
-    """Return 1 if heat, power or the board slows the GPU down, else 0. Idling and user-set limits do not
-    count.
-    """
+    """Return 1 if heat, power or the board slows the GPU down, else 0. Idling and user-set limits do not count."""
     harmless = (
         nvml.nvmlClocksThrottleReasonGpuIdle
         | nvml.nvmlClocksThrottleReasonApplicationsClocksSetting
@@ -287,8 +281,8 @@ class IdleTime:
         self._total = 0.0
 
     def add(self, percent: float | None, seconds: Mapping[str, float]) -> None:
-        """Add a reading. percent: GPU load since the previous call, None if unknown. seconds: the seconds
-        of each phase so far.
+        """Add a reading. percent: GPU load since the previous call, None if unknown. seconds: the seconds of each
+        phase so far.
         """
         spent = {
             name: value - self._before.get(name, 0.0)
@@ -302,8 +296,8 @@ class IdleTime:
         self._before = dict(seconds)
 
     def line(self) -> str:
-        """Return `the GPU idled 38 % of the training, most while the host was at: data (31 %)`; "" if idle
-        time is negligible.
+        """Return `the GPU idled 38 % of the training, most while the host was at: data (31 %)`; "" if idle time is
+        negligible.
         """
         idle = sum(self._idle.values()) / self._total if self._total >= LEAST_SECONDS else 0.0
         if idle <= NOTABLE:

@@ -22,9 +22,7 @@ ZERO = torch.zeros((), dtype=torch.float64)
 
 
 class CountsTokens(Protocol):
-    """A counter of the non-padding tokens in this rank's batches. counts: False if all sequences have one
-    length.
-    """
+    """A counter of the non-padding tokens in this rank's batches. counts: False if all sequences have one length."""
 
     counts: bool
 
@@ -33,14 +31,14 @@ class CountsTokens(Protocol):
 
 
 class MetricLogger:
-    """The logger of training and validation metrics. Every rank has one, because sums are over all ranks;
-    rank 0 has monitors.
+    """The logger of training and validation metrics. Every rank has one, because sums are over all ranks; rank 0 has
+    monitors.
 
     logs: False if nothing is logged; then losses are dropped at once and never read.
     on_position: called with the step after every step; may take a few hundred nanoseconds (a progress bar).
     on_log: called at each log point after its row was written.
-    unit: what an item is, `samples` or `tokens`. samples_per_step: samples of a full step over all ranks,
-        None if this varies. If a task counts more items than these, its speed is reported in items.
+    unit: what an item is, `samples` or `tokens`. samples_per_step: samples of a full step over all ranks, None if
+        this varies. If a task counts more items than these, its speed is reported in items.
     tokens: counts tokens for a task whose items are samples.
     learning_rates: returns the rates of the coming update, for steps whose report has none.
     tidy: called on every rank at the end of each log point (False) and of each validation (True).
@@ -49,8 +47,8 @@ class MetricLogger:
     write: writes a row of another kind, on rank 0.
 
     A training row has the means since the previous row; a validation row has the means since the previous
-    validation. An unscheduled validation (at the time limit) leaves all sums unchanged, so that a resumed
-    run writes the same rows as an uninterrupted one.
+    validation. An unscheduled validation (at the time limit) leaves all sums unchanged, so that a resumed run writes
+    the same rows as an uninterrupted one.
     """
 
     def __init__(
@@ -104,8 +102,8 @@ class MetricLogger:
         self.validated = number, total
 
     def on_step(self, state: TrainState, report: StepReport) -> None:
-        """Write a row of training metrics at a log point. This is the only point where the host waits for
-        the device.
+        """Write a row of training metrics at a log point. This is the only point where the host waits for the
+        device.
         """
         only_skipped = not state.losses and not state.logged
         if only_skipped:  # the loss of such a step says why, and is part of no other mean
@@ -190,8 +188,8 @@ class MetricLogger:
         return found | {"tokens_per_second": items_per_second * self._seen_tokens / self._seen_items}
 
     def on_eval(self, state: TrainState, metrics: Mapping[str, float], scheduled: bool = True) -> None:
-        """Write a row after a validation and exclude its seconds from the training time. scheduled: whether
-        it was due.
+        """Write a row after a validation and exclude its seconds from the training time. scheduled: whether it was
+        due.
         """
         self._elsewhere += sum(value for name, value in metrics.items() if name.endswith("/seconds"))
         row = {**self._metrics_since_validation(state, scheduled), **metrics}

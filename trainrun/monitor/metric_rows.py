@@ -1,5 +1,5 @@
-"""Write and read the rows of `metrics.jsonl`. Reading refuses invalid rows with their line number, so that
-readers need no checks.
+"""Write and read the rows of `metrics.jsonl`. Reading refuses invalid rows with their line number, so that readers
+need no checks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def read_metric_rows(path: Path) -> list[Row]:
 
 
 def delete_rows_after(path: Path, step: int, validated: bool = True) -> None:
-    """Delete the rows after `step`, the end rows of earlier sessions and an incomplete last line. Later
-    notes move to `step`.
+    """Delete the rows after `step`, the end rows of earlier sessions and an incomplete last line. Later notes move
+    to `step`.
 
-    validated: whether the validation at `step` is part of the state that the run resumes from. If not, its
-        row is deleted, because the validation runs again.
+    validated: whether the validation at `step` is part of the state that the run resumes from. If not, its row is
+        deleted, because the validation runs again.
     """
     last = step if validated else step - 1
     lines_before = [
@@ -105,9 +105,7 @@ def _refuse_constant(word: str) -> None:
 
 
 def parse_non_finite(row: Row) -> Row:
-    """Return the row with the texts for NaN and infinity replaced by numbers, in its summary and metrics
-    too.
-    """
+    """Return the row with the texts for NaN and infinity replaced by numbers, in its summary and metrics too."""
     out: Row = {}
     for name, value in row.items():
         if name in ("summary", "metrics") and isinstance(value, dict):
@@ -133,9 +131,8 @@ def _is_square_matrix(value: Any) -> bool:
 def _has_shape(value: Any, shape: Any) -> bool:
     """Return whether a value has the given shape.
 
-    shape: a type; a function that tests the value; a list with the shape of every item; a tuple with the
-        shape of every value of a mapping; or a mapping from names to shapes, whose values may be None or
-        absent.
+    shape: a type; a function that tests the value; a list with the shape of every item; a tuple with the shape of
+        every value of a mapping; or a mapping from names to shapes, whose values may be None or absent.
     """
     if isinstance(shape, list):
         return isinstance(value, list) and all(_has_shape(item, shape[0]) for item in value)
@@ -190,8 +187,8 @@ ENCODER = json.JSONEncoder(allow_nan=False)
 class MetricsFile:
     """A writer that appends rows. A row is written within `flush_seconds` of the next row, or at `flush`.
 
-    The file is reopened for each flush, because a resume may replace it when it deletes later rows.
-    Thread-safe. check: called before each flush.
+    The file is reopened for each flush, because a resume may replace it when it deletes later rows. Thread-safe.
+    check: called before each flush.
     """
 
     def __init__(
@@ -231,8 +228,8 @@ class MetricsFile:
 
 
 def _append_or_nothing(path: Path, data: bytes) -> None:
-    """Append all of the data. If the disk is full, append nothing and raise OSError: half a line would
-    damage the next.
+    """Append all of the data. If the disk is full, append nothing and raise OSError: half a line would damage the
+    next.
     """
     with open(path, "ab", buffering=0) as file:
         num_written = 0

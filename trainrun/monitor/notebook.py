@@ -24,8 +24,8 @@ def in_notebook() -> bool:
 class NotebookBar:
     """A progress bar and a table of evaluations in the output of the cell.
 
-    values: returns the newest numbers as texts. Update it from the training thread: a kernel finds the cell
-        by its thread.
+    values: returns the newest numbers as texts. Update it from the training thread: a kernel finds the cell by its
+        thread.
     """
 
     def __init__(
@@ -54,9 +54,7 @@ class NotebookBar:
         return bar + self._table_html()
 
     def _table_html(self) -> str:
-        """Return the newest evaluations as an HTML table, "" before the first one. The best value so far is
-        bold.
-        """
+        """Return the newest evaluations as an HTML table, "" before the first one. The best value so far is bold."""
         rows = self._table.rows[-MOST_ROWS:]
         if not rows:
             return ""

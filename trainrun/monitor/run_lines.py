@@ -61,9 +61,7 @@ def _describe_batch(facts: RunFacts) -> str:
 
 
 def _describe_length(facts: RunFacts) -> str:
-    """Return `900 steps, 45 an epoch, 20 epochs`, without unknown parts. Epochs are named only if they end
-    the run.
-    """
+    """Return `900 steps, 45 an epoch, 20 epochs`, without unknown parts. Epochs are named only if they end the run."""
     length, total, epochs = facts.steps_per_epoch, facts.total_steps, facts.total_epochs
     parts = [counted(total, "step")]
     if length is not None:
@@ -122,9 +120,7 @@ def end_lines(summary: Mapping[str, Any], facts: RunFacts | None) -> list[str]:
 
 
 def time_line(summary: Mapping[str, Any]) -> str:
-    """Return `1:05 of training at 5.9k samples/s; 1:15 in all: start-up 8 %, plots 5 %`, largest shares
-    first.
-    """
+    """Return `1:05 of training at 5.9k samples/s; 1:15 in all: start-up 8 %, plots 5 %`, largest shares first."""
     text, speed = f"{duration(summary['seconds'])} of training", speed_in(summary)
     if speed is not None:
         text += f" at {quantity(speed[0])} {speed[1]}"
@@ -183,9 +179,7 @@ def settings_without_objects(words: Sequence[str]) -> list[str]:
 
 
 def format_call(words: Sequence[str], objects: Mapping[str, str]) -> str:
-    """Return the shell command with these settings, or the call of `train` in Python if the run has Python
-    objects.
-    """
+    """Return the shell command with these settings, or the call of `train` in Python if the run has Python objects."""
     if not objects:
         return shlex.join([COMMAND, *words])
     names = dict.fromkeys(name.partition(".")[0] for name in objects)
@@ -197,8 +191,8 @@ def format_call(words: Sequence[str], objects: Mapping[str, str]) -> str:
 
 
 def doubled_limit(summary: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
-    """Return the setting that doubles the limit which ended the run (`trainer.max_epochs=40`); "" if no
-    limit ended it.
+    """Return the setting that doubles the limit which ended the run (`trainer.max_epochs=40`); "" if no limit ended
+    it.
     """
     reached = {"max_epochs": summary.get("epoch", 0), "max_steps": summary.get("step", 0)}
     for name, value in reached.items():
@@ -225,9 +219,7 @@ def format_flop_rate(rate: float) -> str:
 
 
 def bottleneck_line(summary: Mapping[str, Any]) -> str:
-    """Return `the model: it can take 85.1k samples/s, loading could deliver 1.41M`, or the same for
-    loading.
-    """
+    """Return `the model: it can take 85.1k samples/s, loading could deliver 1.41M`, or the same for loading."""
     facts = summary["throughput_limits"]
     load, train = (quantity(facts[f"{side}_per_second"]) for side in ("load", "train"))
     # a run also measures useful tokens beside the items of a task that counts samples or pixels
@@ -239,8 +231,8 @@ def bottleneck_line(summary: Mapping[str, Any]) -> str:
 
 
 def phases_line(seconds: Mapping[str, float]) -> str:
-    """Return `time: forward 40 %, backward 30 %, data 12 %`: the largest phases without start-up; ""
-    without seconds.
+    """Return `time: forward 40 %, backward 30 %, data 12 %`: the largest phases without start-up; "" without
+    seconds.
     """
     loop = {name: value for name, value in seconds.items() if name != "start-up"}
     total = sum(loop.values())

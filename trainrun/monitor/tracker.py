@@ -1,5 +1,4 @@
-"""Trackers (`monitor.NAME`): user code or built-in code that receives what a run reports and changes
-nothing.
+"""Trackers (`monitor.NAME`): user code or built-in code that receives what a run reports and changes nothing.
 
 The first error of a tracker is printed, all errors are counted, and training continues.
 """
@@ -19,8 +18,8 @@ METHODS = ("on_start", "on_step", "on_eval", "on_row", "on_note", "on_end", "clo
 class Tracker:
     """A monitor that calls those methods of `Monitor` that `target` has.
 
-    key: as typed, `monitor.NAME`. faults: the number of failed calls. tell: shows one line; called at the
-        first error. Raises PluginError for an object with none of the methods.
+    key: as typed, `monitor.NAME`. faults: the number of failed calls. tell: shows one line; called at the first
+        error. Raises PluginError for an object with none of the methods.
     """
 
     def __init__(self, target: Any, key: str, tell: Callable[[str], None], name: str = "") -> None:

@@ -1,8 +1,8 @@
 """`parallel=ddp`: every rank holds the whole model and sees its own micro-batches.
 
-What: torch's DistributedDataParallel; gradients are averaged once per step, while the backward pass still
-    runs. When: the model fits on one device. When not: on a CPU with few cores, where one process with all
-    threads is as fast.
+What: torch's DistributedDataParallel; gradients are averaged once per step, while the backward pass still runs.
+    When: the model fits on one device. When not: on a CPU with few cores, where one process with all threads is as
+    fast.
 Source: Li et al. 2020, arXiv:2006.15704.
 
 Two things differ from torch's default, so that a resumed run has the same bits:
@@ -258,11 +258,10 @@ def check_parameters(model: nn.Module, mode: str = "ddp") -> None:
 def fix_buckets(ddp: DistributedDataParallel) -> None:
     """Run one backward pass of zeros over all parameters, so that DDP's buckets do not change later.
 
-    DDP rebuilds its buckets once, at the forward after the first exchange, in the order in which the
-    gradients came. Here that order is the reverse of `parameters()` in every run, new or resumed. No random
-    number is drawn and no forward runs. With `find_unused_parameters` DDP never rebuilds. With
-    `static_graph` it must learn the graph from the first real step, and a resume with three ranks or more
-    then rounds differently.
+    DDP rebuilds its buckets once, at the forward after the first exchange, in the order in which the gradients came.
+    Here that order is the reverse of `parameters()` in every run, new or resumed. No random number is drawn and no
+    forward runs. With `find_unused_parameters` DDP never rebuilds. With `static_graph` it must learn the graph from
+    the first real step, and a resume with three ranks or more then rounds differently.
     """
     run_backward_of_zeros(
         ddp, [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]

@@ -28,8 +28,8 @@ def count_gpus() -> int:
 
 
 def count_visible(installed: int, visible: str | None) -> int:
-    """Return how many of the `installed` GPUs `CUDA_VISIBLE_DEVICES` shows. As CUDA does, stop at the first
-    invalid entry.
+    """Return how many of the `installed` GPUs `CUDA_VISIBLE_DEVICES` shows. As CUDA does, stop at the first invalid
+    entry.
     """
     if visible is None or installed == 0:
         return installed
@@ -51,8 +51,7 @@ class Installed(NamedTuple):
 
 
 def query_installed_gpus() -> Installed:
-    """Return the GPUs according to NVIDIA's management library (NVML), in about 20 ms; no GPU without the
-    library.
+    """Return the GPUs according to NVIDIA's management library (NVML), in about 20 ms; no GPU without the library.
 
     If all GPUs are split into slices (MIG), CUDA shows one slice to a process.
     """
@@ -89,9 +88,8 @@ def choose_device(
 ) -> torch.device:
     """Return the device of one rank. `auto` prefers a GPU, then Apple's (one process only), then the CPU.
 
-    external: started by torchrun or Slurm, which may show every rank a single GPU. devices: a list of GPUs,
-        of which a rank takes the one at its position. Raise ConfigError if the machine has GPUs that torch
-        cannot use.
+    external: started by torchrun or Slurm, which may show every rank a single GPU. devices: a list of GPUs, of which
+        a rank takes the one at its position. Raise ConfigError if the machine has GPUs that torch cannot use.
     """
     import torch
 
@@ -162,8 +160,8 @@ def describe_unusable_gpus(accelerator: str, count: int, driver: str) -> str:
 
 
 def translate_slurm_variables(env: MutableMapping[str, str]) -> bool:
-    """Translate Slurm's variables into torchrun's if this is one of several tasks of a job step. Return
-    whether it is.
+    """Translate Slurm's variables into torchrun's if this is one of several tasks of a job step. Return whether it
+    is.
 
     The batch script itself has the variables of the job's tasks too, but is one process.
     """
@@ -196,8 +194,8 @@ def is_one_task_a_node(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def describe_local_ranks_fault(devices: Any, accelerator: str) -> str:
-    """Return the message if torchrun or Slurm started another number of ranks here than `parallel.devices`;
-    "" if equal.
+    """Return the message if torchrun or Slurm started another number of ranks here than `parallel.devices`; "" if
+    equal.
 
     With `auto`, it is also a fault if this process sees GPUs that no rank of the machine would use.
     """

@@ -1,6 +1,4 @@
-"""Process groups: one for tensors on the device, one for numbers on the host; and explanations of failed
-exchanges.
-"""
+"""Process groups: one for tensors on the device, one for numbers on the host; and explanations of failed exchanges."""
 
 from __future__ import annotations
 
@@ -45,8 +43,8 @@ Addresses = Mapping[str, list[str]]  # of each interface
 class Group:
     """The process group of a run.
 
-    local_world_size: the number of ranks on this machine. host: a gloo group, so that exchanges of host
-        numbers never wait for a device.
+    local_world_size: the number of ranks on this machine. host: a gloo group, so that exchanges of host numbers
+        never wait for a device.
     """
 
     device: torch.device
@@ -168,8 +166,8 @@ def is_lost_contact(error: RuntimeError) -> bool:
 
 
 def explain_failed_exchange(error: RuntimeError) -> TrainrunError:
-    """Return the error for a failed exchange: LostContact, unless the last line of NCCL's message names a
-    local cause.
+    """Return the error for a failed exchange: LostContact, unless the last line of NCCL's message names a local
+    cause.
     """
     text = str(error).strip()
     kind = KIND.search(text)
@@ -218,11 +216,11 @@ def is_loopback(address: str) -> bool:
 def choose_interface(
     env: Mapping[str, str], addresses: Addresses, towards: Callable[[str], str] = find_address_towards
 ) -> str:
-    """Return the value for `GLOO_SOCKET_IFNAME`: NCCL's interface, else the one on the route to rank 0; ""
-    if unknown.
+    """Return the value for `GLOO_SOCKET_IFNAME`: NCCL's interface, else the one on the route to rank 0; "" if
+    unknown.
 
-    By default gloo takes the address of the machine's name, which Debian's /etc/hosts sets to 127.0.1.1
-    (pytorch 68726). If all ranks are on one machine, it is the loopback interface.
+    By default gloo takes the address of the machine's name, which Debian's /etc/hosts sets to 127.0.1.1 (pytorch
+    68726). If all ranks are on one machine, it is the loopback interface.
     """
     if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:
         return next(

@@ -5,9 +5,9 @@
 2. Every other rank confirms the answer, or reports why it cannot take part.
 3. Rank 0 sends the verdict: all ranks train, or all exit with the same code.
 
-The answer contains a fresh prefix for the keys of the process group. torchrun keeps one store over all
-restarts: without the prefix, ranks read the addresses of dead processes (a restart worked in 1 of 5 tries,
-with it in 5 of 5; pytorch issue 135712).
+The answer contains a fresh prefix for the keys of the process group. torchrun keeps one store over all restarts:
+without the prefix, ranks read the addresses of dead processes (a restart worked in 1 of 5 tries, with it in 5 of 5;
+pytorch issue 135712).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ FOLDER = "trainrun/folder"  # the key of the run folder in the store
 class Meeting:
     """The result of the handshake.
 
-    payload: the data from rank 0. store: for the process group. exit_code: of all ranks if nothing is
-        trained, else None.
+    payload: the data from rank 0. store: for the process group. exit_code: of all ranks if nothing is trained, else
+        None.
     """
 
     payload: dict[str, Any]
@@ -55,8 +55,8 @@ def send_config(
 ) -> Meeting:
     """Send `payload` (plain JSON) to every other rank. Called on rank 0.
 
-    words: the command line, which must be the same on all ranks. exit_code: if set, all ranks exit with it.
-        Raise ConfigError if a rank cannot take part; then all ranks exit with code 2.
+    words: the command line, which must be the same on all ranks. exit_code: if set, all ranks exit with it. Raise
+        ConfigError if a rank cannot take part; then all ranks exit with code 2.
     """
     until = time.monotonic() + seconds
     with explain_timeout(seconds, lambda: "the other ranks"):
@@ -169,8 +169,8 @@ def describe_difference(rank: int, words: Sequence[str], words_of_rank_0: Sequen
 
 @contextmanager
 def explain_timeout(seconds: float, whom: Callable[[], str]) -> Iterator[None]:
-    """Turn torch's error of a wait that failed after `seconds` into MeetingFailed, which names `whom` the
-    rank waited for.
+    """Turn torch's error of a wait that failed after `seconds` into MeetingFailed, which names `whom` the rank
+    waited for.
     """
     began = time.monotonic()
     try:
@@ -186,8 +186,8 @@ def explain_timeout(seconds: float, whom: Callable[[], str]) -> Iterator[None]:
 def end_process_after(
     seconds: float, whom: Callable[[], str], end: Callable[[str], object]
 ) -> Iterator[None]:
-    """Call `end` with one line, in a thread, if the block takes longer than `seconds`. Torch's timeout
-    covers all exchanges.
+    """Call `end` with one line, in a thread, if the block takes longer than `seconds`. Torch's timeout covers all
+    exchanges.
     """
     timer = threading.Timer(seconds, lambda: end(describe_wait(seconds, whom())))
     timer.daemon = True

@@ -1,10 +1,10 @@
-"""The launcher of a run on one machine: it starts one process per rank, reports the first real error, and
-stops all ranks.
+"""The launcher of a run on one machine: it starts one process per rank, reports the first real error, and stops all
+ranks.
 
-It replaces torch's elastic launcher, which imports torch in the launcher (a whole short run takes 4.4-7.5 s
-instead of 1.9 s), hides exit codes, and replaces signal handlers for good. Ranks meet through a file in a
-temporary folder, a new one for every attempt, so that no attempt reads addresses of dead processes. For
-several machines use torchrun: see `handshake.py`.
+It replaces torch's elastic launcher, which imports torch in the launcher (a whole short run takes 4.4-7.5 s instead
+of 1.9 s), hides exit codes, and replaces signal handlers for good. Ranks meet through a file in a temporary folder,
+a new one for every attempt, so that no attempt reads addresses of dead processes. For several machines use torchrun:
+see `handshake.py`.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def launch_ranks(
     alone_seconds: time for the other ranks to exit after one rank has exited normally.
     env: the environment of the ranks; None for that of this process.
 
-    Raises RankFailed after `max_restarts` new attempts; a user's fault is not retried. Raises
-    KeyboardInterrupt at the second Ctrl-C, at a Ctrl-C before the ranks can handle it (all are killed,
-    nothing more is saved), and at a Ctrl-C after the last step.
+    Raises RankFailed after `max_restarts` new attempts; a user's fault is not retried. Raises KeyboardInterrupt at
+    the second Ctrl-C, at a Ctrl-C before the ranks can handle it (all are killed, nothing more is saved), and at a
+    Ctrl-C after the last step.
     """
     newest, idle = newest_checkpoint_name(run_dir), 0
     with collect_signals() as received:
@@ -126,8 +126,8 @@ def launch_ranks(
 
 
 def module_command(name: str, *words: str) -> list[str]:
-    """Return the command that runs a module as a program. It imports from the working directory only if
-    this process does.
+    """Return the command that runs a module as a program. It imports from the working directory only if this process
+    does.
     """
     with suppress(OSError):  # the working directory may be gone
         if sys.path and sys.path[0] not in ("", os.getcwd()):
@@ -189,8 +189,8 @@ def run_attempt(
 def launch_on_node(command: Sequence[str], count: int) -> int:
     """Start the ranks of one of several machines, as torchrun or Slurm would, and return their exit code.
 
-    This process is the only Slurm task on its machine. Each rank prints its own messages. Stop signals are
-    sent to every rank. If one rank fails, the others are ended.
+    This process is the only Slurm task on its machine. Each rank prints its own messages. Stop signals are sent to
+    every rank. If one rank fails, the others are ended.
     """
     node, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks: list[Rank] = []
@@ -249,8 +249,8 @@ def rank_environment(env: Mapping[str, str], rank: int, world_size: int, store: 
 def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str, str]) -> Rank:
     """Start one rank. Rank 0 uses the terminal; the others write to their logs.
 
-    Each rank has its own session, so that Ctrl-C in the terminal does not reach it. The launcher sends the
-    signal once the rank can handle it; an interrupt during its imports would print a traceback.
+    Each rank has its own session, so that Ctrl-C in the terminal does not reach it. The launcher sends the signal
+    once the rank can handle it; an interrupt during its imports would print a traceback.
     """
     lock, word = passed_on()
 
@@ -271,8 +271,7 @@ def watch_ranks(
     ranks: list[Rank], run_dir: RunDir, received: list[int], grace_seconds: float, alone_seconds: float,
     store: Path,
 ) -> int:  # fmt: skip
-    """Wait for the ranks and return their exit code; forward stop signals. Raise RankFailed if a rank
-    failed.
+    """Wait for the ranks and return their exit code; forward stop signals. Raise RankFailed if a rank failed.
 
     Ranks that are still importing have nothing to save, so a Ctrl-C kills them.
     """
@@ -313,8 +312,8 @@ def watch_ranks(
 
 
 def poll_ranks(ranks: list[Rank], deaths: dict[int, float]) -> list[int | None]:
-    """Return the exit codes so far (None for a running rank), and record in `deaths` the time when a rank
-    was first seen dead.
+    """Return the exit codes so far (None for a running rank), and record in `deaths` the time when a rank was first
+    seen dead.
     """
     codes = [rank.poll() for rank in ranks]
     for rank, code in enumerate(codes):
@@ -324,8 +323,8 @@ def poll_ranks(ranks: list[Rank], deaths: dict[int, float]) -> list[int | None]:
 
 
 def find_hanging_ranks(ranks: list[Rank]) -> list[int]:
-    """Return the ranks that still run after they were asked to print their stacks, and to continue if they
-    were stopped.
+    """Return the ranks that still run after they were asked to print their stacks, and to continue if they were
+    stopped.
     """
     left = [number for number, rank in enumerate(ranks) if rank.poll() is None]
     for number in left:
@@ -409,9 +408,7 @@ def end_ranks(ranks: list[Rank]) -> None:
 
 
 def read_failure(rank: int, code: int, run_dir: RunDir, died: float) -> Failure | None:
-    """Return the error in a rank's error file, else the meaning of its exit code; None if it exited
-    normally.
-    """
+    """Return the error in a rank's error file, else the meaning of its exit code; None if it exited normally."""
     if code in CLEAN_CODES:
         return None
     path = run_dir.rank_error(rank)
@@ -452,12 +449,12 @@ def signal_name(number: int) -> str:
 
 @contextlib.contextmanager
 def scratch_folder(place: str | None = None) -> Iterator[Path]:
-    """Yield a new temporary folder of this process, which is removed at the end. place: its parent, None
-    for the default.
+    """Yield a new temporary folder of this process, which is removed at the end. place: its parent, None for the
+    default.
 
-    A file in the folder is locked by this process. The lock ends with the process, even at SIGKILL, and the
-    next call removes folders without a lock. Nothing is removed where such locks do not work (Windows, some
-    network file systems).
+    A file in the folder is locked by this process. The lock ends with the process, even at SIGKILL, and the next
+    call removes folders without a lock. Nothing is removed where such locks do not work (Windows, some network file
+    systems).
     """
     remove_orphaned_folders(Path(place or tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True) as name:
@@ -472,8 +469,8 @@ def scratch_folder(place: str | None = None) -> Iterator[Path]:
 
 
 def remove_orphaned_folders(place: Path) -> None:
-    """Remove this user's scratch folders in `place` whose process is gone. Other folders do not contain the
-    lock file.
+    """Remove this user's scratch folders in `place` whose process is gone. Other folders do not contain the lock
+    file.
     """
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -488,9 +485,7 @@ def remove_orphaned_folders(place: Path) -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock a file without waiting. Return False if another process holds the lock, or locks are not
-    supported.
-    """
+    """Lock a file without waiting. Return False if another process holds the lock, or locks are not supported."""
     with contextlib.suppress(OSError, ImportError):
         import fcntl  # not on Windows
 

@@ -31,8 +31,7 @@ Exchanges = dict[
 
 
 class LostContact(LaunchError):
-    """The error that another rank is gone. That rank's own error has the cause, so a new attempt is
-    worthwhile.
+    """The error that another rank is gone. That rank's own error has the cause, so a new attempt is worthwhile.
 
     exchanges: the collectives that this rank had entered.
     """
@@ -60,8 +59,8 @@ def format_ranks(ranks: Sequence[int], most: int = 8) -> str:
 
 
 def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
-    """Start a thread that stops and saves this rank when its parent process dies, even by SIGKILL. Called
-    first in a rank.
+    """Start a thread that stops and saves this rank when its parent process dies, even by SIGKILL. Called first in a
+    rank.
 
     A rank that hangs exits after `save_seconds`.
     """
@@ -83,8 +82,7 @@ def listening_path(store: Path, rank: int) -> Path:
 def stop_after_parent(parent: int, save_seconds: float) -> None:
     """Wait for the end of the parent process, then stop this rank.
 
-    A thread is used instead of Linux's PR_SET_PDEATHSIG because it works everywhere and also ends a rank
-    that hangs.
+    A thread is used instead of Linux's PR_SET_PDEATHSIG because it works everywhere and also ends a rank that hangs.
     """
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
@@ -99,11 +97,9 @@ def print_stacks_at_sigquit() -> None:
 
 
 def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int], flag: StopFlag) -> int:
-    """Run a rank's whole work and return its exit code. A failure is written to the run folder for the
-    launcher.
+    """Run a rank's whole work and return its exit code. A failure is written to the run folder for the launcher.
 
-    If a rank loses contact after a stop request, it exits as requested: the other ranks exited a moment
-    earlier.
+    If a rank loses contact after a stop request, it exits as requested: the other ranks exited a moment earlier.
     """
     try:
         return work()
@@ -142,8 +138,7 @@ def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
 
 
 def read_last_exchanges() -> Exchanges:
-    """Return the last collective that this rank entered in each group, from torch's flight recorder, newest
-    last.
+    """Return the last collective that this rank entered in each group, from torch's flight recorder, newest last.
 
     Return {} if torch does not record: the functions are not public, and record gloo only since torch 2.9.
     """

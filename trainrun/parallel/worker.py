@@ -41,9 +41,8 @@ def run_as_rank(
 ) -> int:
     """Run one rank from start to end. Return its exit code; never raise an Exception.
 
-    store: where the ranks meet, from `handshake`, if torchrun started them. deadline: a context around the
-        work that limits the time of a stop. end: exits the process if the ranks do not meet in time; called
-        with the reason.
+    store: where the ranks meet, from `handshake`, if torchrun started them. deadline: a context around the work that
+        limits the time of a stop. end: exits the process if the ranks do not meet in time; called with the reason.
     """
     die_with_parent()
     flag = flag or StopFlag(training=False)
@@ -68,8 +67,7 @@ def run_as_rank(
 
 
 def describe_missing_ranks(store: Store | None, world_size: int) -> str:
-    """Return whom this rank waits for: the ranks that did not begin to connect, else the connections
-    themselves.
+    """Return whom this rank waits for: the ranks that did not begin to connect, else the connections themselves.
 
     store: a connection of its own, because that of the process group is blocked.
     """

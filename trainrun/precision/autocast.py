@@ -33,8 +33,7 @@ MATMUL_NOTES = {
 class PrecisionOptions:
     """The options of the precision and the guarded update.
 
-    clip_value: None or 0 for no clipping. clip_algorithm: norm or value. nan_policy: stop, skip, rollback
-        or ignore.
+    clip_value: None or 0 for no clipping. clip_algorithm: norm or value. nan_policy: stop, skip, rollback or ignore.
     """
 
     mode: str = "32-true"
@@ -75,17 +74,14 @@ def build_precision(
 
 
 def data_float_dtype(mode: str) -> torch.dtype:
-    """Return the dtype in which floating-point data is stored and moved. The model converts it further if
-    necessary.
-    """
+    """Return the dtype in which floating-point data is stored and moved. The model converts it further if necessary."""
     return torch.float64 if mode == "64-true" else torch.float32
 
 
 def prepare_model(model: nn.Module, mode: str) -> nn.Module:
     """Convert the weights for the `true` modes in place. Call it before the optimizer is built.
 
-    Floating-point inputs of the model are converted to the dtype of its weights, so data and tasks need not
-    know it.
+    Floating-point inputs of the model are converted to the dtype of its weights, so data and tasks need not know it.
     """
     dtype = TRUE_TYPES.get(mode)
     if dtype is not None:
@@ -188,8 +184,8 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def describe_matmul_precision(matmul: str, mode: str, capability: tuple[int, int]) -> str:
-    """Return a note about the cost of float32 products on a GPU with TF32 (compute capability 8.0 or
-    later); else "".
+    """Return a note about the cost of float32 products on a GPU with TF32 (compute capability 8.0 or later); else
+    "".
     """
     if matmul != "highest" or mode != "32-true" or capability < (8, 0):
         return ""
@@ -248,9 +244,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def cpu_has(*features: str) -> bool:
-    """Return whether the CPU has one of the features. torch 2.8 probes some of them; later versions have
-    one table.
-    """
+    """Return whether the CPU has one of the features. torch 2.8 probes some of them; later versions have one table."""
     table: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     probes = [getattr(torch.cpu, f"_is_{feature}_supported", bool) for feature in features]
     return any(table.get(feature) for feature in features) or any(probe() for probe in probes)

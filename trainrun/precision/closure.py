@@ -1,10 +1,9 @@
-"""The guarded update of an optimizer that computes the loss several times per step (L-BFGS, a custom line
-search).
+"""The guarded update of an optimizer that computes the loss several times per step (L-BFGS, a custom line search).
 
-what: its closure clears the gradients, computes new ones and returns the loss. The gradients of each
-    evaluation are checked and clipped. If one is not finite, weights and optimizer state are restored.
-when: a custom step passes a closure to `run.update(closure)`. when not: float16, whose loss scale could
-    change between two evaluations (refused).
+what: its closure clears the gradients, computes new ones and returns the loss. The gradients of each evaluation are
+    checked and clipped. If one is not finite, weights and optimizer state are restored.
+when: a custom step passes a closure to `run.update(closure)`. when not: float16, whose loss scale could change
+    between two evaluations (refused).
 source: torch.optim.LBFGS
 gain: `nan_policy` works for these optimizers too. Cost: copies of the weights and of the state's tensors.
 """
@@ -72,8 +71,8 @@ def step_with_closure(
 
 
 def _kept(value: Any) -> Any:
-    """Copy a value of the optimizer state. L-BFGS keeps its history in a list whose items never change: a
-    shallow copy suffices.
+    """Copy a value of the optimizer state. L-BFGS keeps its history in a list whose items never change: a shallow
+    copy suffices.
     """
     if isinstance(value, Tensor):
         return value.detach().clone()

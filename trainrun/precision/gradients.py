@@ -25,12 +25,11 @@ LARGE_GRADIENT = 1 << 15  # values; below, one kernel over all tensors is faster
 
 
 class GradientLists:
-    """The gradients of some parameters, each with the strides of its parameter, as batched kernels need
-    them.
+    """The gradients of some parameters, each with the strides of its parameter, as batched kernels need them.
 
-    Autograd makes them so, but code that replaces a gradient may give it other strides, which fused
-    optimizers ignore. So the strides are compared in every step (0.3 us for four tensors). with_gradient:
-    the parameters that had a gradient in the last step.
+    Autograd makes them so, but code that replaces a gradient may give it other strides, which fused optimizers
+    ignore. So the strides are compared in every step (0.3 us for four tensors). with_gradient: the parameters that
+    had a gradient in the last step.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
@@ -44,8 +43,8 @@ class GradientLists:
     def groups(self) -> Groups:
         """Return the existing gradients, one list per device and dtype.
 
-        Sparse gradients are coalesced in place and represented by their values. Complex ones are viewed as
-        real numbers (..., 2), because the kernels do not support complex numbers.
+        Sparse gradients are coalesced in place and represented by their values. Complex ones are viewed as real
+        numbers (..., 2), because the kernels do not support complex numbers.
         """
         grads = [grad for param in self.with_gradient if (grad := param.grad) is not None]
         same = len(grads) == len(self.with_gradient) and self._have_known_strides(grads)
@@ -62,9 +61,7 @@ class GradientLists:
             return False
 
     def _examine(self) -> Groups:
-        """Fix the layout of gradients that need it, and store which parameters have gradients for the next
-        steps.
-        """
+        """Fix the layout of gradients that need it, and store which parameters have gradients for the next steps."""
         self.with_gradient = [param for param in self.params if param.grad is not None]
         self._without = [param for param in self.params if param.grad is None]
         grads = [lay_out_gradient(param) for param in self.with_gradient]
@@ -87,8 +84,8 @@ def is_uniform(params: Iterable[nn.Parameter]) -> bool:
 def total_norm(groups: Groups, device: torch.device) -> Tensor:
     """Return the 2-norm of all gradients as one vector, 0-d on `device`. The host does not wait for it.
 
-    It is computed in float32 or more, even for 16-bit gradients, unlike torch.nn.utils.get_total_norm. On a
-    CPU a loop takes half the time of that function (10 and 19 us for four small tensors).
+    It is computed in float32 or more, even for 16-bit gradients, unlike torch.nn.utils.get_total_norm. On a CPU a
+    loop takes half the time of that function (10 and 19 us for four small tensors).
     """
     norms: list[Tensor] = []
     for grads in groups:
@@ -106,11 +103,10 @@ def total_norm(groups: Groups, device: torch.device) -> Tensor:
 
 
 def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
-    """Set `found` (0-d float32) to 1 if any gradient is not finite; never back to 0. The host does not
-    wait.
+    """Set `found` (0-d float32) to 1 if any gradient is not finite; never back to 0. The host does not wait.
 
-    One pass: 2.5 us for four small tensors on a CPU, where their norms or sums take 6. The kernel is that
-    of loss scaling; `one` is the scale 1 on the device of `found`.
+    One pass: 2.5 us for four small tensors on a CPU, where their norms or sums take 6. The kernel is that of loss
+    scaling; `one` is the scale 1 on the device of `found`.
     """
     for grads in groups:
         device = grads[0].device
@@ -133,18 +129,17 @@ def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
 def has_finite_sum(tensor: Tensor) -> bool:
     """Return True only if all values are finite. It is also False if the sum of finite values overflows.
 
-    It only reads, while the kernel of `mark_nonfinite` writes the values back: at most half the time for
-    tensors larger than the caches. The host reads the result.
+    It only reads, while the kernel of `mark_nonfinite` writes the values back: at most half the time for tensors
+    larger than the caches. The host reads the result.
     """
     return math.isfinite(tensor.sum().item())
 
 
 def backward(loss: Tensor, gradient: Tensor, params: Sequence[Tensor] = ()) -> None:
-    """Run `loss.backward(gradient, inputs=params)` for a 0-d loss and a gradient of the same dtype and
-    device.
+    """Run `loss.backward(gradient, inputs=params)` for a 0-d loss and a gradient of the same dtype and device.
 
-    If a gradient is given, torch checks its shape with symbols and imports sympy for that: 0.3 s at the
-    first step, and 15 us of 85 in all others (digits MLP, batch 32).
+    If a gradient is given, torch checks its shape with symbols and imports sympy for that: 0.3 s at the first step,
+    and 15 us of 85 in all others (digits MLP, batch 32).
     """
     if RUN_BACKWARD is None or type(loss) is not Tensor:
         loss.backward(gradient, inputs=list(params) or None)  # type: ignore[no-untyped-call]

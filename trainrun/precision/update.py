@@ -1,10 +1,9 @@
 """The guarded update: autocast, loss scaling, clipping, and gradients that are not finite.
 
-The order is fixed: unscale, check, clip, update, clear. On a CPU, reading the flag costs 0.2 us, so it is
-read at once. On a GPU the read makes the host wait for all earlier kernels. There it is read only if a
-skipped step is a normal event (float16, nan_policy=skip, rollback). With nan_policy=stop the fused
-optimizers read it on the device and leave the weights unchanged from the first bad step on; `failure` reads
-it when the host waits anyway.
+The order is fixed: unscale, check, clip, update, clear. On a CPU, reading the flag costs 0.2 us, so it is read at
+once. On a GPU the read makes the host wait for all earlier kernels. There it is read only if a skipped step is a
+normal event (float16, nan_policy=skip, rollback). With nan_policy=stop the fused optimizers read it on the device
+and leave the weights unchanged from the first bad step on; `failure` reads it when the host waits anyway.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Update:
     """The precision and guarded update of a run.
 
     autocast_dtype: None computes in the dtype of the weights; float16 also scales the loss.
-    clip_value: None or 0 for no clipping. clip_algorithm: norm or value. nan_policy: stop, skip, rollback
-        or ignore.
+    clip_value: None or 0 for no clipping. clip_algorithm: norm or value. nan_policy: stop, skip, rollback or ignore.
     lazy: keep the flag on the device if the optimizer can read it there. phases: the timer of the phases.
     parallel: combines the flags of all ranks.
     """
@@ -139,9 +137,7 @@ class Update:
         return GradReport(norm, not usable)
 
     def check_and_clip(self, optimizer: Optimizer, want_norm: bool) -> tuple[bool, Tensor | None]:
-        """Unscale, check and clip the gradients. Return whether they can be used, and their norm before
-        clipping.
-        """
+        """Unscale, check and clip the gradients. Return whether they can be used, and their norm before clipping."""
         if optimizer is not self._optimizer or len(optimizer.param_groups) != self._num_groups:
             self._adopt(optimizer)
         self._book(CHECK)
@@ -209,9 +205,7 @@ class Update:
             optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def _is_usable(self, optimizer: Optimizer, groups: Groups, norm: Tensor | None) -> bool:
-        """Return whether to call `optimizer.step()`. True also if the optimizer checks the gradients on the
-        device.
-        """
+        """Return whether to call `optimizer.step()`. True also if the optimizer checks the gradients on the device."""
         if self._scaler is not None:
             return not (groups and self._overflowed(self._scaler, optimizer, self._any_rank))
         if not self._checks:
@@ -308,17 +302,15 @@ def has_overflowed(
 ) -> bool:
     """Return whether `unscale_` saw a value that is not finite. The host waits for the device.
 
-    It is checked before the step, so that `optimizer.step()` is not called: GradScaler.step would call a
-    fused optimizer, and SGD would start from an uninitialised momentum.
+    It is checked before the step, so that `optimizer.step()` is not called: GradScaler.step would call a fused
+    optimizer, and SGD would start from an uninitialised momentum.
     """
     flags = scaler._found_inf_per_device(optimizer)
     return math.fsum(any_rank(flag).item() for flag in flags.values()) != 0
 
 
 def describe_end(stopped: bool, scales: bool, most: int) -> str:
-    """Return why the run ends. stopped: nan_policy=stop; otherwise more than `most` steps in a row were
-    skipped.
-    """
+    """Return why the run ends. stopped: nan_policy=stop; otherwise more than `most` steps in a row were skipped."""
     if stopped:
         return (
             "a gradient was NaN or infinite (trainer.nan_policy=stop). The weights are those before this step. "

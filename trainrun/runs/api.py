@@ -1,6 +1,4 @@
-"""The Python interface to a run: train one, load one, and read its config, numbers and model from its
-folder.
-"""
+"""The Python interface to a run: train one, load one, and read its config, numbers and model from its folder."""
 
 from __future__ import annotations
 
@@ -50,8 +48,8 @@ STATE_WORDS = {"done": "ended", "stopped": "stopped", "pruned": "pruned"} | {
 class Run:
     """One run folder. Files are read when they are needed.
 
-    trust: whether its config may name code that this user has not sealed. objects: the Python objects that
-        the run got.
+    trust: whether its config may name code that this user has not sealed. objects: the Python objects that the run
+        got.
     """
 
     folder: Path
@@ -90,14 +88,13 @@ class Run:
     ) -> nn.Module:
         """Return the trained network in evaluation mode, on the CPU.
 
-        which: best, last, or a checkpoint's name; by default the best, or the last if no metric chose a
-            best one.
-        model: a network built like the one that the run got from Python, if this is another process; it is
-            not changed.
+        which: best, last, or a checkpoint's name; by default the best, or the last if no metric chose a best one.
+        model: a network built like the one that the run got from Python, if this is another process; it is not
+            changed.
         merge: return a plain network, with the LoRA corrections added to its weights.
 
-        The network takes inputs like the batches of the run: images scaled (0 to 1 for
-        `data=image_folder`), and normalised if `data.augment.normalize` was set.
+        The network takes inputs like the batches of the run: images scaled (0 to 1 for `data=image_folder`), and
+        normalised if `data.augment.normalize` was set.
         """
         with holding(dict(self.objects) | ({} if model is None else {"model": model})):
             network = load_network(self.files, choose_checkpoint(self.files.checkpoints, which), self.trust)
@@ -110,12 +107,12 @@ class Run:
     def predict(
         self, samples: Any, which: str | None = None, num_classes_shown: int = 3
     ) -> dict[str, list[Any]]:
-        """Return the predictions for new samples as columns. `prediction` holds class names if the classes
-        have names.
+        """Return the predictions for new samples as columns. `prediction` holds class names if the classes have
+        names.
 
-        samples: paths, folders or patterns; one or several images (PIL, uint8 arrays (H, W, C) or tensors
-            (C, H, W)); table rows (a mapping, a list of mappings, a DataFrame); or an array (N, ...) of
-            inputs like those of the run's data.
+        samples: paths, folders or patterns; one or several images (PIL, uint8 arrays (H, W, C) or tensors (C, H,
+            W)); table rows (a mapping, a list of mappings, a DataFrame); or an array (N, ...) of inputs like those
+            of the run's data.
         num_classes_shown: the number of most likely classes that get columns.
 
             run = trainrun.load("runs/plants")
@@ -127,8 +124,7 @@ class Run:
             return predict_new(self.files, samples, which, self.trust, num_classes_shown)
 
     def history(self) -> Any:
-        """Return the logged training and validation metrics as columns by name; None where a row lacks the
-        value.
+        """Return the logged training and validation metrics as columns by name; None where a row lacks the value.
 
         The result is a DataFrame if pandas is installed, else a dict of lists.
         """
@@ -184,12 +180,12 @@ def train(
 ) -> Run:
     """Train like the command `trainrun` with the same settings, and return the run.
 
-    model: a network; it has the last weights afterwards. data, val, test: data sets, or tensors or arrays
-        of equal length such as `(x, y)`. `val` may be a dict of named sets; without it nothing is
-        validated. task: an object as in `trainrun help tasks`.
+    model: a network; it has the last weights afterwards. data, val, test: data sets, or tensors or arrays of equal
+        length such as `(x, y)`. `val` may be a dict of named sets; without it nothing is validated. task: an object
+        as in `trainrun help tasks`.
 
-    The objects stay in this process. To resume such a run, pass the same objects again, with the same
-    `output_dir=` or with `ckpt_path=`.
+    The objects stay in this process. To resume such a run, pass the same objects again, with the same `output_dir=`
+    or with `ckpt_path=`.
 
     Raises TrainrunError. A run that a signal stopped is returned, with `status["state"] == "stopped"`.
     """
@@ -253,8 +249,8 @@ def config_place(name: str) -> str:
 
 @contextmanager
 def holding(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Make the objects available to configs inside the block. Yield a dict of the objects that the run
-    uses, some as copies.
+    """Make the objects available to configs inside the block. Yield a dict of the objects that the run uses, some as
+    copies.
     """
     if GIVEN and objects:
         raise ConfigError("trainrun.train: a run of objects is trained in this process already")
@@ -270,8 +266,7 @@ def holding(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def given(name: str, about: str) -> Any:
     """Return the Python object of that name. Raise ConfigError if it is gone or is a different one.
 
-    A network is copied, so that changes to its layers do not reach the caller's. A task is copied
-    shallowly.
+    A network is copied, so that changes to its layers do not reach the caller's. A task is copied shallowly.
     """
     if name not in GIVEN:
         raise ConfigError(
@@ -340,8 +335,8 @@ def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[st
 
 
 def describe_quantities(data: Any) -> str:
-    """Return how many different real numbers the targets hold (the last of several arrays); "" if they are
-    not real numbers.
+    """Return how many different real numbers the targets hold (the last of several arrays); "" if they are not real
+    numbers.
     """
     import numpy as np
 

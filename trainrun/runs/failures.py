@@ -47,8 +47,8 @@ if TYPE_CHECKING:  # a launcher of ranks imports no torch
 def run_status(run: RunDir, config: RunConfig, resumes: bool, flag: StopFlag) -> Iterator[None]:
     """Write `running` to `status.json`, and the final state if an exception leaves the block.
 
-    If a resume is refused, the earlier status is restored. If a library turns an interrupt into another
-    error (for example during an import), the run still counts as interrupted.
+    If a resume is refused, the earlier status is restored. If a library turns an interrupt into another error (for
+    example during an import), the run still counts as interrupted.
     """
     earlier = run.status.read_text(encoding="utf-8") if read_status(run) else None
     try:
@@ -132,8 +132,8 @@ def draw_ended_run(run: RunDir, config: RunConfig) -> None:
 def keep_overrides_if_accepted(run: RunDir, state: TrainState) -> Callable[..., bool]:
     """Discard the overrides of a resume if the run refuses them before its next step is done.
 
-    Return the exit function of a context: after such an error it restores the earlier config, and the
-    message says so.
+    Return the exit function of a context: after such an error it restores the earlier config, and the message says
+    so.
     """
     before, step = run.config_before.read_text(encoding="utf-8"), state.step
     run.config_before.unlink()
@@ -173,8 +173,8 @@ def end_hung(
 ) -> None:  # fmt: skip
     """Report that a rank hangs, and end its process.
 
-    A rank that waits for others reports LostContact, which counts less than the reports of the others. A
-    run without trainrun's launcher also records its own end.
+    A rank that waits for others reports LostContact, which counts less than the reports of the others. A run without
+    trainrun's launcher also records its own end.
     """
     if parallel.world_size > 1:
         is_waiting = account == RANKS
@@ -196,8 +196,8 @@ def end_meeting(run_dir: RunDir, config: RunConfig, text: str) -> None:
 def deadline(run: RunDir, config: RunConfig, flag: StopFlag | None = None) -> AbstractContextManager[None]:
     """End the process if a stop inside the block takes too long or is requested twice.
 
-    flag: of a rank. Before its first step a rank exits at once: nothing is lost, and other ranks may never
-        come. Later, trainrun's launcher limits the time if there is one.
+    flag: of a rank. Before its first step a rank exits at once: nothing is lost, and other ranks may never come.
+        Later, trainrun's launcher limits the time if there is one.
     """
 
     def limit() -> float:

@@ -1,7 +1,7 @@
 """Predictions of a saved run for new samples: images, tables or arrays, without its training data.
 
-The samples are read like the training data: with the size, scale, columns, transform and normalisation of
-the run. The names of classes and input columns come from the checkpoint.
+The samples are read like the training data: with the size, scale, columns, transform and normalisation of the run.
+The names of classes and input columns come from the checkpoint.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ Columns = dict[str, list[Any]]
 
 
 class NewSamples(Dataset[Any]):
-    """New samples in the form `(input, 0)`, which the transform of a run expects; the 0 replaces the
-    unknown target.
+    """New samples in the form `(input, 0)`, which the transform of a run expects; the 0 replaces the unknown target.
 
     read: returns the input of a sample by its index. names: columns that identify the sample of each row.
     """
@@ -111,9 +110,8 @@ def predict_new(
 ) -> Columns:  # fmt: skip
     """Return columns of equal length: the name of each new sample and the predictions of the run for it.
 
-    samples: paths (files, folders, patterns), images, rows (a mapping, a list of mappings, a DataFrame) or
-        an array of inputs like those of the run's data. If the classes have names, `prediction` holds
-        names.
+    samples: paths (files, folders, patterns), images, rows (a mapping, a list of mappings, a DataFrame) or an array
+        of inputs like those of the run's data. If the classes have names, `prediction` holds names.
     """
     config = without_gpu(trusted_config(run, [], trust))
     check_modules(run, config)
@@ -155,8 +153,8 @@ def saved_facts(run: RunDir, names: TrainingNames) -> DataFacts:
 def check_shape(samples: Any, expected: tuple[int, ...] | None, config: RunConfig) -> None:
     """Raise DataError if the samples of an array (N, ...) do not have the shape of the training samples.
 
-    Nothing is checked if the run has a transform, which may change the shape. A network without the
-    argument `in_shape` may take images of another size and sequences of another length.
+    Nothing is checked if the run has a transform, which may change the shape. A network without the argument
+    `in_shape` may take images of another size and sequences of another length.
     """
     is_array = hasattr(samples, "dtype") and hasattr(samples, "shape")
     if not is_array or expected is None or config.data.transform or config.data.val_transform:
@@ -198,9 +196,7 @@ def as_lists(columns: Mapping[str, Tensor], class_names: Sequence[str]) -> Colum
 
 
 def open_samples(input_format: InputFormat, samples: Any) -> NewSamples:
-    """Return new samples of any kind as `NewSamples`. Raise ConfigError or DataError if they do not fit the
-    run.
-    """
+    """Return new samples of any kind as `NewSamples`. Raise ConfigError or DataError if they do not fit the run."""
     if input_format.reader == TEXT:
         raise ConfigError(
             "predict: this run writes text; continue a prompt with: trainrun sample RUN_DIR --prompt 'Once upon'"
@@ -242,9 +238,7 @@ def open_files(input_format: InputFormat, words: Sequence[str | Path]) -> NewSam
 
 
 def expand_paths(words: Sequence[str | Path], endings: Sequence[str]) -> list[Path]:
-    """Return the files that paths, folders and patterns name. Raise ConfigError if one of them names no
-    file.
-    """
+    """Return the files that paths, folders and patterns name. Raise ConfigError if one of them names no file."""
     files: list[Path] = []
     for word in words:
         path = Path(word).expanduser()
@@ -296,8 +290,8 @@ def is_batch(samples: Any) -> bool:
 
 
 def png_of(picture: Any) -> bytes:
-    """Encode an image as PNG: a PIL image, an array (H, W) or (H, W, C), or a tensor (C, H, W). Raise
-    DataError if not uint8.
+    """Encode an image as PNG: a PIL image, an array (H, W) or (H, W, C), or a tensor (C, H, W). Raise DataError if
+    not uint8.
     """
     from PIL import Image
 
@@ -338,9 +332,7 @@ def row_of_fields(fields: Mapping[str, Tensor], index: int) -> dict[str, Tensor]
 
 
 def rows_as_samples(input_format: InputFormat, rows: Any) -> NewSamples:
-    """Return table rows from Python as samples: one mapping, a list of mappings, columns by name, or a
-    DataFrame.
-    """
+    """Return table rows from Python as samples: one mapping, a list of mappings, columns by name, or a DataFrame."""
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
         rows = rows.to_dict("records")
     elif isinstance(rows, Mapping):
@@ -370,9 +362,7 @@ def rows_as_samples(input_format: InputFormat, rows: Any) -> NewSamples:
 
 
 def read_new_table(file: Path, input_format: InputFormat, shown: str = "") -> NewSamples:
-    """Return the rows of a table file as samples. Its columns are matched by name with those of the
-    training.
-    """
+    """Return the rows of a table file as samples. Its columns are matched by name with those of the training."""
     node = dict(input_format.node)
     is_parquet = file.name.lower().endswith(ENDINGS["parquet"])
     load = parquet.load if is_parquet else csv_files.load

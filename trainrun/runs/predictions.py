@@ -27,9 +27,8 @@ def predict_batches(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the task's columns for all samples; the raw outputs if the task has no `predict`.
 
-    For tokens (task=classification or language_modeling), columns hold -100 or NaN at padding. Another task
-    handles its padding itself. num_classes_shown: the number of most likely classes that get columns, see
-    `likely_classes`.
+    For tokens (task=classification or language_modeling), columns hold -100 or NaN at padding. Another task handles
+    its padding itself. num_classes_shown: the number of most likely classes that get columns, see `likely_classes`.
     """
     who = getattr(getattr(task, "predict", None), "__self__", None)  # of distillation, the student's task
     is_of_tokens = type(who) in (Classification, LanguageModeling)
@@ -57,8 +56,8 @@ def predict_batch(model: nn.Module, task: Any, data: Any) -> dict[str, Tensor]:
 
 
 def likely_classes(model: nn.Module, task: Classification, data: Any, number: int) -> dict[str, Tensor]:
-    """Return the second, third, ... most likely class of each sample as `prediction_2`, ..., with
-    `confidence_2`, ...
+    """Return the second, third, ... most likely class of each sample as `prediction_2`, ..., with `confidence_2`,
+    ...
     """
     logits = task.logits(model, inputs_and_maybe_target(data)[0], data)
     if logits.ndim != 2:
@@ -96,8 +95,8 @@ def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]
 
 
 def raw_output(model: Any, batch: Any) -> Tensor:
-    """Return the model's output tensor for a batch. A dict is passed by the argument names of `forward`.
-    Raise PluginError.
+    """Return the model's output tensor for a batch. A dict is passed by the argument names of `forward`. Raise
+    PluginError.
     """
     inputs = batch[0] if isinstance(batch, tuple | list) else inputs_and_maybe_target(batch)[0]
     try:

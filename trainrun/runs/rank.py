@@ -1,7 +1,7 @@
 """One rank of a run: build, resume, train, and record how it ended.
 
-The launcher starts `python -m trainrun.runs.rank_process RUN_DIR ATTEMPT`; a run on one device calls
-`train_here` in its own process.
+The launcher starts `python -m trainrun.runs.rank_process RUN_DIR ATTEMPT`; a run on one device calls `train_here` in
+its own process.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def train_rank(
     flag: StopFlag,
     phases: PhaseTimer,
 ) -> int:
-    """Train on one rank and return the exit code. After a rollback to a checkpoint, start again as a resume
-    does.
-    """
+    """Train on one rank and return the exit code. After a rollback to a checkpoint, start again as a resume does."""
     back: RollBack | None = None
     while True:
         try:
@@ -102,9 +100,7 @@ def train_once(
     run_dir: RunDir, config: RunConfig, order: LaunchSpec, parallel: Parallel, flag: StopFlag, phases: PhaseTimer,
     back: RollBack | None,
 ) -> int:  # fmt: skip
-    """Build the parts and train until the end or a rollback. Return the exit code. Raise TrainrunError for
-    a user's fault.
-    """
+    """Build the parts and train until the end or a rollback. Return the exit code. Raise TrainrunError."""
     leader, resume = parallel.rank == 0, order.resume or back is not None
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(
@@ -227,8 +223,8 @@ def end_save(run: Components, kind: type[BaseException] | None) -> bool:
 
 
 def note_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
-    """Write measured choices to RUN.json for a resume, and facts of the data for `load_model`, which builds
-    without data.
+    """Write measured choices to RUN.json for a resume, and facts of the data for `load_model`, which builds without
+    data.
     """
     facts = run.data_facts
     data_facts = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
@@ -239,9 +235,7 @@ def note_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
 
 
 def run_loop(run: Components, state: TrainState) -> TrainState:
-    """Run the training loop of trainrun or of the user. Raise an explained error if the cause of a failure
-    is known.
-    """
+    """Run the training loop of trainrun or of the user. Raise an explained error if the cause of a failure is known."""
     fit: Callable[[Components, TrainState], TrainState] = loop.fit
     node = run.config.loop
     if node:

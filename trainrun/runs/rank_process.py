@@ -38,8 +38,8 @@ def main(argv: list[str]) -> int:
 
 
 def run_rank_of(run_dir: RunDir, config: RunConfig, order: LaunchSpec, store: Store | None = None) -> int:
-    """Run one rank of a run. Return its exit code. store: where ranks of torchrun or Slurm meet; None for
-    trainrun's launcher.
+    """Run one rank of a run. Return its exit code. store: where ranks of torchrun or Slurm meet; None for trainrun's
+    launcher.
     """
 
     def work(parallel: Parallel, flag: StopFlag) -> int:

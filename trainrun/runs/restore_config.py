@@ -55,11 +55,10 @@ def load_parts(
     measured: str = "",
     is_held_out: bool = False,
 ) -> tuple[Components, Path]:
-    """Build a saved run on one device and load a checkpoint's weights. Return the parts and the
-    checkpoint's path.
+    """Build a saved run on one device and load a checkpoint's weights. Return the parts and the checkpoint's path.
 
-    measured: the split that the command evaluates. If an override sets `data.path`, all samples there are
-        read for it. If `is_held_out` and the path is the training data, only the held-out part is read.
+    measured: the split that the command evaluates. If an override sets `data.path`, all samples there are read for
+        it. If `is_held_out` and the path is the training data, only the held-out part is read.
     """
     config = trusted_config(run_dir, overrides, trust, measured)
     check_modules(run_dir, config)
@@ -108,8 +107,8 @@ def load_parts(
 
 
 def use_new_validation_data(config: RunConfig, typed: set[str]) -> RunConfig:
-    """Return the config with the validation data of the overrides, for a run that validated on a fold or on
-    named sets.
+    """Return the config with the validation data of the overrides, for a run that validated on a fold or on named
+    sets.
     """
     data, node = config.data, config.data.train
     if not any(key == "data.train.val_path" or key.startswith("data.val.") for key in typed):
@@ -146,9 +145,7 @@ def is_training_data(config: RunConfig, device: torch.device, loaded: Loaded) ->
 
 
 def reading_whole_path(config: RunConfig, split: str) -> RunConfig:
-    """Return the config in which a split is all samples of `data.path`, or those named like the split
-    there.
-    """
+    """Return the config in which a split is all samples of `data.path`, or those named like the split there."""
     data, key = config.data, f"{split}_path"
     split_node = getattr(data, split)
     node = split_node if is_node(split_node) else data.train or {}
@@ -168,8 +165,8 @@ def saved_names(loaded: Loaded) -> TrainingNames:
 
 
 def give_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.device) -> None:
-    """Restore the task's state and step, on which its loss may depend. Note parts of the model that no
-    checkpoint holds.
+    """Restore the task's state and step, on which its loss may depend. Note parts of the model that no checkpoint
+    holds.
     """
     calls.start(TrainState(loaded.manifest.step, loaded.manifest.epoch))
     if isinstance(task_state := loaded.shared.get("task"), dict):
@@ -188,8 +185,8 @@ def without_gpu(config: RunConfig) -> RunConfig:
 
 
 def checkpoint_of(run: RunDir, which: str | None) -> str:
-    """Return the checkpoint of `--which`; without it the best one, or the last one (with a note) if none
-    was the best.
+    """Return the checkpoint of `--which`; without it the best one, or the last one (with a note) if none was the
+    best.
     """
     chosen = choose_checkpoint(run.checkpoints, which)
     if which is None and chosen == "last" and committed_steps(run.checkpoints):

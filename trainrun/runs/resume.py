@@ -126,9 +126,7 @@ def check_ours(run: RunDir) -> None:
 
 
 def check_reachable(run: RunDir) -> None:
-    """Raise ConfigError if the folder of checkpoints is a dangling link; otherwise the run would start
-    over.
-    """
+    """Raise ConfigError if the folder of checkpoints is a dangling link; otherwise the run would start over."""
     place = run.checkpoints
     if place.is_symlink() and not place.is_dir():
         raise ConfigError(
@@ -140,8 +138,8 @@ def check_reachable(run: RunDir) -> None:
 def config_to_continue(run: RunDir, config: RunConfig) -> RunConfig | None:
     """Return the config with the seed of the earlier session; None if the folder holds no run to continue.
 
-    The targets of the config come from this command line, so only the files of the folder can be foreign.
-    Raise ConfigError if the folder holds another run, or something else.
+    The targets of the config come from this command line, so only the files of the folder can be foreign. Raise
+    ConfigError if the folder holds another run, or something else.
     """
     check_ours(run)
     check_reachable(run)
@@ -293,8 +291,7 @@ def finished(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
 
 
 def repair(run: RunDir, note: Callable[[str], None] = say_note) -> None:
-    """Repair the folder of a run so that it can continue. Only the process that holds its lock may call
-    this.
+    """Repair the folder of a run so that it can continue. Only the process that holds its lock may call this.
 
     Damaged files are set aside. Raises ConfigError if the folder is not writable.
     """

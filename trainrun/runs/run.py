@@ -51,11 +51,11 @@ from trainrun.timing.phases import command_start
 
 @contextmanager
 def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, RunConfig, bool]]:
-    """Create a run, or open the run in its folder if it has the same settings. The folder is locked inside
-    the block.
+    """Create a run, or open the run in its folder if it has the same settings. The folder is locked inside the
+    block.
 
-    Yield the folder, the config with its seed, and whether an existing run is continued. Raise ConfigError
-    if the folder holds a run with other settings; nothing is overwritten.
+    Yield the folder, the config with its seed, and whether an existing run is continued. Raise ConfigError if the
+    folder holds a run with other settings; nothing is overwritten.
     """
     run, config = RunDir(folder_of(composition)), composition.config
     with unless_refused(run), only_writer(run):
@@ -72,11 +72,10 @@ def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, 
 
 @contextmanager
 def unless_refused(run: RunDir) -> Iterator[None]:
-    """Make the folder of a run. If a new run is refused before its first step, remove what was written
-    inside the block.
+    """Make the folder of a run. If a new run is refused before its first step, remove what was written inside the
+    block.
 
-    Refused means a user's fault (exit code 2). Ranks of torchrun or Slurm may still write, so their folder
-    stays.
+    Refused means a user's fault (exit code 2). Ranks of torchrun or Slurm may still write, so their folder stays.
     """
     made = [folder for folder in (run.root, *run.root.parents) if not folder.exists()]
     before = [] if made else list(run.root.iterdir())
@@ -139,9 +138,7 @@ def new_run(
 
 
 def write_config(run: RunDir, config: RunConfig, seal: bool = True) -> None:
-    """Write the config of a run, and its secrets to a file of their own. seal: also seal the folder as this
-    user's.
-    """
+    """Write the config of a run, and its secrets to a file of their own. seal: also seal the folder as this user's."""
     secret_values = public(config)[1]
     files = {run.secrets: format_json(secret_values)} if secret_values else {}
     files[run.config] = format_config(config)
@@ -189,9 +186,7 @@ def report_finished(text: str) -> int:
 
 
 def torchrun_ranks() -> ModuleType:
-    """Import the module that meets the ranks of torchrun or Slurm. It needs torch, which a launcher does
-    not import.
-    """
+    """Import the module that meets the ranks of torchrun or Slurm. It needs torch, which a launcher does not import."""
     from trainrun.runs import torchrun
 
     return torchrun

@@ -1,7 +1,7 @@
 """A run whose ranks were started by torchrun or Slurm. Rank 0 decides and informs the others.
 
-Only rank 0 composes the config, so there is one run folder and one config. It sends both to the other ranks
-through the store in which they meet.
+Only rank 0 composes the config, so there is one run folder and one config. It sends both to the other ranks through
+the store in which they meet.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def follow_run() -> int:
 
 
 def _meeting_seconds() -> float:
-    """Return `parallel.meeting_seconds` from the command line (no config is composed yet), else the
-    default.
-    """
+    """Return `parallel.meeting_seconds` from the command line (no config is composed yet), else the default."""
     values = [word.removeprefix(MEETING) for word in sys.argv if word.startswith(MEETING)]
     with contextlib.suppress(ValueError):  # rank 0 refuses it
         return float(values[-1]) if values else ParallelConfig().meeting_seconds
@@ -84,8 +82,8 @@ def _meeting_seconds() -> float:
 
 
 def _fault_here(payload: dict[str, Any]) -> str:
-    """Return why this rank cannot take part; "" if it can. It needs the right number of ranks and the
-    shared run folder.
+    """Return why this rank cannot take part; "" if it can. It needs the right number of ranks and the shared run
+    folder.
     """
     if "folder" not in payload:  # nothing is trained
         return ""
@@ -105,8 +103,8 @@ def _digest(run: RunDir) -> str:
 
 
 def _is_shared(run: RunDir, digest: str) -> bool:
-    """Return whether this rank sees rank 0's config. A network folder may show it late; a local folder may
-    hold an old run.
+    """Return whether this rank sees rank 0's config. A network folder may show it late; a local folder may hold an
+    old run.
     """
     until = time.monotonic() + FOLDER_SECONDS
     while True:

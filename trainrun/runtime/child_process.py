@@ -1,13 +1,11 @@
 """Run user code in a forked child process that is discarded afterwards.
 
-what: the child has copies of all objects of this process, so nothing that the code changes reaches this
-    process: tensors, attributes, closures, locks, random states, positions in open files. Plain values
-    return through a pipe. The code runs in a new thread of the child: OpenMP's threads do not survive a
-    fork, and a computation in the forked thread would wait for them forever, while a new thread starts its
-    own.
-when: user code that runs before the training, on Linux. when not: after CUDA was started, which allows no
-    fork, and if the user has started threads: a fork has none of them, so code that waits for one would
-    wait forever.
+what: the child has copies of all objects of this process, so nothing that the code changes reaches this process:
+    tensors, attributes, closures, locks, random states, positions in open files. Plain values return through a pipe.
+    The code runs in a new thread of the child: OpenMP's threads do not survive a fork, and a computation in the
+    forked thread would wait for them forever, while a new thread starts its own.
+when: user code that runs before the training, on Linux. when not: after CUDA was started, which allows no fork, and
+    if the user has started threads: a fork has none of them, so code that waits for one would wait forever.
 """
 
 from __future__ import annotations
@@ -65,9 +63,7 @@ class ChildEnded(ChildError):
 
 
 def can_fork() -> bool:
-    """Return whether a forked child of this process can run user code: forward passes on the CPU, and data
-    sets.
-    """
+    """Return whether a forked child of this process can run user code: forward passes on the CPU, and data sets."""
     if sys.platform != "linux":
         return False
     if not all(thread.name.startswith(OWN_THREADS) for thread in threading.enumerate()):
@@ -83,13 +79,12 @@ def run_in_child(
 ) -> T:
     """Run `work` in a forked child process and return its result. No other effect reaches this process.
 
-    The result is pickled. An error that can be pickled is raised again here, any other as ChildError.
-    Output of the child is dropped. The child starts with this process's random states, but not with its
-    grad mode and autocast.
+    The result is pickled. An error that can be pickled is raised again here, any other as ChildError. Output of the
+    child is dropped. The child starts with this process's random states, but not with its grad mode and autocast.
 
     limit_seconds: the time until the result or the next `send_sign`; 0 for no limit.
-    computes: whether the work may use several torch threads. If not, it runs in the main thread of the
-        child with one thread, as in a loader worker.
+    computes: whether the work may use several torch threads. If not, it runs in the main thread of the child with
+        one thread, as in a loader worker.
     say: receives the texts of `send_sign`.
     """
     reading, writing = os.pipe()
@@ -121,8 +116,8 @@ def run_in_child(
 
 
 def send_sign(text: str = "") -> bool:
-    """Report to the parent process that the work continues, with a text. Return False if this is not a
-    child process.
+    """Report to the parent process that the work continues, with a text. Return False if this is not a child
+    process.
     """
     if _answers is None:
         return False
@@ -194,9 +189,7 @@ def _sendable(error: BaseException) -> Exception:
 
 
 def take_own_positions() -> None:
-    """Reopen the files that the parent has open for reading, so that this process has its own positions in
-    them.
-    """
+    """Reopen the files that the parent has open for reading, so that this process has its own positions in them."""
     for entry in _names(OPEN_FILES):
         with suppress(OSError):
             mode = _mode_of(int(entry))
@@ -205,8 +198,8 @@ def take_own_positions() -> None:
 
 
 def end_pipes_and_sockets() -> None:
-    """Replace every pipe and socket of a child process by the null device, since their content can be read
-    only once.
+    """Replace every pipe and socket of a child process by the null device, since their content can be read only
+    once.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
     for entry in _names(OPEN_FILES):
@@ -217,8 +210,8 @@ def end_pipes_and_sockets() -> None:
 
 
 def _open_files_again(pipe: int) -> None:
-    """Reopen the files of the parent, so that this process has its own positions, and redirect output to
-    the null device.
+    """Reopen the files of the parent, so that this process has its own positions, and redirect output to the null
+    device.
 
     A fork shares the position of each open file: reading here would move it for the parent as well.
     """
@@ -273,8 +266,7 @@ def _read_answer(reading: int, limit_seconds: float, say: Say | None) -> bytes |
 
 
 def _read(reading: int, number: int, limit_seconds: float) -> bytes | None:
-    """Return `number` bytes of the pipe, b"" if its other end is closed, None after `limit_seconds` without
-    data.
+    """Return `number` bytes of the pipe, b"" if its other end is closed, None after `limit_seconds` without data.
 
     Waiting is counted in ticks, so time in which this process itself was suspended does not count.
     """

@@ -1,7 +1,7 @@
 """Copy many small tensors in one call: on a GPU one kernel per dtype, where a loop launches one per tensor.
 
-The kernels are those of torch's optimizers. Their names are private: if a version lacks them, a loop
-computes the same.
+The kernels are those of torch's optimizers. Their names are private: if a version lacks them, a loop computes the
+same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Turn the attributes of an object into texts that can be compared: plain values, tensors, and generators.
 
-what: compare `comparable_values` of two moments with `changed`. Iterators and open files are compared by
-    position. when not: for objects with more than 10,000 entries or unreadable content. Their text is
-    empty.
+what: compare `comparable_values` of two moments with `changed`. Iterators and open files are compared by position.
+    when not: for objects with more than 10,000 entries or unreadable content. Their text is empty.
 """
 
 from __future__ import annotations

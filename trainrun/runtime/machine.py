@@ -1,12 +1,11 @@
 """Cores and free memory of this machine, and how the C library treats freed host memory.
 
-what: settings of glibc's allocator. By default it returns blocks above 32 MB to the system at once, which
-    clears them again, page by page, in the next step. `keep`: blocks of up to 2 GB stay with the process.
-    `return`: tensors of 1 MB or more are returned at once, so that memory does not fragment. No number
-    changes.
-when: `keep`, if forward and backward run on the CPU and memory is ample (`auto` estimates it); `return`, if
-    peak memory counts, above all with trainer.gradient_checkpointing. when not: `keep`, if other processes
-    need the memory.
+what: settings of glibc's allocator. By default it returns blocks above 32 MB to the system at once, which clears
+    them again, page by page, in the next step. `keep`: blocks of up to 2 GB stay with the process. `return`: tensors
+    of 1 MB or more are returned at once, so that memory does not fragment. No number changes.
+when: `keep`, if forward and backward run on the CPU and memory is ample (`auto` estimates it); `return`, if peak
+    memory counts, above all with trainer.gradient_checkpointing. when not: `keep`, if other processes need the
+    memory.
 source: https://man7.org/linux/man-pages/man3/mallopt.3.html. gain: see `trainrun help measurements`.
 """
 
@@ -38,8 +37,8 @@ def can_set_allocator() -> bool:
 
 
 def set_allocator(rule: str) -> bool:
-    """Set how freed host memory is treated for the rest of the process (a key of SWITCHES). Return whether
-    that worked.
+    """Set how freed host memory is treated for the rest of the process (a key of SWITCHES). Return whether that
+    worked.
     """
     mallopt = glibc_function("mallopt")
     if mallopt is None:
@@ -83,8 +82,8 @@ def host_memory() -> Memory:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of the device in bytes. For a GPU this includes memory that torch's allocator
-    keeps for reuse.
+    """Return the free memory of the device in bytes. For a GPU this includes memory that torch's allocator keeps for
+    reuse.
     """
     if device.type == "cuda":
         import torch

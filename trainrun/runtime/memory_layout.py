@@ -1,8 +1,8 @@
 """The contract that parameters and buffers are dense, and functions for the memory layout of tensors.
 
-Torch's fused optimizers on a CPU (2.8 to 2.13) read parameter, gradient and state each as one block of
-memory and ignore strides. They are right if all of these are dense and have the same strides. Otherwise
-they write to wrong elements, or past the end of the memory.
+Torch's fused optimizers on a CPU (2.8 to 2.13) read parameter, gradient and state each as one block of memory and
+ignore strides. They are right if all of these are dense and have the same strides. Otherwise they write to wrong
+elements, or past the end of the memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ def dimensions_of(tensor: Tensor) -> Dimensions:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill one block of memory without gaps or overlaps, in any order of
-    dimensions.
-    """
+    """Return whether the elements fill one block of memory without gaps or overlaps, in any order of dimensions."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return tensor.layout is torch.strided
     expected = 1
@@ -61,9 +59,7 @@ def _has_equal_offsets(dimensions: Dimensions) -> bool:
 
 
 def has_layout_of(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape have equal strides. Strides of dimensions of size 1 do not
-    matter.
-    """
+    """Return whether two tensors of one shape have equal strides. Strides of dimensions of size 1 do not matter."""
     if tensor.stride() == other.stride():
         return True
     strides = zip(tensor.stride(), other.stride(), tensor.shape, strict=True)
@@ -87,11 +83,10 @@ def lay_out_gradient(param: Tensor) -> Tensor:
 
 
 def make_dense(model: nn.Module) -> None:
-    """Replace each buffer whose elements share memory by a dense copy, since no checkpoint could be loaded
-    into it.
+    """Replace each buffer whose elements share memory by a dense copy, since no checkpoint could be loaded into it.
 
-    Raise PluginError for a parameter whose elements share memory, and for such a buffer that is a view of
-    another tensor of the model: an update or a load would change both.
+    Raise PluginError for a parameter whose elements share memory, and for such a buffer that is a view of another
+    tensor of the model: an update or a load would change both.
     """
     tensors = dict(named_tensors(model))
     copies: dict[Tensor, Tensor] = {}  # a buffer may have several names

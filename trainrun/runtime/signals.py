@@ -1,6 +1,4 @@
-"""Stop requests: signals set a flag that the training reads; a second signal or a deadline ends the
-process.
-"""
+"""Stop requests: signals set a flag that the training reads; a second signal or a deadline ends the process."""
 
 from __future__ import annotations
 
@@ -40,8 +38,8 @@ class StopFlag:
 
     request: STOP_NONE or the request. num_interrupts: the number of Ctrl-C.
     raised: whether an interrupt was raised as an exception, so that later errors may be its consequence.
-    training: whether training has begun, so that there is something to save and the first Ctrl-C only sets
-        the request. Ranks start with True: they stop together or not at all.
+    training: whether training has begun, so that there is something to save and the first Ctrl-C only sets the
+        request. Ranks start with True: they stop together or not at all.
     quiet_until: on the monotonic clock; a Ctrl-C before this time raises nothing more.
     fault: an error that the next signal raises once, set by a watchdog for the main thread.
     """
@@ -119,8 +117,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
 def catch_stops(handler: Handler) -> Iterator[None]:
     """Call `handler` for every stop signal inside the block. Restore the handlers afterwards.
 
-    An ignored signal stays ignored: `nohup` ignores SIGHUP, and a shell script ignores SIGINT for a
-    background job. Outside the main thread, where Python allows no handlers, nothing changes.
+    An ignored signal stays ignored: `nohup` ignores SIGHUP, and a shell script ignores SIGINT for a background job.
+    Outside the main thread, where Python allows no handlers, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -148,14 +146,14 @@ def left_at_stops() -> Iterator[None]:
 
 @contextmanager
 def stop_deadline(limit: Callable[[], float], expire: Expire) -> Iterator[None]:
-    """Call `expire` in a thread if a stop inside the block takes longer than `limit()` seconds or is
-    requested twice.
+    """Call `expire` in a thread if a stop inside the block takes longer than `limit()` seconds or is requested
+    twice.
 
-    Python runs signal handlers only between its own instructions: 11 s late in a gloo exchange with a
-    timeout of 10 s. The bytes of `signal.set_wakeup_fd` come at once, and a separate thread reads them. A
-    second request is a SIGTERM at least a second after the first (a scheduler and a launcher may both
-    forward the first), or a second Ctrl-C. SIGUSR1, SIGUSR2 and SIGHUP start the deadline too, but only as
-    an early warning. Outside the main thread nothing happens, because other threads get no signals.
+    Python runs signal handlers only between its own instructions: 11 s late in a gloo exchange with a timeout of 10
+    s. The bytes of `signal.set_wakeup_fd` come at once, and a separate thread reads them. A second request is a
+    SIGTERM at least a second after the first (a scheduler and a launcher may both forward the first), or a second
+    Ctrl-C. SIGUSR1, SIGUSR2 and SIGHUP start the deadline too, but only as an early warning. Outside the main thread
+    nothing happens, because other threads get no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -31,9 +31,7 @@ def guard_streams() -> None:
 
 
 def wrap_output(stream: TextIO) -> TextIO:
-    """Return the stream over `LossyOutput`. Characters that its encoding lacks are replaced by similar
-    ones.
-    """
+    """Return the stream over `LossyOutput`. Characters that its encoding lacks are replaced by similar ones."""
     if not isinstance(stream, io.TextIOWrapper):  # closed, or that of another program
         return stream
     raw = LossyOutput(stream.fileno(), "w", closefd=False)

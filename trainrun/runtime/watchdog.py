@@ -1,12 +1,11 @@
 """A watchdog that ends a run without progress and writes the stacks of all threads to the run folder.
 
-what: a thread reads every second the step, the validation batch and the current phase. If they do not
-    change for `trainer.watchdog_seconds`, it writes `stacks-rankN.txt` and raises in the main thread; if
-    that is blocked in C code, the process is ended. The last checkpoint stays; the launcher of several
-    ranks restarts them.
-when: if the user knows how long one hook, one batch, or one save may take. Without it the runner limits
-    only its own waits: exchanges (`parallel.timeout_seconds`) and loader workers. when not: in a debugger,
-    and while code is compiled.
+what: a thread reads every second the step, the validation batch and the current phase. If they do not change for
+    `trainer.watchdog_seconds`, it writes `stacks-rankN.txt` and raises in the main thread; if that is blocked in C
+    code, the process is ended. The last checkpoint stays; the launcher of several ranks restarts them.
+when: if the user knows how long one hook, one batch, or one save may take. Without it the runner limits only its own
+    waits: exchanges (`parallel.timeout_seconds`) and loader workers. when not: in a debugger, and while code is
+    compiled.
 source: the watchdog of NCCL; faulthandler of the standard library. gain: an error instead of a lost night.
 """
 
@@ -40,17 +39,16 @@ class Progress(Protocol):
 
 
 class Hung(BaseException):
-    """The exception raised in the main thread. It is not an Exception: a reader would count that as a
-    damaged sample.
+    """The exception raised in the main thread. It is not an Exception: a reader would count that as a damaged
+    sample.
     """
 
 
 class Watchdog:
-    """The watchdog of a run. Entered first and left last, so that a process that hangs while it exits is
-    ended too.
+    """The watchdog of a run. Entered first and left last, so that a process that hangs while it exits is ended too.
 
-    seconds: 0 disables it. place: the file for the stacks. end: ends the process; called in a thread with
-        the reason and the phase in which the run hung.
+    seconds: 0 disables it. place: the file for the stacks. end: ends the process; called in a thread with the reason
+        and the phase in which the run hung.
     """
 
     def __init__(

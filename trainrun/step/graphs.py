@@ -1,6 +1,4 @@
-"""Turn a function of tensors into one graph: check that tracing is safe, trace, compile, and record CUDA
-graphs.
-"""
+"""Turn a function of tensors into one graph: check that tracing is safe, trace, compile, and record CUDA graphs."""
 
 from __future__ import annotations
 
@@ -32,11 +30,11 @@ WARM_UP = 3  # what cuBLAS and others allocate at their first calls must lie out
 
 
 def rehearse(run: Components, batch: Any) -> None:
-    """Compute forward and loss twice without lasting effects. The first pass also runs the task's checks of
-    its first batch.
+    """Compute forward and loss twice without lasting effects. The first pass also runs the task's checks of its
+    first batch.
 
-    A trace keeps the path of the one pass that it saw: a counter in an attribute, or a choice by Python's
-    or NumPy's random numbers, would be frozen without notice. Raises PluginError for both.
+    A trace keeps the path of the one pass that it saw: a counter in an attribute, or a choice by Python's or NumPy's
+    random numbers, would be frozen without notice. Raises PluginError for both.
     """
 
     def forward() -> tuple[Any, Any, dict[str, Any]]:
@@ -122,8 +120,8 @@ def lower_graph(
 class OnCuda:
     """A recorder of CUDA graphs: it warms up on a side stream, then records.
 
-    All graphs share one memory pool: no result is needed after another graph is replayed. The pool is freed
-    with the last.
+    All graphs share one memory pool: no result is needed after another graph is replayed. The pool is freed with the
+    last.
     """
 
     def __init__(self) -> None:
@@ -155,12 +153,11 @@ class OnCuda:
 
 
 def record_graph(function: Function, inputs: list[Tensor], num_held: int, record: Recorder) -> Function:
-    """Record a function as a CUDA graph. The order of operations, and so the rounding, is that of the
-    recorded call.
+    """Record a function as a CUDA graph. The order of operations, and so the rounding, is that of the recorded call.
 
-    inputs: the first `num_held` are changed in place; the others are copied to the memory that the recorded
-        kernels read. The warm-up changes buffers and random states, which are restored. Raise PluginError
-        if it cannot be recorded.
+    inputs: the first `num_held` are changed in place; the others are copied to the memory that the recorded kernels
+        read. The warm-up changes buffers and random states, which are restored. Raise PluginError if it cannot be
+        recorded.
     """
     held, fed = inputs[:num_held], [tensor.clone() for tensor in inputs[num_held:]]
     if len({tensor.device for tensor in inputs}) > 1:

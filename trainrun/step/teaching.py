@@ -49,8 +49,8 @@ def give_teacher(
 ) -> str:  # fmt: skip
     """Give the task its teacher, or the teacher's answers to all samples. Return a line that describes it.
 
-    in_order: returns all training samples once, without randomness. Every rank computes the same answers.
-        Raises ConfigError.
+    in_order: returns all training samples once, without randomness. Every rank computes the same answers. Raises
+        ConfigError.
     """
     if task.hidden and config.trainer.compile.scope != "off":
         raise ConfigError(
@@ -90,8 +90,8 @@ def give_teacher(
 
 
 def resolve_network(teacher: Any, config: RunConfig, load_run: LoadRun) -> tuple[nn.Module, str]:
-    """Return the network and its precision mode. teacher: a run folder, a target, or the object that a node
-    was built to.
+    """Return the network and its precision mode. teacher: a run folder, a target, or the object that a node was
+    built to.
     """
     if isinstance(teacher, str):
         if (
@@ -119,9 +119,7 @@ def resolve_network(teacher: Any, config: RunConfig, load_run: LoadRun) -> tuple
 
 
 def check_normalized(trained: RunConfig, config: RunConfig) -> None:
-    """Raise ConfigError if teacher and student were trained with different normalisation: both get the same
-    batch.
-    """
+    """Raise ConfigError if teacher and student were trained with different normalisation: both get the same batch."""
     of_teacher, of_run = (
         [node for node in each_config.data.augment.values() if node and node.get(TARGET) == NORMALIZE]
         for each_config in (trained, config)
@@ -153,9 +151,7 @@ def check_tokenizer(trained: RunConfig, config: RunConfig) -> None:
 
 
 def compare_answers(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) -> None:
-    """Compute the answers of teacher and student to two samples. Raise ConfigError if they cannot be
-    compared.
-    """
+    """Compute the answers of teacher and student to two samples. Raise ConfigError if they cannot be compared."""
     count = num_rows(batch)
     few = rows_of(batch, 0, min(2, count), count)
     inputs, target = inputs_and_target(few)

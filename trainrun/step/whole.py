@@ -1,19 +1,17 @@
 """Forward and backward as one graph, compiled or recorded. The optimizer update is the usual one.
 
-what: each shape of a full batch becomes one function without Python or autograd between its kernels, which
-    returns the loss and the gradients. All other batches (the last one of an epoch) run without a graph.
-    Rounding differs from the usual step in the last bits; dropout draws other numbers.
-    `trainer.cuda_graphs` records the function, compiled or not, and replays it without launching each
-    kernel.
-when: long runs of small networks, whose steps are mostly Python; shapes that repeat. when not: short runs
-    (about 5 s of compiling), shapes that change with every batch, models that need a value on the host or
-    change Python attributes in a forward, several ranks (all refused).
-source: functionalised training steps of JAX; make_fx and torch._inductor.compile: a graph without guards,
-    where `torch.compile` checks its inputs in every call;
-    https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
-gain: digits MLP, batch 32, one core of a busy machine: with data, validation, logging and checkpoints 0.60x
-    of a hand-written loop (scripts/bench_overhead.py --skip 5 trainer.compile=step). CUDA graphs on an
-    H100: a step of the digits MLP, batch 64, 2.0 -> 0.4 to 0.6 ms, compiled or not; of a CNN of 3 ms 0.9x.
+what: each shape of a full batch becomes one function without Python or autograd between its kernels, which returns
+    the loss and the gradients. All other batches (the last one of an epoch) run without a graph. Rounding differs
+    from the usual step in the last bits; dropout draws other numbers. `trainer.cuda_graphs` records the function,
+    compiled or not, and replays it without launching each kernel.
+when: long runs of small networks, whose steps are mostly Python; shapes that repeat. when not: short runs (about 5 s
+    of compiling), shapes that change with every batch, models that need a value on the host or change Python
+    attributes in a forward, several ranks (all refused).
+source: functionalised training steps of JAX; make_fx and torch._inductor.compile: a graph without guards, where
+    `torch.compile` checks its inputs in every call; https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+gain: digits MLP, batch 32, one core of a busy machine: with data, validation, logging and checkpoints 0.60x of a
+    hand-written loop (scripts/bench_overhead.py --skip 5 trainer.compile=step). CUDA graphs on an H100: a step of
+    the digits MLP, batch 64, 2.0 -> 0.4 to 0.6 ms, compiled or not; of a CNN of 3 ms 0.9x.
 """
 
 from __future__ import annotations
@@ -50,8 +48,7 @@ def build_whole_step(
 ) -> Step:
     """Return the step of a run as a graph. Raise ConfigError if it cannot be one.
 
-    plain: forward and backward of batches that are not full. informed: whether the task's step takes
-        `info`.
+    plain: forward and backward of batches that are not full. informed: whether the task's step takes `info`.
     """
     wanted, records = config.trainer.compile, config.trainer.cuda_graphs
     compiles = wanted.scope == "step"
@@ -110,11 +107,10 @@ class ModelAndTask(nn.Module):
 
 
 class StepFunction:
-    """Forward and backward for one batch shape, as a function of flat tensors: parameters, buffers, share,
-    batch.
+    """Forward and backward for one batch shape, as a function of flat tensors: parameters, buffers, share, batch.
 
-    Returns the loss, the task's sums (`names`) and the gradients of `trained`. `names` and `trained` are
-    known after the first call. Buffers are changed in place.
+    Returns the loss, the task's sums (`names`) and the gradients of `trained`. `names` and `trained` are known after
+    the first call. Buffers are changed in place.
     """
 
     def __init__(self, run: Components, rebuild: Callable[[Flat], Any]) -> None:
@@ -155,9 +151,7 @@ class StepFunction:
 
 
 def separate_gradients(params: list[nn.Parameter], grads: Any, share: Tensor) -> Flat:
-    """Return the gradients in the layout of their parameters, each in its own memory, as fused optimizers
-    need them.
-    """
+    """Return the gradients in the layout of their parameters, each in its own memory, as fused optimizers need them."""
     copied: Flat = []
     seen_ids = {id(share)}
     for param, gradient in zip(params, [gradient for gradient in grads if gradient is not None], strict=True):
@@ -183,9 +177,9 @@ class BatchKind:
 class WholeStep:
     """The step as one graph.
 
-    plain: forward and backward of a window that is not full. batch_size: the samples of a full batch. The
-        choice depends on the batch alone, so a resumed run makes the same ones. fixed: the engine's graphs
-        use fixed memory addresses.
+    plain: forward and backward of a window that is not full. batch_size: the samples of a full batch. The choice
+        depends on the batch alone, so a resumed run makes the same ones. fixed: the engine's graphs use fixed memory
+        addresses.
     """
 
     def __init__(
@@ -282,9 +276,7 @@ class WholeStep:
 
 
 def flatten_batch(data: Any) -> Flattened:
-    """Return the kind of a batch (all that a graph is specialised on), its tensors, and a function that
-    rebuilds it.
-    """
+    """Return the kind of a batch (all that a graph is specialised on), its tensors, and a function that rebuilds it."""
     is_plain_tuple = type(data) is tuple and all(isinstance(leaf, Tensor) for leaf in data)
     if is_plain_tuple and not fields_beside(data):
         return tuple([(leaf.shape, leaf.dtype, leaf.stride()) for leaf in data]), list(data), tuple

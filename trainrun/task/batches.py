@@ -6,13 +6,13 @@ A batch is a tuple or list `(inputs, target)`, or a dict with one key of each li
 If several keys of one line are present, the first one in this order is used (`INPUT_KEYS` and `TARGET_KEYS` of
 `trainrun.interfaces`).
 
-A dict is passed by the argument names of the model's `forward`. The inputs are passed by their key if
-`forward` has that argument, else by position. Every other field that is an argument is passed too
-(attention_mask, token_type_ids, noise, ...; all fields if it takes **kwargs), except the target. A dict
-without an input key suits a model that names each input (`forward(left, right)`). If the inputs of a pair
-are a dict, they are passed this way if `forward` has an argument for each entry, else as they are. If they
-are a tuple, `((a, b), y)`, they are passed one by one if `forward` needs several arguments or takes
-`*args`. Fields that padding adds to a pair (see `trainrun.interfaces.batch_fields`) are passed by name.
+A dict is passed by the argument names of the model's `forward`. The inputs are passed by their key if `forward` has
+that argument, else by position. Every other field that is an argument is passed too (attention_mask, token_type_ids,
+noise, ...; all fields if it takes **kwargs), except the target. A dict without an input key suits a model that names
+each input (`forward(left, right)`). If the inputs of a pair are a dict, they are passed this way if `forward` has an
+argument for each entry, else as they are. If they are a tuple, `((a, b), y)`, they are passed one by one if
+`forward` needs several arguments or takes `*args`. Fields that padding adds to a pair (see
+`trainrun.interfaces.batch_fields`) are passed by name.
 """
 
 from __future__ import annotations
@@ -74,12 +74,10 @@ def fields_but_target(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
-    """Return the model's output for a batch; fields of the batch are passed by the argument names of
-    `forward`.
+    """Return the model's output for a batch; fields of the batch are passed by the argument names of `forward`.
 
-    Raise PluginError if rows hold several sequences and the model has no argument `segment_ids`, if the
-    samples have another shape than the network was built for, or if `forward` needs a field that the batch
-    lacks.
+    Raise PluginError if rows hold several sequences and the model has no argument `segment_ids`, if the samples have
+    another shape than the network was built for, or if `forward` needs a field that the batch lacks.
     """
     try:
         fields = batch_fields(batch)
@@ -96,8 +94,8 @@ def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
 def output_tensor(output: Any) -> Tensor:
     """Return the model's tensor: the output itself, its `logits` attribute, or its "logits" entry.
 
-    16-bit values become float32, so that sums over many items keep their digits. Raise PluginError if there
-    is no tensor.
+    16-bit values become float32, so that sums over many items keep their digits. Raise PluginError if there is no
+    tensor.
     """
     if not isinstance(output, Tensor):
         logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)

@@ -1,13 +1,12 @@
 """Chunked cross-entropy: the logits of a large vocabulary are never all in memory at once.
 
-what: the last layer and the loss run over one chunk of tokens at a time, and again in the backward pass.
-    The sum is that of the plain loss; the last bits may differ because products and sums are computed in
-    chunks.
-when: all logits at once do not fit into the memory that was free when the run began; `auto` decides by that
-    alone. when not: they fit: chunks compute the logits a second time.
+what: the last layer and the loss run over one chunk of tokens at a time, and again in the backward pass. The sum is
+    that of the plain loss; the last bits may differ because products and sums are computed in chunks.
+when: all logits at once do not fit into the memory that was free when the run began; `auto` decides by that alone.
+    when not: they fit: chunks compute the logits a second time.
 source: Wijmans et al., 2024, arXiv:2411.09009 (the idea; here in plain torch)
-gain: 50,257 tokens x 256 wide, 1,024 tokens, one of 2 busy Xeon cores: peak above the imports 825 MB, in 4
-    chunks 186; last layer and loss took 1.45x the time in float32, 0.9x under bfloat16 autocast.
+gain: 50,257 tokens x 256 wide, 1,024 tokens, one of 2 busy Xeon cores: peak above the imports 825 MB, in 4 chunks
+    186; last layer and loss took 1.45x the time in float32, 0.9x under bfloat16 autocast.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ def head_of(layer: nn.Linear, states: Tensor) -> Head:
 def num_chunks(wanted: int | str, num_tokens: int, vocabulary: int, limit_bytes: int | None) -> int:
     """Return the number of chunks in which the logits are computed.
 
-    wanted: a number, or `auto`: one chunk if the logits fit into limit_bytes, else chunks of half that
-        size.
+    wanted: a number, or `auto`: one chunk if the logits fit into limit_bytes, else chunks of half that size.
     limit_bytes: the memory for the logits and everything computed from them; None for no limit.
     """
     if isinstance(wanted, int):
@@ -67,9 +65,7 @@ def num_chunks(wanted: int | str, num_tokens: int, vocabulary: int, limit_bytes:
 
 
 def chunked_loss(states: Tensor, target: Tensor, head: Head, chunks: int) -> Tensor:
-    """Return the cross-entropy, 0-d, summed over tokens that are not ignored. states: (N, W); target: (N,)
-    int64.
-    """
+    """Return the cross-entropy, 0-d, summed over tokens that are not ignored. states: (N, W); target: (N,) int64."""
     loss: Tensor = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         states, head.weight, head.bias, target, head.dtype, chunks
     )

@@ -41,21 +41,20 @@ NOTHING = -(2**63)  # no target
 class Classification:
     """Cross-entropy and accuracy. The forms of a batch are in `trainrun.task.batches`.
 
-    loss: `(logits, target) -> Tensor` instead of cross-entropy: one number per item, or their sum. A loss
-        of torch is set to return a sum. With class weights the sum is divided by the number of items;
-        torch's own mean divides by the sum of their weights.
+    loss: `(logits, target) -> Tensor` instead of cross-entropy: one number per item, or their sum. A loss of torch
+        is set to return a sum. With class weights the sum is divided by the number of items; torch's own mean
+        divides by the sum of their weights.
     class_dim: the dimension of the classes in the model's output; it is moved to dimension 1.
-    ignore_index: a target that is not counted, only for targets (B, T, ...). Targets (B,) must not contain
-        it, so that counting a batch reads no tensor. null: nothing is ignored.
-    class_weights: the weight of an item's loss by its class, as in torch's own loss. The sum is divided by
-        the number of items, so that micro-batches and ranks do not change it. balanced: N / (C x items of
-        the class), of the training labels (as in scikit-learn); the runner counts them if they are in
-        memory.
-    metrics: names of `trainrun.task.metrics`, or objects (`metrics.torch_metrics`), for evaluations.
-        per_class: also report the named metrics of each class.
+    ignore_index: a target that is not counted, only for targets (B, T, ...). Targets (B,) must not contain it, so
+        that counting a batch reads no tensor. null: nothing is ignored.
+    class_weights: the weight of an item's loss by its class, as in torch's own loss. The sum is divided by the
+        number of items, so that micro-batches and ranks do not change it. balanced: N / (C x items of the class), of
+        the training labels (as in scikit-learn); the runner counts them if they are in memory.
+    metrics: names of `trainrun.task.metrics`, or objects (`metrics.torch_metrics`), for evaluations. per_class: also
+        report the named metrics of each class.
 
-    Soft targets are probabilities (B, C) of a floating-point dtype. Their loss is that of the single
-    classes, weighted; accuracy compares with the most likely class.
+    Soft targets are probabilities (B, C) of a floating-point dtype. Their loss is that of the single classes,
+    weighted; accuracy compares with the most likely class.
     """
 
     monitor = "acc"  # what `best` means
@@ -108,8 +107,8 @@ class Classification:
             raise ConfigError("task.per_class=true: needs the names of metrics, as task.metrics=[f1]")
 
     def count(self, batch: Any) -> int:
-        """Return the number of targets. For targets (B, T, ...) ignored ones are not counted, and the host
-        waits for the GPU.
+        """Return the number of targets. For targets (B, T, ...) ignored ones are not counted, and the host waits for
+        the GPU.
         """
         target = inputs_and_target(batch)[1]
         if target.ndim == 1:
@@ -127,8 +126,8 @@ class Classification:
         return (target != self.ignore_index).flatten(1).sum(1)
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Return loss and sums of a batch. At the first batch, raise PluginError or DataError if outputs
-        and targets do not match.
+        """Return loss and sums of a batch. At the first batch, raise PluginError or DataError if outputs and targets
+        do not match.
         """
         inputs, target = inputs_and_target(batch)
         return self.of_logits(self.logits(model, inputs, batch), target)
@@ -205,9 +204,7 @@ class Classification:
         return torch.count_nonzero(right)
 
     def _check(self, logits: Tensor, target: Tensor) -> None:
-        """Check the first batch, because the check waits for the device, and move the loss to the model's
-        device.
-        """
+        """Check the first batch, because the check waits for the device, and move the loss to the model's device."""
         check_target_type(logits, target)
         check_shapes(logits, target)
         ignores = target.ndim > 1 and self.ignore_index is not None

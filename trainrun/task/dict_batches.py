@@ -1,5 +1,5 @@
-"""Pass the fields of a batch to a model by the arguments of its `forward`; explain samples that it was not
-built for.
+"""Pass the fields of a batch to a model by the arguments of its `forward`; explain samples that it was not built
+for.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ def bare_model(model: nn.Module) -> nn.Module:
 def arguments_of(
     model: nn.Module, inputs: Any, batch: Any, fields: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the named arguments for a model. fields: those of the batch, see
-    `batch_fields`.
-    """
+    """Return the positional and the named arguments for a model. fields: those of the batch, see `batch_fields`."""
     if isinstance(batch, Mapping):
         return asked_for(model, inputs, batch)
     if not fields or (isinstance(inputs, Mapping) and not takes_each(model, inputs)):
@@ -49,9 +47,7 @@ def arguments_of(
 
 
 def positional_inputs(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
-    """Return the items of a tuple or list as arguments if the model's forward needs several, or takes any
-    number.
-    """
+    """Return the items of a tuple or list as arguments if the model's forward needs several, or takes any number."""
     if isinstance(inputs, tuple | list) and takes_several(forward_of(model)):
         return tuple(inputs)
     return (inputs,)
@@ -60,8 +56,8 @@ def positional_inputs(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
 def asked_for(
     model: nn.Module, inputs: Any, batch: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the fields of a dict that a model takes, as positional and named arguments. Raise PluginError
-    if it cannot.
+    """Return the fields of a dict that a model takes, as positional and named arguments. Raise PluginError if it
+    cannot.
     """
     fields, wanted, by_place = fields_for_model(model, batch)
     if "segment_ids" in batch and "segment_ids" not in wanted:
@@ -108,9 +104,7 @@ def takes_each(model: nn.Module, fields: Mapping[str, Any]) -> bool:
 def fields_for_model(
     model: nn.Module, batch: Mapping[str, Any]
 ) -> tuple[dict[str, Any], tuple[str, ...], bool]:
-    """Return the fields that `forward` takes by name, its argument names, and whether it has a positional
-    argument.
-    """
+    """Return the fields that `forward` takes by name, its argument names, and whether it has a positional argument."""
     names, takes_all, by_place = keywords_of(forward_of(model))
     fields = {
         key: value for key, value in batch.items() if key in names or (takes_all and key not in NOT_ITS)
@@ -126,8 +120,8 @@ def forward_of(model: nn.Module) -> Callable[..., Any]:
 
 
 def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
-    """Return a message for an error of torch that comes from samples of the wrong shape, or from missing
-    labels; else "".
+    """Return a message for an error of torch that comes from samples of the wrong shape, or from missing labels;
+    else "".
     """
     model = bare_model(model)
     message = str(error)
@@ -177,9 +171,7 @@ def takes_several(forward: Callable[..., Any]) -> bool:
 
 @lru_cache(maxsize=16)
 def keywords_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool, bool]:
-    """Return the argument names of a `forward`, whether it has `**kwargs`, and whether it has a positional
-    argument.
-    """
+    """Return the argument names of a `forward`, whether it has `**kwargs`, and whether it has a positional argument."""
     parameters = inspect.signature(forward).parameters.values()
     named = tuple(item.name for item in parameters if item.kind is not item.VAR_KEYWORD)
     by_keyword = [item for item in parameters if item.kind in (item.KEYWORD_ONLY, item.VAR_KEYWORD)]

@@ -1,9 +1,8 @@
 """Distillation: a student learns from the outputs of a trained teacher as well as from the targets.
 
-When: a small network should be as good as possible. When not: the student is as large as its teacher. How:
-    the teacher's softened probabilities also say how likely the wrong classes are (Hinton et al., 2015,
-    arXiv:1503.02531); hidden states can be matched too (Romero et al., 2015; Zagoruyko and Komodakis,
-    2017).
+When: a small network should be as good as possible. When not: the student is as large as its teacher. How: the
+    teacher's softened probabilities also say how likely the wrong classes are (Hinton et al., 2015,
+    arXiv:1503.02531); hidden states can be matched too (Romero et al., 2015; Zagoruyko and Komodakis, 2017).
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ Answers = Mapping[str, Tensor]
 class Teacher:
     """A frozen network in evaluation and inference mode, with its own precision.
 
-    autocast: the dtype of its products, None for that of its weights. layers: the names of layers whose
-        outputs are returned.
+    autocast: the dtype of its products, None for that of its weights. layers: the names of layers whose outputs are
+        returned.
     """
 
     def __init__(self, network: nn.Module, autocast: torch.dtype | None, layers: Sequence[str]) -> None:
@@ -70,13 +69,12 @@ class Distillation:
     """alpha x T^2 x KL(teacher || student), both softened by the temperature T, + (1 - alpha) x the loss of
     `Classification`.
 
-    teacher: the setting from which the runner builds a `Teacher`. hidden: layers of the student, each with
-        the layer of the teacher whose output it should match. Outputs of one shape: mean squared
-        difference. Feature maps (B, C, H, W) of one size with other channels: squared distance of their
-        attention maps. The other arguments are those of `Classification`.
+    teacher: the setting from which the runner builds a `Teacher`. hidden: layers of the student, each with the layer
+        of the teacher whose output it should match. Outputs of one shape: mean squared difference. Feature maps (B,
+        C, H, W) of one size with other channels: squared distance of their attention maps. The other arguments are
+        those of `Classification`.
 
-    Validation, test and predictions use the student alone, so they can be compared with a run without a
-    teacher.
+    Validation, test and predictions use the student alone, so they can be compared with a run without a teacher.
     """
 
     def __init__(
@@ -111,15 +109,15 @@ class Distillation:
         self.mark = ""
 
     def learn_from(self, teacher: Teacher, answers: Answers | None) -> None:
-        """Set the teacher. answers: its answers to all samples, by sample number, if computed already; then
-        it is not kept.
+        """Set the teacher. answers: its answers to all samples, by sample number, if computed already; then it is
+        not kept.
         """
         self.mark, self.answers = teacher.mark(), answers
         self.teacher = None if answers else teacher
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Return loss and sums. Raise PluginError or ConfigError at the first batch if student, teacher and
-        targets do not match.
+        """Return loss and sums. Raise PluginError or ConfigError at the first batch if student, teacher and targets
+        do not match.
         """
         if not torch.is_grad_enabled():
             return self.hard.step(model, batch)
@@ -143,8 +141,8 @@ class Distillation:
         return self.teacher(batch)
 
     def terms(self, logits: Tensor, seen: Answers, answers: Answers, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss against the teacher's answers and the loss of the hidden states, each summed over
-        counted items.
+        """Return the loss against the teacher's answers and the loss of the hidden states, each summed over counted
+        items.
         """
         taught = self.hard.classes_second(answers[LOGITS])
         if taught.shape != logits.shape:
@@ -184,8 +182,8 @@ class Distillation:
 
 @contextmanager
 def outputs_of(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """Yield a dict that collects the outputs of the named layers in forwards inside the block; the first
-    tensor of a tuple.
+    """Yield a dict that collects the outputs of the named layers in forwards inside the block; the first tensor of a
+    tuple.
     """
     seen: dict[str, Tensor] = {}
 
@@ -214,8 +212,8 @@ def check_layer(model: nn.Module, name: str, whose: str) -> None:
 
 
 def distance(student: Tensor, teacher: Tensor, key: str) -> Tensor:
-    """Return the distance (B,) between the outputs of two layers. Raise ConfigError if their shapes cannot
-    be compared.
+    """Return the distance (B,) between the outputs of two layers. Raise ConfigError if their shapes cannot be
+    compared.
     """
     student, teacher = student.float(), teacher.float()
     if student.shape == teacher.shape:

@@ -19,19 +19,17 @@ from trainrun.task.dict_batches import bare_model, keywords_of
 
 
 class LanguageModeling:
-    """Cross-entropy of logits (B, T, V) against targets (B, T). An item is a target token, so means are per
-    token.
+    """Cross-entropy of logits (B, T, V) against targets (B, T). An item is a target token, so means are per token.
 
-    A batch without targets is shifted here: the target of a token is the next token of the same segment;
-    padding has none.
+    A batch without targets is shifted here: the target of a token is the next token of the same segment; padding has
+    none.
 
     bytes_per_token: the divisor for `bpb` (bits per byte); 1 for bytes; None for no `bpb`.
-    loss_chunks: the number of chunks in which the logits are computed and dropped (see `chunked_loss`).
-        `auto` is 1 if they fit into the memory that the runner allows (`limit_memory`), or if the model
-        does not support it.
-    shift_labels: True: the targets belong to the tokens at their own position, like `labels` of
-        transformers, and are shifted here. False: they are the next tokens already. None: the same, but
-        targets equal to the inputs are refused.
+    loss_chunks: the number of chunks in which the logits are computed and dropped (see `chunked_loss`). `auto` is 1
+        if they fit into the memory that the runner allows (`limit_memory`), or if the model does not support it.
+    shift_labels: True: the targets belong to the tokens at their own position, like `labels` of transformers, and
+        are shifted here. False: they are the next tokens already. None: the same, but targets equal to the inputs
+        are refused.
     """
 
     unit = "tokens"  # useful ones: none at padding counts
@@ -59,8 +57,8 @@ class LanguageModeling:
             )
 
     def count(self, batch: Any) -> int:
-        """Return the number of target tokens that are not ignored. The host waits for a GPU, so the runner
-        prefers `sizes`.
+        """Return the number of target tokens that are not ignored. The host waits for a GPU, so the runner prefers
+        `sizes`.
         """
         return int((self.pair(batch)[1] != IGNORED).sum())
 
@@ -71,8 +69,8 @@ class LanguageModeling:
         return tokens_and_target(batch, bool(self.shift_labels))
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Return loss and sums. At the first batch, raise PluginError or DataError if outputs and targets
-        do not match.
+        """Return loss and sums. At the first batch, raise PluginError or DataError if outputs and targets do not
+        match.
         """
         tokens, target = self.pair(batch)
         layer = None if self.loss_chunks == 1 else last_layer(model)
@@ -134,8 +132,8 @@ def tokens_and_target(batch: Any, shift_labels: bool = False) -> tuple[Tensor, T
 
 
 def shifted_targets(tokens: Tensor, segments: Tensor | None) -> Tensor:
-    """Return the next tokens (B, T) int64, IGNORED at the end of a segment. segments: (B, T), 0 for
-    padding; None for one each row.
+    """Return the next tokens (B, T) int64, IGNORED at the end of a segment. segments: (B, T), 0 for padding; None
+    for one each row.
     """
     target = torch.full_like(tokens, IGNORED, dtype=torch.int64)
     target[:, :-1] = tokens[:, 1:]
@@ -191,9 +189,7 @@ def check_shifted(tokens: Tensor, target: Tensor) -> None:
 
 
 def check_states(states: Any, target: Tensor, layer: nn.Linear) -> None:
-    """Raise PluginError if the hidden states do not have the shape that the last layer reads. Check the
-    targets too.
-    """
+    """Raise PluginError if the hidden states do not have the shape that the last layer reads. Check the targets too."""
     shape = (*target.shape, layer.in_features)
     if not isinstance(states, Tensor) or tuple(states.shape) != shape:
         form = tuple(states.shape) if isinstance(states, Tensor) else type(states).__name__

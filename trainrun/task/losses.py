@@ -21,9 +21,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def without_reduction(loss: Any) -> Any:
     """Return the loss set to one number per item (`reduction="none"`), unless the user chose "sum".
 
-    A module with an attribute `reduction` gets it set; a function in a `functools.partial` gets it as a
-    keyword if it has one. Any other loss stays. Raise ConfigError if the loss is not callable; PluginError
-    if it has parameters, which no optimizer would train, or does not take (output, target).
+    A module with an attribute `reduction` gets it set; a function in a `functools.partial` gets it as a keyword if
+    it has one. Any other loss stays. Raise ConfigError if the loss is not callable; PluginError if it has
+    parameters, which no optimizer would train, or does not take (output, target).
     """
     if not callable(loss):
         raise ConfigError(
@@ -87,9 +87,7 @@ def mean_loss_error(loss: Any) -> PluginError:
 
 
 def checked_weights(weights: Any, loss: Any) -> Tensor:
-    """Return the class weights as float32 (C,). Raise ConfigError if they are invalid, or if there is a
-    custom loss.
-    """
+    """Return the class weights as float32 (C,). Raise ConfigError if they are invalid, or if there is a custom loss."""
     if loss is not None:
         raise ConfigError("task.class_weights: has no effect on task.loss; give the loss its weights there")
     if not weights or not fits_kind(weights, list[NotNegative]) or not any(weights):
@@ -107,8 +105,8 @@ def wrong_number(weights: int, classes: int) -> ConfigError:
 
 
 def balanced_weights(counts: Sequence[int]) -> list[float]:
-    """Return N / (C x items of the class) for each class, for `task.class_weights=balanced`. Raise
-    ConfigError if not defined.
+    """Return N / (C x items of the class) for each class, for `task.class_weights=balanced`. Raise ConfigError if
+    not defined.
     """
     key = "task.class_weights=balanced"
     if not counts:

@@ -1,8 +1,8 @@
 """The loss that a model computes itself from a batch of named fields, as models of `transformers` do.
 
-what: the model's mean is multiplied by its number of items, so that micro-batches, ranks and cut batches do
-    not change the result. The number is determined at the first batch, from the mean of two rows together
-    and of each row.
+what: the model's mean is multiplied by its number of items, so that micro-batches, ranks and cut batches do not
+    change the result. The number is determined at the first batch, from the mean of two rows together and of each
+    row.
 when: losses inside the model. when not: the model returns `.logits` and the loss is a common one:
     task=classification and language_modeling know their count beforehand, and have metrics.
 source: the mean over micro-batches of unequal counts, https://huggingface.co/blog/gradient_accumulation
@@ -33,22 +33,22 @@ WAY_OUT += "the first of each row), or write a task of your own (trainrun help t
 
 
 class ModelLoss:
-    """The loss (`.loss` or ["loss"]) that the model returns for a batch. The batch is a dict, passed by the
-    names of `forward`.
+    """The loss (`.loss` or ["loss"]) that the model returns for a batch. The batch is a dict, passed by the names of
+    `forward`.
 
-    count: what the model averages over. samples; labels: those that are not -100; next_labels: labels
-        without the first of each row, for a model that shifts them; auto: the one of these that explains
-        the mean of two rows by the means of each.
-    Errors: none or several of them explain it, or the labels are the inputs themselves, which a model would
-        learn to copy.
+    count: what the model averages over. samples; labels: those that are not -100; next_labels: labels without the
+        first of each row, for a model that shifts them; auto: the one of these that explains the mean of two rows by
+        the means of each.
+    Errors: none or several of them explain it, or the labels are the inputs themselves, which a model would learn to
+        copy.
     """
 
     def __init__(self, count: Literal["auto", "samples", "labels", "next_labels"] = "auto") -> None:
         self.rule: str = count
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Return loss and count. Raise DataError if the batch is no dict, PluginError for no loss or an
-        unknown count.
+        """Return loss and count. Raise DataError if the batch is no dict, PluginError for no loss or an unknown
+        count.
         """
         if not isinstance(batch, Mapping):
             raise DataError(
@@ -91,12 +91,11 @@ def count_labels(batch: Mapping[str, Any], rule: str) -> Tensor | int:
 
 
 def detect_loss_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
-    """Determine what the model averages its loss over: compare the mean of two rows with the mean of each
-    row.
+    """Determine what the model averages its loss over: compare the mean of two rows with the mean of each row.
 
-    With labels (B, T, ...) both rows are the first row of the batch, once with all labels and once with
-    two. Raise PluginError if no rule or several rules fit; DataError if the labels are the inputs and the
-    model does not shift them. The model is unchanged afterwards.
+    With labels (B, T, ...) both rows are the first row of the batch, once with all labels and once with two. Raise
+    PluginError if no rule or several rules fit; DataError if the labels are the inputs and the model does not shift
+    them. The model is unchanged afterwards.
     """
     labels = labels_in_batch(batch)
     with evaluating(model), torch.autocast(batch_device(batch), enabled=False):
@@ -128,17 +127,13 @@ def detect_loss_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
 
 
 def is_additive(whole: float, parts: Sequence[float], tolerance: float) -> bool:
-    """Return whether the value of some rows equals the sum over their parts. Values that are not finite
-    pass.
-    """
+    """Return whether the value of some rows equals the sum over their parts. Values that are not finite pass."""
     size = max(abs(whole), sum(map(abs, parts)))
     return not isfinite(size) or abs(whole - sum(parts)) <= tolerance * size
 
 
 def probe(batch: Mapping[str, Any], labels: tuple[str, Tensor] | None) -> dict[str, Any]:
-    """Return a batch of two rows for the comparison. Raise PluginError if the batch has one row, or too few
-    labels.
-    """
+    """Return a batch of two rows for the comparison. Raise PluginError if the batch has one row, or too few labels."""
     if labels is None or labels[1].ndim < 2:
         if next(len(value) for value in batch.values() if isinstance(value, Tensor)) < 2:
             raise PluginError(

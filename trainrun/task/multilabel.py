@@ -33,13 +33,13 @@ PADDED = (
 class MultiLabel:
     """Binary cross-entropy of logits (B, C) against 0 or 1 (B, C), averaged over the labels of a sample.
 
-    `acc` is the share of correct labels, `f1` the F1 score of all labels together (micro). A target may be
-    a probability; `f1` and `acc` count it as present from 0.5 on. With one label, logits or targets may be
-    (B,): two classes as one number.
+    `acc` is the share of correct labels, `f1` the F1 score of all labels together (micro). A target may be a
+    probability; `f1` and `acc` count it as present from 0.5 on. With one label, logits or targets may be (B,): two
+    classes as one number.
 
     pos_weight: the weight of a present label, one number or one per label, as in torch's own loss.
-    metrics: names of `trainrun.task.metrics`, or objects (`metrics.torch_metrics`), for evaluations.
-        per_class: also report the named metrics of each label.
+    metrics: names of `trainrun.task.metrics`, or objects (`metrics.torch_metrics`), for evaluations. per_class: also
+        report the named metrics of each label.
 
     Raises ConfigError for an unknown metric.
     """

@@ -28,18 +28,17 @@ LOSSES: dict[str, Callable[..., Tensor]] = {"mse": mse_loss, "mae": l1_loss, "hu
 
 
 class Regression:
-    """Squared, absolute or Huber error, the mean absolute error `mae`, and `metrics` of
-    `trainrun.task.metrics`.
+    """Squared, absolute or Huber error, the mean absolute error `mae`, and `metrics` of `trainrun.task.metrics`.
 
-    The loss of a sample is the mean over its numbers; for a padded sequence, over its real positions (those
-    with a positive `target_weight` in the batch; an integer target is padding where it is -100 and
-    `attention_mask` is 0). The forms of a batch are in `trainrun.task.batches`. Outputs and targets must
-    have one shape, except that targets (B,) match outputs (B, 1). Outputs (B,) for targets (B, 1) are
-    refused: torch would compare every output with every target.
+    The loss of a sample is the mean over its numbers; for a padded sequence, over its real positions (those with a
+    positive `target_weight` in the batch; an integer target is padding where it is -100 and `attention_mask` is 0).
+    The forms of a batch are in `trainrun.task.batches`. Outputs and targets must have one shape, except that targets
+    (B,) match outputs (B, 1). Outputs (B,) for targets (B, 1) are refused: torch would compare every output with
+    every target.
 
-    loss: mse, mae, huber, or `(output, target) -> Tensor` with one number per sample or per element. A loss
-        of torch is set to `reduction="none"`. One number for the whole batch is accepted only from a loss
-        with the attribute `reduction = "sum"`.
+    loss: mse, mae, huber, or `(output, target) -> Tensor` with one number per sample or per element. A loss of torch
+        is set to `reduction="none"`. One number for the whole batch is accepted only from a loss with the attribute
+        `reduction = "sum"`.
     """
 
     def __init__(self, loss: Any = "mse", metrics: str | list[Any] | dict[str, Any] | None = None) -> None:
@@ -93,8 +92,8 @@ class Regression:
     def _without_padding(
         self, target: Tensor, fields: Mapping[str, Any], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the targets and the weight (B, T) of each position in its sample; None if they are not
-        padded sequences.
+        """Return the targets and the weight (B, T) of each position in its sample; None if they are not padded
+        sequences.
         """
         weight, mask = fields.get("target_weight"), fields.get("attention_mask")
         if weight is not None or mask is None or target.ndim == 1 or target.is_floating_point():
@@ -147,9 +146,7 @@ class Regression:
         return loss
 
     def _check(self, output: Tensor, target: Tensor) -> None:
-        """Raise DataError for complex targets and move the loss to the model's device; for the first batch
-        only.
-        """
+        """Raise DataError for complex targets and move the loss to the model's device; for the first batch only."""
         if target.is_complex():
             raise DataError(f"data: the targets are {target.dtype}, but task=regression needs real numbers")
         if isinstance(self.loss, nn.Module):

@@ -1,7 +1,7 @@
 """Semantic segmentation: a class for every pixel, with loss, accuracy and intersection over union (IoU).
 
-what: `trainrun.task.classification` with targets (B, H, W), per pixel without ignored ones; mean IoU and
-    IoU per class; images for the report.
+what: `trainrun.task.classification` with targets (B, H, W), per pixel without ignored ones; mean IoU and IoU per
+    class; images for the report.
 when: the model returns logits (B, C, H, W). when not: classes of boxes or of single objects.
 source: mean IoU as in PASCAL VOC: over all pixels of an evaluation, not a mean over images
 """
@@ -28,8 +28,8 @@ COLORS = ((0, 0, 0), (230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66
 
 
 class Segmentation:
-    """Pixel-wise classification. The arguments are those of `Classification`; the best checkpoint has the
-    highest mean `iou`.
+    """Pixel-wise classification. The arguments are those of `Classification`; the best checkpoint has the highest
+    mean `iou`.
     """
 
     monitor, unit = "iou", "pixels"
@@ -65,9 +65,7 @@ class Segmentation:
         return self._pixels.step(model, batch)
 
     def pictures(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, list[str]]]:
-        """Return inputs, targets and predictions side by side, one colour per class, each with its IoU as
-        caption.
-        """
+        """Return inputs, targets and predictions side by side, one colour per class, each with its IoU as caption."""
         inputs, target = inputs_and_target(batch)
         target, predicted = target[:SHOWN].cpu(), self.predict(model, batch)["prediction"][:SHOWN].cpu()
         valued = target != (IGNORED if self._pixels.ignore_index is None else self._pixels.ignore_index)

@@ -19,8 +19,7 @@ from trainrun.tensors import HALF_TYPES
 
 
 class BoundTerms(NamedTuple):
-    """The parts of the bound, in nats, per sample: reconstruction (B,); kl, mean and log_var (B,
-    latent_dim).
+    """The parts of the bound, in nats, per sample: reconstruction (B,); kl, mean and log_var (B, latent_dim).
 
     num_values: the numbers of one sample, 0 for sequences. num_tokens: the tokens of all samples, 0-d.
     """
@@ -36,23 +35,23 @@ class BoundTerms(NamedTuple):
 class Vae:
     """Reconstruction + beta x KL divergence, in nats per sample. Targets are not used.
 
-    The model is called with the inputs, and with `noise` if the batch has it. It returns (reconstruction,
-    mean, log_var), see `trainrun.model.vae.VaeOutput`. With `noise` from `trainrun.data.augment.noise` a
-    code depends on seed, epoch and sample alone, so accumulation, ranks and resume change nothing.
+    The model is called with the inputs, and with `noise` if the batch has it. It returns (reconstruction, mean,
+    log_var), see `trainrun.model.vae.VaeOutput`. With `noise` from `trainrun.data.augment.noise` a code depends on
+    seed, epoch and sample alone, so accumulation, ranks and resume change nothing.
 
     beta: the weight of the divergence (Higgins et al., 2017); 1 is the bound itself.
-    likelihood: `gaussian` of variance 1, up to its constant: half the squared error. `bernoulli` for data
-        in [0, 1], with logits as reconstruction. `categorical` for tokens (B, T), with logits (B, T,
-        vocabulary), as `trainrun.model.sequence_vae` returns. `auto` is categorical for integers (B, T),
-        else gaussian. The reconstruction is a sum over the values or tokens of a sample, like the
-        divergence over the dimensions: a mean over values would multiply beta by their number.
-    beta_schedule: how `beta` is reached, as a function of the number of updates. `linear`: from 0 in
-        beta_steps (Bowman et al., 2016). `cyclical`: beta_steps are beta_cycles parts, and in the first
-        beta_ratio of each part it rises from 0 (Fu et al., 2019). Validation and predictions always use
-        `beta`, so that their values at all steps are comparable.
-    free_bits: nats per dimension of the code that are not penalised: in training, a smaller KL counts as
-        this value and has no gradient. Kingma et al. (2016) compare the mean of a minibatch; here it is per
-        sample, so that micro-batches and ranks do not change the result.
+    likelihood: `gaussian` of variance 1, up to its constant: half the squared error. `bernoulli` for data in [0, 1],
+        with logits as reconstruction. `categorical` for tokens (B, T), with logits (B, T, vocabulary), as
+        `trainrun.model.sequence_vae` returns. `auto` is categorical for integers (B, T), else gaussian. The
+        reconstruction is a sum over the values or tokens of a sample, like the divergence over the dimensions: a
+        mean over values would multiply beta by their number.
+    beta_schedule: how `beta` is reached, as a function of the number of updates. `linear`: from 0 in beta_steps
+        (Bowman et al., 2016). `cyclical`: beta_steps are beta_cycles parts, and in the first beta_ratio of each part
+        it rises from 0 (Fu et al., 2019). Validation and predictions always use `beta`, so that their values at all
+        steps are comparable.
+    free_bits: nats per dimension of the code that are not penalised: in training, a smaller KL counts as this value
+        and has no gradient. Kingma et al. (2016) compare the mean of a minibatch; here it is per sample, so that
+        micro-batches and ranks do not change the result.
 
     Raises ConfigError for a schedule without its steps.
     """
@@ -88,8 +87,8 @@ class Vae:
         return len(inputs_and_maybe_target(batch)[0])
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """Return loss and sums. At the first batch, raise PluginError or DataError if outputs or inputs do
-        not match.
+        """Return loss and sums. At the first batch, raise PluginError or DataError if outputs or inputs do not
+        match.
         """
         return self._output(model, batch, self.beta, {})
 
@@ -203,8 +202,8 @@ def tokens_and_mask(batch: Any, with_last: bool) -> tuple[Tensor, Tensor]:
 
 
 def has_next_tokens(batch: Any) -> bool:
-    """Return whether the targets of a batch are its next tokens, as for data=text. Raise DataError if it
-    has no tokens.
+    """Return whether the targets of a batch are its next tokens, as for data=text. Raise DataError if it has no
+    tokens.
     """
     tokens, target = inputs_and_maybe_target(batch)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
@@ -233,8 +232,8 @@ def check_noise_is_there(model: nn.Module, batch: Any) -> None:
 
 
 def check_noise(batch: Any, mean: Tensor) -> None:
-    """Raise ConfigError if the noise has one dimension and the code several: torch would broadcast it
-    without an error.
+    """Raise ConfigError if the noise has one dimension and the code several: torch would broadcast it without an
+    error.
     """
     noise = batch_fields(batch).get("noise")
     if noise is not None and noise.shape[1] == 1 != mean.shape[1]:
@@ -245,8 +244,8 @@ def check_noise(batch: Any, mean: Tensor) -> None:
 
 
 def check_token_output(output: Any, tokens: Tensor) -> None:
-    """Raise PluginError if the output for tokens is not (logits, mean, log_var); DataError for a token
-    outside the vocabulary.
+    """Raise PluginError if the output for tokens is not (logits, mean, log_var); DataError for a token outside the
+    vocabulary.
     """
     fits = isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)
     if not fits or output[0].ndim != 3 or output[0].shape[:2] != tokens.shape or output[1].ndim != 2:

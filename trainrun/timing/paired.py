@@ -1,21 +1,20 @@
 """Compare speeds: turns taken alternately, ratios with Student's t intervals, successive halving.
 
-what: a candidate is never compared with a time of another minute: each of its turns is next to a turn of
-    the base, so that changes of the machine affect both. One pair of turns gives the logarithm of one
-    ratio. Statements about a setting in general (`ratio_of_processes`) count processes: a process may be a
-    few per cent faster than its twin for all of its life, and more turns in it do not reveal that. Turns of
-    one process (`ratio_of_turns`) are enough for a decision in this process. Below `LEAST_REPLICATES` no
-    interval is printed. If rare slow events count by their duration, totals are compared
-    (`ratio_of_totals`). The slower half of the candidates is dropped early, unless it is not clearly
-    slower. A comparison ends early only at a high confidence, so that checking several times costs at most
-    one hundredth of the claimed confidence.
-when: whenever the package measures what is faster. All functions are pure: turns, clock and ranks are the
-    caller's, and equal results lead to equal turns, so ranks that gather their results stay together.
-source: Student (1908); Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (2013); Bulej and
-    others, Duet Benchmarking (2020, arXiv:2001.05811); Jamieson and Talwalkar, successive halving (2016,
-    arXiv:1502.07943); the ratio estimator of Cochran, Sampling Techniques (1977), chapter 6.
-gain: `tests/timing/test_coverage.py` simulates processes with known ratios: the intervals cover them as
-    often as claimed.
+what: a candidate is never compared with a time of another minute: each of its turns is next to a turn of the base,
+    so that changes of the machine affect both. One pair of turns gives the logarithm of one ratio. Statements about
+    a setting in general (`ratio_of_processes`) count processes: a process may be a few per cent faster than its twin
+    for all of its life, and more turns in it do not reveal that. Turns of one process (`ratio_of_turns`) are enough
+    for a decision in this process. Below `LEAST_REPLICATES` no interval is printed. If rare slow events count by
+    their duration, totals are compared (`ratio_of_totals`). The slower half of the candidates is dropped early,
+    unless it is not clearly slower. A comparison ends early only at a high confidence, so that checking several
+    times costs at most one hundredth of the claimed confidence.
+when: whenever the package measures what is faster. All functions are pure: turns, clock and ranks are the caller's,
+    and equal results lead to equal turns, so ranks that gather their results stay together.
+source: Student (1908); Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (2013); Bulej and others, Duet
+    Benchmarking (2020, arXiv:2001.05811); Jamieson and Talwalkar, successive halving (2016, arXiv:1502.07943); the
+    ratio estimator of Cochran, Sampling Techniques (1977), chapter 6.
+gain: `tests/timing/test_coverage.py` simulates processes with known ratios: the intervals cover them as often as
+    claimed.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ Turn = Callable[[], float]  # seconds of one item; infinite if it failed, and th
 
 
 def turn_of(work: Callable[[], object], least_seconds: float = 0.01) -> Turn:
-    """Return a function that measures the seconds of one call, averaged over at least `least_seconds` of
-    calls.
-    """
+    """Return a function that measures the seconds of one call, averaged over at least `least_seconds` of calls."""
     began = perf_counter()
     work()
     number = max(1, round(least_seconds / max(perf_counter() - began, 1e-6)))
@@ -62,9 +59,8 @@ def turn_of(work: Callable[[], object], least_seconds: float = 0.01) -> Turn:
 class Ratio(NamedTuple):
     """How many times as fast the second candidate is as the first.
 
-    low, high: Student's interval at the requested confidence; 0 and infinity for a single pair. pairs: the
-        number of pairs of processes or turns. each: the ratio of every pair; empty if nothing was compared
-        in turns.
+    low, high: Student's interval at the requested confidence; 0 and infinity for a single pair. pairs: the number of
+        pairs of processes or turns. each: the ratio of every pair; empty if nothing was compared in turns.
     """
 
     value: float
@@ -79,17 +75,15 @@ class Ratio(NamedTuple):
         return self.pairs >= LEAST_REPLICATES
 
     def interval(self) -> str:
-        """Return the interval as text (`1.38 to 1.49`), or every pair if there are too few (`pairs: 1.40,
-        1.49`).
-        """
+        """Return the interval as text (`1.38 to 1.49`), or every pair if there are too few (`pairs: 1.40, 1.49`)."""
         if self.has_interval:
             return f"{self.low:.2f} to {self.high:.2f}"
         listed = ", ".join(f"{ratio:.2f}" for ratio in sorted(self.each))
         return f"pairs: {listed}" if self.pairs > 1 else "one pair"
 
     def turns(self) -> str:
-        """Return the range of all turns (`1.38 to 1.49 in 12 turns`). It holds for one process and is no
-        interval for others.
+        """Return the range of all turns (`1.38 to 1.49 in 12 turns`). It holds for one process and is no interval
+        for others.
         """
         if len(self.each) < 2:
             return "one turn"
@@ -128,12 +122,10 @@ class Spent(NamedTuple):
 class Rules:
     """The rules that end a comparison.
 
-    smallest: an effect below it does not matter. deadline: on the clock; the first `least_rounds` are
-        always taken.
-    first_rounds: rounds before the first halving; each later halving comes after twice as many rounds in
-        all.
-    least_pairs: of the last candidate before a clear result ends the comparison. most_pairs: the limit of
-        any candidate.
+    smallest: an effect below it does not matter. deadline: on the clock; the first `least_rounds` are always taken.
+    first_rounds: rounds before the first halving; each later halving comes after twice as many rounds in all.
+    least_pairs: of the last candidate before a clear result ends the comparison. most_pairs: the limit of any
+        candidate.
     """
 
     smallest: float = 0.02
@@ -154,8 +146,8 @@ class Rules:
 class Comparison:
     """The results of candidates beside those of a base.
 
-    pairs: by candidate, the items per second of the base and of the candidate in neighbouring turns.
-        failed: candidates whose last turn was infinite.
+    pairs: by candidate, the items per second of the base and of the candidate in neighbouring turns. failed:
+        candidates whose last turn was infinite.
     """
 
     pairs: dict[str, list[tuple[float, float]]]
@@ -164,8 +156,7 @@ class Comparison:
     def ratio(self, name: str, confidence: float = 0.95) -> Ratio:
         """Return how many times as fast as the base a candidate is. At least one pair must exist.
 
-        The interval of a candidate that was dropped early is slightly too short: it was dropped after
-        unlucky turns.
+        The interval of a candidate that was dropped early is slightly too short: it was dropped after unlucky turns.
         """
         return ratio_of_turns(self.pairs[name], confidence)
 
@@ -176,8 +167,8 @@ class Comparison:
         return median(rate for _, rate in self.pairs[name])
 
     def speeds(self, base: str) -> dict[str, float]:
-        """Return the median items per second of the candidates that did not fail and of the base, which
-        gets the name `base`.
+        """Return the median items per second of the candidates that did not fail and of the base, which gets the
+        name `base`.
         """
         if not any(self.pairs.values()):
             return {}
@@ -187,8 +178,7 @@ class Comparison:
     def best(self, smallest: float, confidence: float) -> str:
         """Return the first candidate that is as good as the fastest; `BASE` if none is reliably faster.
 
-        Candidates are in the order of preference. confidence: the probability to choose none if none is
-        faster.
+        Candidates are in the order of preference. confidence: the probability to choose none if none is faster.
         """
         confidence = split_confidence(confidence, len(self.pairs))
         ratios = {name: self.ratio(name, confidence) for name, pairs in self.pairs.items() if pairs}
@@ -251,11 +241,10 @@ class Turns:
         self._rounds = 0
 
     def round(self, names: Sequence[str], comparison: Comparison, in_any_case: bool) -> bool:
-        """Take a base turn between each two candidates. Return False if there was no time or the base
-        failed.
+        """Take a base turn between each two candidates. Return False if there was no time or the base failed.
 
-        A single candidate runs before and after the base alternately; otherwise drift of the machine would
-        favour one of them.
+        A single candidate runs before and after the base alternately; otherwise drift of the machine would favour
+        one of them.
         """
         self._rounds += 1
         for first in range(0, len(names) or 1, 2):
@@ -311,19 +300,19 @@ def ratio_of_turns(pairs: Sequence[tuple[float, float]], confidence: float = 0.9
 def ratio_of_processes(groups: Sequence[Sequence[tuple[float, float]]], confidence: float) -> Ratio:
     """Return the second speed over the first, from turns in several pairs of processes, one group each.
 
-    Each pair of processes counts once, by the median of its turns, so that a disturbed turn has no weight
-    of its own.
+    Each pair of processes counts once, by the median of its turns, so that a disturbed turn has no weight of its
+    own.
     """
     logs = [median(math.log(second / first) for first, second in pairs) for pairs in groups]
     return student_ratio(logs, confidence)
 
 
 def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]]) -> Ratio:
-    """Return how much faster the second candidate is: total seconds per item of the first turns over those
-    of the second.
+    """Return how much faster the second candidate is: total seconds per item of the first turns over those of the
+    second.
 
-    The mean of the ratios of pairs would differ if a batch of few items can take long. The interval is
-    Student's 95 % interval from the residuals of the pairs; a single pair has none.
+    The mean of the ratios of pairs would differ if a batch of few items can take long. The interval is Student's 95
+    % interval from the residuals of the pairs; a single pair has none.
     """
     count = len(pairs)
     both = [sum_spent(side) for side in zip(*pairs, strict=True)]
@@ -342,9 +331,7 @@ def residual_share(one: Spent, whole: Spent) -> float:
 
 
 def half_interval(residuals: Sequence[float], confidence: float = 0.95) -> float:
-    """Return half the width of Student's interval of a sum of numbers with mean 0; infinity for a single
-    number.
-    """
+    """Return half the width of Student's interval of a sum of numbers with mean 0; infinity for a single number."""
     count = len(residuals)
     if count < 2:
         return math.inf
@@ -384,9 +371,7 @@ def student_within(bound: float, degrees: int) -> float:
 
 
 def split_confidence(confidence: float, chances: int) -> float:
-    """Return the confidence of each of several statements so that all together have the given one
-    (Bonferroni).
-    """
+    """Return the confidence of each of several statements so that all together have the given one (Bonferroni)."""
     return 1 - (1 - confidence) / max(chances, 1)
 
 
@@ -396,9 +381,7 @@ def exponential(number: float) -> float:
 
 
 def is_settled(ratio: Ratio, smallest: float) -> bool:
-    """Return whether more pairs would not change the verdict: the interval is above, below, or inside 1 +-
-    smallest.
-    """
+    """Return whether more pairs would not change the verdict: the interval is above, below, or inside 1 +- smallest."""
     return ratio.low > 1 + smallest or ratio.high < 1 - smallest or (
         1 - smallest <= ratio.low and ratio.high <= 1 + smallest
     )  # fmt: skip

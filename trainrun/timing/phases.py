@@ -1,6 +1,4 @@
-"""The time of a run by phase: exactly one phase is open at every instant, so the seconds add up to the
-total.
-"""
+"""The time of a run by phase: exactly one phase is open at every instant, so the seconds add up to the total."""
 
 from __future__ import annotations
 
@@ -48,8 +46,8 @@ UPDATE: Final = ("check", "clip", "optimizer", "runner")
 class PhaseTimer:
     """A timer of the phases of the training thread. Each change of phase takes about 0.15 us.
 
-    began: `time.perf_counter()` when the run began; the time from then until now counts as start-up. On a
-        GPU these are times of the host, including its waits for the GPU.
+    began: `time.perf_counter()` when the run began; the time from then until now counts as start-up. On a GPU these
+        are times of the host, including its waits for the GPU.
     """
 
     __slots__ = ("_clock", "_open", "_seconds", "_since", "began")
@@ -95,8 +93,8 @@ class PhaseTimer:
             self.open(was)
 
     def move(self, source: int, target: int, seconds: float) -> None:
-        """Move seconds from one phase to another, for example compilation that was measured as part of a
-        forward pass.
+        """Move seconds from one phase to another, for example compilation that was measured as part of a forward
+        pass.
         """
         moved = min(seconds, self._seconds[source])
         self._seconds[source] -= moved
@@ -122,17 +120,14 @@ def process_start() -> float:
 def command_start() -> float:
     """Return when the command started, on the same clock as `process_start`.
 
-    If a shell script started it by `exec`, the process has the start time of the script. So the CPU time of
-    Python before trainrun was entered is subtracted instead; waits for the disk (at most 10 ms for Python)
-    are missing.
+    If a shell script started it by `exec`, the process has the start time of the script. So the CPU time of Python
+    before trainrun was entered is subtracted instead; waits for the disk (at most 10 ms for Python) are missing.
     """
     return max(process_start(), _ENTERED)
 
 
 class Session(NamedTuple):
-    """Steps and items of this rank since its start, and the seconds of each phase at the end of the
-    training.
-    """
+    """Steps and items of this rank since its start, and the seconds of each phase at the end of the training."""
 
     steps: int
     items: float

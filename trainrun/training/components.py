@@ -94,8 +94,8 @@ class Components:
     base: FrozenBase | None = None
 
     def agree(self, items: int) -> Agreed:
-        """Exchange between all ranks the mean number of items in this step and their stop, save and
-        validation requests.
+        """Exchange between all ranks the mean number of items in this step and their stop, save and validation
+        requests.
         """
         triggers = self.triggers
         wishes = 2 * triggers.stop_request() + triggers.validation_request()
@@ -103,11 +103,10 @@ class Components:
         return Agreed(mean, wishes // 2, save, wishes % 2 == 1)
 
     def update(self, closure: Callable[[], Tensor] | None = None) -> GradReport:
-        """Unscale, check, clip, update, and clear the gradients. Then advance the schedule and the averaged
-        weights.
+        """Unscale, check, clip, update, and clear the gradients. Then advance the schedule and the averaged weights.
 
-        closure: for an optimizer that computes the loss several times per step; it clears the gradients,
-            computes new ones and returns the loss.
+        closure: for an optimizer that computes the loss several times per step; it clears the gradients, computes
+            new ones and returns the loss.
         """
         if self.own_step is not None and self.parallel.world_size > 1 and closure is None:
             self.parallel.exchange()
@@ -140,8 +139,8 @@ class Components:
             self.after_user_code()
 
     def after_user_code(self) -> None:
-        """Handle parameters that a hook, a task or a custom step may have changed. Raise PluginError if
-        that is impossible.
+        """Handle parameters that a hook, a task or a custom step may have changed. Raise PluginError if that is
+        impossible.
         """
         self.trained.check()
         self.precision.look_again()
@@ -158,8 +157,8 @@ class Components:
     def checkpoint_tree(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state that all ranks share and the state of this rank, as plain values and tensors.
 
-        Raise TrainingError if an earlier gradient was not finite, because the run could not continue from
-        such a state.
+        Raise TrainingError if an earlier gradient was not finite, because the run could not continue from such a
+        state.
         """
         if failure := self.precision.failure(wait=True):
             raise TrainingError(f"step {state.step}: {failure}")
@@ -207,8 +206,8 @@ class Components:
         return named_optimizer_state(self.optimizer, self.held)
 
     def stream(self) -> dict[str, Any]:
-        """Return the facts that a position in the data depends on: sizes of micro-batch and epoch, order,
-        classes, inputs.
+        """Return the facts that a position in the data depends on: sizes of micro-batch and epoch, order, classes,
+        inputs.
         """
         ranks, size = self.parallel.world_size, self.config.data.batch_size
         return {"samples_per_batch": size * ranks, "num_samples": self.train.num_samples, "order": ORDER,
@@ -217,8 +216,8 @@ class Components:
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
-        """Yield the model in evaluation mode without gradients, with averaged weights if there are any.
-        Restore it afterwards.
+        """Yield the model in evaluation mode without gradients, with averaged weights if there are any. Restore it
+        afterwards.
         """
         averaged = nullcontext() if self.ema is None else self.ema.in_model()
         with averaged, evaluating(self.model):

@@ -90,9 +90,9 @@ def even_batches(
 ) -> Iterator[MicroBatch]:
     """Yield the batches of an evaluation. If forwards are collective, every rank gets the same number.
 
-    A rank without a batch then gets a filler (`real=False`). Before each batch the ranks agree whether one
-    of them has another batch, and whether one of them is stopped. Raise EvaluationStopped on all ranks at
-    the same batch. Without `is_stopped`, ranks agree only if forwards are collective.
+    A rank without a batch then gets a filler (`real=False`). Before each batch the ranks agree whether one of them
+    has another batch, and whether one of them is stopped. Raise EvaluationStopped on all ranks at the same batch.
+    Without `is_stopped`, ranks agree only if forwards are collective.
     """
     batches = stream.epoch(0)
     if is_stopped is None and not parallel.forward_is_collective:
@@ -130,9 +130,7 @@ def to_device(data: Any, device: torch.device | str) -> Any:
 def sums_of(
     run: Components, model: nn.Module, batch: MicroBatch
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    """Return the sums of one validation batch, its rows on the host, and the item count that only the
-    output has.
-    """
+    """Return the sums of one validation batch, its rows on the host, and the item count that only the output has."""
     try:
         with run.precision.autocast():
             out = run.task.step(model, batch.data)

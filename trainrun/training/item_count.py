@@ -1,10 +1,10 @@
 """The number of items by which a step's gradients are divided, and when it is known.
 
-what: for most tasks, before the forward: the loss is divided before the backward. A task without a method
-    `count` returns it with each output. Then the gradients of the window are sums, and are divided once,
-    after the last backward.
-when: losses over what a mask or an episode leaves, which only the forward shows. when not: the count
-    follows from the batch: then no pass over the gradients is needed.
+what: for most tasks, before the forward: the loss is divided before the backward. A task without a method `count`
+    returns it with each output. Then the gradients of the window are sums, and are divided once, after the last
+    backward.
+when: losses over what a mask or an episode leaves, which only the forward shows. when not: the count follows from
+    the batch: then no pass over the gradients is needed.
 source: the loss contract of `trainrun.interfaces`
 gain: the gradient of any accumulation, number of ranks or cut window is that of one large batch.
 """
@@ -27,9 +27,9 @@ from trainrun.training.components import Accumulate, Components
 class CountedAfter:
     """The counting for a task whose outputs contain their count.
 
-    num_samples: of a full step of this rank. In the backward, the loss is divided by the nearest power of
-        two. This changes no bit and keeps float16 in range; with many items per sample, the loss scale
-        falls in the first steps.
+    num_samples: of a full step of this rank. In the backward, the loss is divided by the nearest power of two. This
+        changes no bit and keeps float16 in range; with many items per sample, the loss scale falls in the first
+        steps.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
 """Several optimizers by name, each with its own parameters and schedule.
 
-what: without a custom step, all of them are updated in every step from one loss, and checked and clipped as
-    one. With a custom step, `run.optimizers["generator"]` has its own guarded update and loss scale:
-    `backward` computes gradients of its own parameters only, so the losses of two players never mix;
-    `update` checks, clips, updates and clears. Schedules count steps of the run.
-when: adversarial training, other rules for parts that are trained in turns; sparse gradients beside dense
-    ones. when not: other learning rates for parts that are trained together: use groups of one optimizer.
-    Several ranks (refused).
+what: without a custom step, all of them are updated in every step from one loss, and checked and clipped as one.
+    With a custom step, `run.optimizers["generator"]` has its own guarded update and loss scale: `backward` computes
+    gradients of its own parameters only, so the losses of two players never mix; `update` checks, clips, updates and
+    clears. Schedules count steps of the run.
+when: adversarial training, other rules for parts that are trained in turns; sparse gradients beside dense ones. when
+    not: other learning rates for parts that are trained together: use groups of one optimizer. Several ranks
+    (refused).
 source: Goodfellow et al. 2014, arXiv:1406.2661
 gain: their states, scales and schedules are in the checkpoint, so a resume is exact.
 """
@@ -30,8 +30,8 @@ from trainrun.scheduler.schedule import Schedule
 
 
 class NamedOptimizer:
-    """One optimizer by name, with the schedule of its learning rates. show: called with the gradients
-    before each update.
+    """One optimizer by name, with the schedule of its learning rates. show: called with the gradients before each
+    update.
     """
 
     def __init__(self, optimizer: Optimizer, guarded: Update, schedule: Schedule) -> None:
@@ -41,9 +41,7 @@ class NamedOptimizer:
         self.show: Callable[[], None] = nobody_looks
 
     def backward(self, loss_sum: Tensor, share: float) -> None:
-        """Add the gradient of `share * loss_sum` to this optimizer's parameters. No other parameter gets
-        one.
-        """
+        """Add the gradient of `share * loss_sum` to this optimizer's parameters. No other parameter gets one."""
         trained = [param for param in self.params if param.requires_grad]
         self.guarded.backward(loss_sum, share, trained)
 
@@ -72,8 +70,8 @@ def end_step(named: Named) -> bool:
 
 
 class JoinedOptimizers(Optimizer):
-    """All named optimizers as one: their groups and states. parts: the optimizers, which `plain_step`
-    updates in order.
+    """All named optimizers as one: their groups and states. parts: the optimizers, which `plain_step` updates in
+    order.
     """
 
     def __init__(self, named: Named) -> None:
@@ -196,8 +194,7 @@ def optimizer_states(named: Named, model: nn.Module) -> dict[str, Any]:
 def load_optimizer_states(
     named: Named, model: nn.Module, place: str, tree: dict[str, Any], config: Mapping[str, Any]
 ) -> None:
-    """Load the states by name. Raise CheckpointError if the names differ. config: the node of the
-    optimizers.
+    """Load the states by name. Raise CheckpointError if the names differ. config: the node of the optimizers.
 
     Arguments in the config override stored ones.
     """

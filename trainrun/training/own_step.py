@@ -1,8 +1,7 @@
 """A custom step (`step`) instead of `train_step`.
 
 It is a function `(run, micro_batches) -> StepReport`, or a callable object. If it has `state_dict()` and
-`load_state_dict(state)`, its state is in every checkpoint. The report is checked here, and missing values
-are added.
+`load_state_dict(state)`, its state is in every checkpoint. The report is checked here, and missing values are added.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from trainrun.training.task_calls import check_halves, check_state
 
 
 def build_own_step(node: Mapping[str, Any]) -> Any:
-    """Return the function or object that the config names instead of `train_step`. Raise ConfigError for
-    wrong arguments.
+    """Return the function or object that the config names instead of `train_step`. Raise ConfigError for wrong
+    arguments.
     """
     target = locate(node["_target_"], "step")
     is_class = inspect.isclass(target)

@@ -31,9 +31,7 @@ TRAINING, EVALUATION = 7, 8  # what seeds are derived from, besides the place
 
 
 class Place:
-    """The position of the run (step, epoch, micro-batch), from which the `StepInfo` for tasks and hooks is
-    built.
-    """
+    """The position of the run (step, epoch, micro-batch), from which the `StepInfo` for tasks and hooks is built."""
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
         self._seed, self._rank, self.device = seed, rank, device
@@ -68,9 +66,9 @@ class Informed:
 class TaskCalls:
     """The calls of a task's optional methods.
 
-    model: without wrappers. pictures: the file for a task's images; None on ranks that write none.
-        makes_pictures: whether this rank runs the forwards for them. Raises PluginError for a task whose
-        methods do not fit together.
+    model: without wrappers. pictures: the file for a task's images; None on ranks that write none. makes_pictures:
+        whether this rank runs the forwards for them. Raises PluginError for a task whose methods do not fit
+        together.
     """
 
     def __init__(
@@ -101,9 +99,7 @@ class TaskCalls:
         self.place.be_at(state)
 
     def watch(self, run: Any) -> None:
-        """Start the checks for unsaved state and gradients before the first step, if the run contains user
-        code.
-        """
+        """Start the checks for unsaved state and gradients before the first step, if the run contains user code."""
         parts = (self._task, run.own_step, *run.hooks.by_key.values(), *self._model.modules())
         packages = {type(part).__module__.partition(".")[0] for part in parts}
         if packages - {"builtins", "torch", "trainrun"}:
@@ -148,8 +144,8 @@ class TaskCalls:
             self.after_user_code()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the task's `state`, and under `anew` the lines about state that no checkpoint holds; {}
-        without both.
+        """Return the task's `state`, and under `anew` the lines about state that no checkpoint holds; {} without
+        both.
         """
         lines = self._unsaved.lines() if self._unsaved is not None else []
         return saved_state(self._task, self.place.device) | ({"anew": lines} if lines else {})
@@ -196,8 +192,8 @@ def check_state(owner: Any, key: str) -> None:
 
 
 def saved_state(owner: Any, device: torch.device) -> dict[str, Any]:
-    """Return the owner's `state`, and `on_cpu`: the paths of its host tensors if the run is on a GPU. {}
-    without a state.
+    """Return the owner's `state`, and `on_cpu`: the paths of its host tensors if the run is on a GPU. {} without a
+    state.
     """
     get_state = getattr(owner, "state_dict", None)  # `check_halves` has looked for the other half
     state = get_state() if callable(get_state) else None
@@ -230,8 +226,7 @@ METHODS = {  # of hooks, and their arguments
 class Hooks:
     """All hooks of a run, called in the order of the config, on every rank. hooks: by key, `hook.NAME`.
 
-    Raises PluginError for an object without a hook method, with an unknown `on_...` method, or with half a
-    state.
+    Raises PluginError for an object without a hook method, with an unknown `on_...` method, or with half a state.
     """
 
     def __init__(self, hooks: Mapping[str, Any]) -> None:
@@ -243,9 +238,7 @@ class Hooks:
         self.on_gradients = self._calls["on_gradients"]  # called by `Components.update`
 
     def on_start(self, run: Any, state: Any) -> None:
-        """Call `on_start` before the first step of every session. `state` is fresh, or that of a
-        checkpoint.
-        """
+        """Call `on_start` before the first step of every session. `state` is fresh, or that of a checkpoint."""
         self._call("on_start", run, state)
 
     def check_states(self) -> None:
@@ -275,8 +268,8 @@ class Hooks:
         self._call("on_checkpoint", run, state)
 
     def end(self, run: Any, state: Any) -> bool:
-        """Call `on_end` before the last save of a training that ends by itself. Return whether this changed
-        the weights.
+        """Call `on_end` before the last save of a training that ends by itself. Return whether this changed the
+        weights.
 
         A run that a signal stops is saved for a resume; `on_end` comes after that resume.
         """
@@ -309,8 +302,7 @@ class Hooks:
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, place: str, states: Mapping[str, Any]) -> None:
-        """Load the states of the hooks; tensors are on the CPU. Raise CheckpointError for a hook that
-        cannot load.
+        """Load the states of the hooks; tensors are on the CPU. Raise CheckpointError for a hook that cannot load.
 
         A hook without a stored state starts afresh.
         """

@@ -15,8 +15,8 @@ from trainrun.output import short_list
 class TrainedParameters:
     """The parameters that require a gradient, at the start of the run and now.
 
-    Checkpoints hold the changes by hooks or tasks: `requires_grad` by name. What the config freezes follows
-    the config of the present session.
+    Checkpoints hold the changes by hooks or tasks: `requires_grad` by name. What the config freezes follows the
+    config of the present session.
     """
 
     def __init__(self, model: nn.Module, held: nn.Module, optimizer: Optimizer) -> None:
@@ -75,9 +75,8 @@ class TrainedParameters:
 class WatchGradients:
     """A check of the first steps of a session, up to the first log point. run: `Components`.
 
-    A parameter that was created in the first forward is refused. One that is in no optimizer, or that got
-    no gradient on a rank until the first log point, is named once. There is no cost after the first log
-    point.
+    A parameter that was created in the first forward is refused. One that is in no optimizer, or that got no
+    gradient on a rank until the first log point, is named once. There is no cost after the first log point.
     """
 
     def __init__(self, run: Any) -> None:

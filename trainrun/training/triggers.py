@@ -20,8 +20,8 @@ STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the l
 class Lengths:
     """The lengths of steps and epochs; None if the data has no length.
 
-    accumulate: micro-batches in a full window. samples_per_step, samples_per_epoch: over all ranks, if full
-        batches hold the same number. tokens_per_sample: if all samples have the same number.
+    accumulate: micro-batches in a full window. samples_per_step, samples_per_epoch: over all ranks, if full batches
+        hold the same number. tokens_per_sample: if all samples have the same number.
     """
 
     steps_per_epoch: int | None
@@ -97,10 +97,10 @@ class RunLimits:
 class Intervals:
     """The distances between validations and between log points.
 
-    val: None without validation data, or if `val_seconds` (on the clock of this rank) is used. log_every:
-        None if nothing is logged. total_steps: None if unknown; then, and if there are fewer than 2 x
-        log_every, steps 1, 2, 4, 8, ... up to log_every are log points too. sample_every: training metrics
-        are computed in every step of this number.
+    val: None without validation data, or if `val_seconds` (on the clock of this rank) is used. log_every: None if
+        nothing is logged. total_steps: None if unknown; then, and if there are fewer than 2 x log_every, steps 1, 2,
+        4, 8, ... up to log_every are log points too. sample_every: training metrics are computed in every step of
+        this number.
     """
 
     lengths: Lengths
@@ -143,8 +143,8 @@ class Intervals:
 class MetricTracker:
     """A metric, its direction, and the rules of early stopping.
 
-    threshold, divergence, worse_by: values, or a distance from the best one, at which the run stops at
-        once. named: whether a setting names the metric. min_epochs: the minimum length of the run.
+    threshold, divergence, worse_by: values, or a distance from the best one, at which the run stops at once. named:
+        whether a setting names the metric. min_epochs: the minimum length of the run.
     """
 
     metric: str | None
@@ -179,11 +179,10 @@ class Due(NamedTuple):
 
 
 class Triggers:
-    """The decisions about what is due. They depend on the state alone, so that a resume makes the same
-    ones.
+    """The decisions about what is due. They depend on the state alone, so that a resume makes the same ones.
 
-    log: whether the current step is a log point, for which the gradient norm is computed. sums: whether the
-        current step computes the task's sums, see `Intervals.sample_due`.
+    log: whether the current step is a log point, for which the gradient norm is computed. sums: whether the current
+        step computes the task's sums, see `Intervals.sample_due`.
     """
 
     def __init__(
@@ -218,9 +217,9 @@ class Triggers:
     def start(self, state: TrainState, best: tuple[int, float] | None = None) -> None:
         """Start the clock of this session; earlier sessions count.
 
-        Early stopping is decided again, because the settings may have changed (more patience, or none). If
-        they name another metric, the history of the earlier one is dropped. best: step and value of the
-        best checkpoint by the new metric.
+        Early stopping is decided again, because the settings may have changed (more patience, or none). If they name
+        another metric, the history of the earlier one is dropped. best: step and value of the best checkpoint by the
+        new metric.
         """
         best_by, watched_by = self.best.name, self._watch.name
         if state.best_by not in ("", best_by):
@@ -241,8 +240,8 @@ class Triggers:
         self._validations = self._by_time()
 
     def after_step(self, state: TrainState) -> Due:
-        """Return what is due now, and set `state.stop_reason` if the run ends here. Called before the first
-        step too.
+        """Return what is due now, and set `state.stop_reason` if the run ends here. Called before the first step
+        too.
 
         Raises TrainingError or RollBack if the run cannot continue.
         """
@@ -295,8 +294,7 @@ class Triggers:
         return 0.0 if every is None else (self._seconds_before + time.monotonic() - self._started) // every
 
     def interrupted(self) -> bool:
-        """Return whether a signal stops this rank. A validation ends at a signal, but not at the time
-        limit.
+        """Return whether a signal stops this rank. A validation ends at a signal, but not at the time limit.
 
         Called at every batch of a validation, which counts as progress.
         """
@@ -312,8 +310,8 @@ class Triggers:
     def validation_due(self, state: TrainState) -> bool:
         """Return whether to validate now: at the set interval, and once more when the run ends by itself.
 
-        There is no validation after a signal. A run that ends at the step from which it resumed repeats
-        that validation only if its metrics are missing.
+        There is no validation after a signal. A run that ends at the step from which it resumed repeats that
+        validation only if its metrics are missing.
         """
         if self._again and state.stop_request < STOP_INTERRUPT:
             return True
@@ -335,8 +333,8 @@ class Triggers:
     def note_validation(self, state: TrainState, metrics: dict[str, float]) -> bool:
         """Record a validation. Return whether it was scheduled.
 
-        Only scheduled validations update early stopping, a plateau schedule and hooks. So a resumed run
-        uses the same ones as an uninterrupted run.
+        Only scheduled validations update early stopping, a plateau schedule and hooks. So a resumed run uses the
+        same ones as an uninterrupted run.
         """
         scheduled = not self._again and state.step != state.validated_step and self._scheduled(state)
         self._again = False
@@ -361,8 +359,7 @@ class Triggers:
     def validate_again(self, state: TrainState, best: tuple[int, float] | None) -> bool:
         """Request a validation of changed weights at the last step, which replaces the earlier one.
 
-        Return whether the run validates at all. best: step and value of the best checkpoint of another
-        step.
+        Return whether the run validates at all. best: step and value of the best checkpoint of another step.
         """
         self._again = self.rhythm.validates
         if self._again and state.best_step == state.step:

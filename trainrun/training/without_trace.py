@@ -1,12 +1,12 @@
 """Run the user's model and task for a trial without lasting effects on the run.
 
-what: `run_trial` runs the work on the objects of the run themselves. On a CPU it does so in a forked child
-    process that is discarded. If no fork is possible (after CUDA was started), everything that the work can
-    change is copied before and restored afterwards: the memory of tensors, gradients, optimizer state,
-    random states, and all attributes of model, task and hooks.
-when: before user code is used by the run itself. `trainrun.training.recovery.oom` restores much less,
-    because it runs in every step. when not: user functions that change global variables of their module, if
-    no fork is possible.
+what: `run_trial` runs the work on the objects of the run themselves. On a CPU it does so in a forked child process
+    that is discarded. If no fork is possible (after CUDA was started), everything that the work can change is copied
+    before and restored afterwards: the memory of tensors, gradients, optimizer state, random states, and all
+    attributes of model, task and hooks.
+when: before user code is used by the run itself. `trainrun.training.recovery.oom` restores much less, because it
+    runs in every step. when not: user functions that change global variables of their module, if no fork is
+    possible.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def run_trial(
 ) -> T:
     """Run `work` without lasting effects and return its plain result.
 
-    owners: the objects that the work may change if it cannot run in a child process. limit_seconds: of the
-        child. Raises the errors of the work, ChildError for a child that died or is late, and NoTrial.
+    owners: the objects that the work may change if it cannot run in a child process. limit_seconds: of the child.
+        Raises the errors of the work, ChildError for a child that died or is late, and NoTrial.
     """
     if any(is_sharded(owner) for owner in owners):
         raise NoTrial("the ranks exchange weights in each forward")
@@ -106,8 +106,7 @@ def _without_ranks(work: Callable[[], T]) -> T:
 
 @contextmanager
 def put_back(owners: Iterable[Any], device: torch.device) -> Iterator[None]:
-    """Restore everything that the owners hold, and the random states of this process, at the end of the
-    block.
+    """Restore everything that the owners hold, and the random states of this process, at the end of the block.
 
     Raise NoTrial if the device's memory does not suffice for a copy.
     """
@@ -220,9 +219,7 @@ class _KeptState:
         return contents.values() if isinstance(contents, dict) else contents
 
     def _note_function(self, value: Any) -> Iterable[Any]:
-        """Record how to restore a closure cell. Return the objects that a function, method or partial
-        refers to.
-        """
+        """Record how to restore a closure cell. Return the objects that a function, method or partial refers to."""
         if isinstance(value, types.CellType):
             try:
                 contents = value.cell_contents

@@ -1,12 +1,11 @@
 """Metrics by name (`task.metrics`), each computed once from all items of an evaluation.
 
-what: the required sums are added over batches and ranks (`StepOutput.sums`), so a metric is exact however
-    an evaluation is split. AUROC and average precision need all scores at once: these are collected
+what: the required sums are added over batches and ranks (`StepOutput.sums`), so a metric is exact however an
+    evaluation is split. AUROC and average precision need all scores at once: these are collected
     (`StepOutput.rows`).
-when: evaluations; training steps compute none of it. when not: AUROC of millions of items with many
-    classes: 8 bytes x items x classes on the host of every rank.
-source: the definitions of scikit-learn; a macro mean is over the classes that occur in targets or
-    predictions.
+when: evaluations; training steps compute none of it. when not: AUROC of millions of items with many classes: 8 bytes
+    x items x classes on the host of every rank.
+source: the definitions of scikit-learn; a macro mean is over the classes that occur in targets or predictions.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ Measured = tuple[dict[str, Tensor], dict[str, Tensor]]  # sums and rows
 def chosen(
     metrics: Any, known: Sequence[str], task: str, given: str
 ) -> tuple[tuple[str, ...], TorchMetrics | None]:
-    """Split metrics into a tuple of names and the objects with a `_target_`. If `top5` is known, `topK` is
-    for any K.
+    """Split metrics into a tuple of names and the objects with a `_target_`. If `top5` is known, `topK` is for any
+    K.
 
     given: the arguments of the objects' `update`, for messages. Raise ConfigError for an unknown name.
     """
@@ -74,8 +73,8 @@ def format_names(names: Iterable[object]) -> str:
 
 @dataclass(frozen=True)
 class ClassMetrics:
-    """Metrics for one class per item. names: validated names. own: metric objects. per_class: also per
-    class, as `f1/3`.
+    """Metrics for one class per item. names: validated names. own: metric objects. per_class: also per class, as
+    `f1/3`.
     """
 
     names: tuple[str, ...]
@@ -83,9 +82,7 @@ class ClassMetrics:
     per_class: bool
 
     def check(self, logits: Tensor, target: Tensor) -> None:
-        """Raise ConfigError for a topK that is always right, or for a metric object that fails on these
-        tensors.
-        """
+        """Raise ConfigError for a topK that is always right, or for a metric object that fails on these tensors."""
         num_classes = logits.shape[1]
         if self.own is not None:
             self.own.check(logits.detach().double().softmax(1), target)
@@ -137,8 +134,8 @@ class ClassMetrics:
 
 @dataclass(frozen=True)
 class LabelMetrics:
-    """Metrics for several labels per item. names: validated names. own: metric objects. per_class: also of
-    each label.
+    """Metrics for several labels per item. names: validated names. own: metric objects. per_class: also of each
+    label.
     """
 
     names: tuple[str, ...]
@@ -188,8 +185,8 @@ class NumberMetrics:
     own: TorchMetrics | None
 
     def check(self, output: Tensor, target: Tensor, padded: bool) -> None:
-        """Raise ConfigError for a metric that fails on these tensors. padded: whether they are sequences of
-        several lengths.
+        """Raise ConfigError for a metric that fails on these tensors. padded: whether they are sequences of several
+        lengths.
         """
         if padded and ("r2" in self.names or self.own is not None):
             raise ConfigError(
@@ -217,8 +214,8 @@ class NumberMetrics:
         return sums | {ERRORS: torch.stack([errors.sum(0), wanted.sum(0), wanted.square().sum(0)])}, rows
 
     def summarize(self, sums: dict[str, Tensor], count: float) -> dict[str, float]:
-        """Return the metrics from the sums of an evaluation; {} for a training step. r2 is the mean over
-        the outputs of a sample.
+        """Return the metrics from the sums of an evaluation; {} for a training step. r2 is the mean over the outputs
+        of a sample.
         """
         own_values = {} if self.own is None else self.own.summarize(sums)
         if ERRORS not in sums:
@@ -235,8 +232,8 @@ class NumberMetrics:
 
 
 def flatten_output(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as float64 (N, ...); (N,) for (N, 1), which `torchmetrics.KendallRankCorrCoef` 1.9 takes
-    for one item.
+    """Return both as float64 (N, ...); (N,) for (N, 1), which `torchmetrics.KendallRankCorrCoef` 1.9 takes for one
+    item.
     """
     if output.ndim == 2 and output.shape[1] == 1:
         output, target = output[:, 0], target[:, 0]
@@ -244,8 +241,8 @@ def flatten_output(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def num_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:
-    """Return the number of targets among the `size` largest logits. Among equal logits the first class
-    counts as larger.
+    """Return the number of targets among the `size` largest logits. Among equal logits the first class counts as
+    larger.
     """
     target_logits = logits.gather(1, target[:, None])
     after = torch.arange(logits.shape[1], device=logits.device) > target[:, None]
@@ -256,8 +253,8 @@ def num_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:
 
 
 def ratios(counts: Tensor) -> dict[str, Tensor]:
-    """Return the class metrics (C,) by name; NaN for a class that does not occur. counts: (3, C): right,
-    predicted, present.
+    """Return the class metrics (C,) by name; NaN for a class that does not occur. counts: (3, C): right, predicted,
+    present.
     """
     right, predicted, there = counts.double()
     occurs = predicted + there > 0

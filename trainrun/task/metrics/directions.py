@@ -49,8 +49,8 @@ def direction_of_name(metric: str) -> str | None:
 def resolve_direction(key: str, metric: str, mode: str, is_named: bool) -> str | None:
     """Return the mode of a setting; for `auto`, the direction that the metric's name implies, or None.
 
-    Raise ConfigError if the name clearly implies the opposite. is_named: whether the user chose the metric
-    too; then only names of losses and accuracies are clear.
+    Raise ConfigError if the name clearly implies the opposite. is_named: whether the user chose the metric too; then
+    only names of losses and accuracies are clear.
     """
     usual, sure = direction_of_name(metric), not is_named or metric.endswith(("/loss", "/acc"))
     if mode != "auto" and usual not in (None, mode) and sure:
@@ -63,8 +63,7 @@ def resolve_direction(key: str, metric: str, mode: str, is_named: bool) -> str |
 
 
 def describe_assumed_direction(config: RunConfig, default: str | None) -> str:
-    """Return a note if `mode=auto` assumes that a metric of unknown direction is better when larger; else
-    "".
+    """Return a note if `mode=auto` assumes that a metric of unknown direction is better when larger; else "".
 
     default: the metric if none is set.
     """

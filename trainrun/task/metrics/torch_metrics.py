@@ -1,11 +1,11 @@
 """Metrics of `torchmetrics`, or classes with the same methods, by `_target_` in `task.metrics`.
 
 what: if the states of a metric are sums of fixed shape, those of all batches are added in float64
-    (`StepOutput.sums`). Any other metric gets all items at once, which the evaluation collects
-    (`StepOutput.rows`). Both are exact however an evaluation is split.
-when: metrics that `by_name.py` lacks. They get probabilities, not logits: torchmetrics would guess by their
-    range, batch by batch. when not: millions of items with a metric that is not a sum: 8 bytes per score on
-    the host of every rank.
+    (`StepOutput.sums`). Any other metric gets all items at once, which the evaluation collects (`StepOutput.rows`).
+    Both are exact however an evaluation is split.
+when: metrics that `by_name.py` lacks. They get probabilities, not logits: torchmetrics would guess by their range,
+    batch by batch. when not: millions of items with a metric that is not a sum: 8 bytes per score on the host of
+    every rank.
 source: torchmetrics 1.9 (https://lightning.ai/docs/torchmetrics); tested against one update with all items
 """
 
@@ -27,9 +27,7 @@ TAKEN = ("loss", "acc", "seconds")
 
 
 def split_metrics(metrics: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Split metrics such as `[f1, {kappa: OBJECT}, OBJECT]` into names and a dict of objects. Raise
-    ConfigError.
-    """
+    """Split metrics such as `[f1, {kappa: OBJECT}, OBJECT]` into names and a dict of objects. Raise ConfigError."""
     names: list[Any] = []
     objects: dict[str, Any] = {}
     for item in metrics if isinstance(metrics, list | tuple) else [metrics]:
@@ -77,8 +75,8 @@ class TorchMetrics:
                 metric.set_dtype(torch.float64)
 
     def check(self, scores: Tensor, target: Tensor) -> None:
-        """Raise ConfigError for a metric that fails on these tensors, PluginError for one whose result is
-        not a number.
+        """Raise ConfigError for a metric that fails on these tensors, PluginError for one whose result is not a
+        number.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of few items
@@ -151,9 +149,7 @@ def alone() -> bool:
 
 
 def adds_up(metric: Any) -> bool:
-    """Return whether all states of a metric are tensors that are summed over ranks, according to
-    torchmetrics.
-    """
+    """Return whether all states of a metric are tensors that are summed over ranks, according to torchmetrics."""
     reductions = getattr(metric, "_reductions", None)
     if not reductions or next(metric.children(), None) is not None:
         return False

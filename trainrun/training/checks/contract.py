@@ -1,18 +1,17 @@
 """A check at the first step: a custom task that returns means instead of sums is refused.
 
-what: loss and sums of some rows of the first batch are compared with those of the same rows given twice: a
-    sum doubles, a mean stays. A value is refused only if it clearly stays while its count doubles. Some
-    values are only noted: a count that stays; a loss that grows by less than half (a mean over pairs of the
-    batch, a penalty without a count); and integers that stay (hits among the samples of a batch). The
-    values are also compared with those of the two halves. A loss that is not the sum of both depends on
-    micro-batches and ranks, which is noted. A metric that is not, while the loss is, is refused: (B, 1)
-    against (B,) is (B, B). A step that draws random numbers is repeated, and judged only if its noise
-    allows it. Everything is a trial in evaluation mode, so nothing remains of it.
-when: every new run with a task that is not built in; `trainer.check_task=false` disables it. when not:
-    batches that cannot be cut, trials that cannot be made: one line says so, and the run continues.
+what: loss and sums of some rows of the first batch are compared with those of the same rows given twice: a sum
+    doubles, a mean stays. A value is refused only if it clearly stays while its count doubles. Some values are only
+    noted: a count that stays; a loss that grows by less than half (a mean over pairs of the batch, a penalty without
+    a count); and integers that stay (hits among the samples of a batch). The values are also compared with those of
+    the two halves. A loss that is not the sum of both depends on micro-batches and ranks, which is noted. A metric
+    that is not, while the loss is, is refused: (B, 1) against (B,) is (B, B). A step that draws random numbers is
+    repeated, and judged only if its noise allows it. Everything is a trial in evaluation mode, so nothing remains of
+    it.
+when: every new run with a task that is not built in; `trainer.check_task=false` disables it. when not: batches that
+    cannot be cut, trials that cannot be made: one line says so, and the run continues.
 source: the loss contract of `trainrun.interfaces`
-gain: a mean would train at 1/batch of the gradient without notice. Cost: six forward passes of half a
-    batch, once.
+gain: a mean would train at 1/batch of the gradient without notice. Cost: six forward passes of half a batch, once.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ Pair = tuple[Tensor, Tensor]
 class Looks(NamedTuple):
     """Values and counts by name from several passes over the same rows, given once and twice.
 
-    parts: of some rows, and of their halves. rounding: the relative difference of losses that counts as
-        equal.
+    parts: of some rows, and of their halves. rounding: the relative difference of losses that counts as equal.
     """
 
     once: list[dict[str, Pair]]
@@ -248,8 +246,7 @@ def loss_and_sums(task: Any, counting: Counting, data: Any, out: Any) -> dict[st
 
 
 def are_hits(looks: Looks, key: str) -> bool:
-    """Return whether each number is an integer from 1 to its count, like hits among the other samples of a
-    batch.
+    """Return whether each number is an integer from 1 to its count, like hits among the other samples of a batch.
 
     Among equal samples the first one is the hit, so a batch given twice has as many hits.
     """

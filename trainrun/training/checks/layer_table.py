@@ -1,7 +1,7 @@
 """The table of layers of `--summary`: name, class, output shape and parameters, recorded in the first step.
 
-what: forward hooks on the layers, removed after the first step; they read outputs and change nothing. when
-    not: with `trainer.compile` or CUDA graphs there are no shapes: a hook would be compiled too.
+what: forward hooks on the layers, removed after the first step; they read outputs and change nothing. when not: with
+    `trainer.compile` or CUDA graphs there are no shapes: a hook would be compiled too.
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def shape_text(output: Any) -> str:
 def layer_rows(
     model: nn.Module, layers: dict[str, nn.Module], shapes: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Return a row for each layer and one for the whole model. A shared parameter counts in each layer that
-    has it.
-    """
+    """Return a row for each layer and one for the whole model. A shared parameter counts in each layer that has it."""
     rows = [
         {
             "layer": name, "class": type(layer).__name__, "output": shapes.get(name, ""),

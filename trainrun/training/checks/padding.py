@@ -1,13 +1,12 @@
 """A check before the first padded batch: whether the result of a sample depends on its padding.
 
-what: one sample, once padded as in its batch and once cut to its own length. If loss or count differ, the
-    model sees the padding, or the task counts it. One line says so, and what to do.
-when: every new run with a task or model that is not built in; `trainer.check_task=false` disables it. A
-    causal model with targets of -100 passes, and so does a model that masks the padding. when not: a step
-    that draws random numbers, a model that takes one length only: nothing is printed.
+what: one sample, once padded as in its batch and once cut to its own length. If loss or count differ, the model sees
+    the padding, or the task counts it. One line says so, and what to do.
+when: every new run with a task or model that is not built in; `trainer.check_task=false` disables it. A causal model
+    with targets of -100 passes, and so does a model that masks the padding. when not: a step that draws random
+    numbers, a model that takes one length only: nothing is printed.
 source: `trainrun verify` shows the same in float64
-gain: an LSTM read at its last position would learn from zeros. Cost: three forward passes of two rows,
-    once.
+gain: an LSTM read at its last position would learn from zeros. Cost: three forward passes of two rows, once.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ MASK = "attention_mask"
 
 
 def check_padding(run: Components, data: Any) -> bool:
-    """Check the loss of a padded batch, and note a difference. Return whether a rank had a padded batch.
-    The host waits.
+    """Check the loss of a padded batch, and note a difference. Return whether a rank had a padded batch. The host
+    waits.
     """
     mask = batch_fields(data).get(MASK)
     mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()) else None

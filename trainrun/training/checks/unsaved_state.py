@@ -1,9 +1,9 @@
-"""A check for state that changes during training and that no checkpoint holds. It is noted once, and again
-at a resume.
+"""A check for state that changes during training and that no checkpoint holds. It is noted once, and again at a
+resume.
 
-what: plain attributes and tensors of the task, hooks, a custom step, and the modules of the user's model,
-    compared after the first step and at each save. Values in a `state_dict` or `get_extra_state` are left
-    out. For modules only values of constant shape count: caches grow.
+what: plain attributes and tensors of the task, hooks, a custom step, and the modules of the user's model, compared
+    after the first step and at each save. Values in a `state_dict` or `get_extra_state` are left out. For modules
+    only values of constant shape count: caches grow.
 when: always, for the user's classes. Nothing is refused: a counter that is only printed is harmless.
 gain: the user knows what starts anew after a resume.
 """
@@ -34,9 +34,7 @@ class UnsavedState:
         self._own_versions: dict[str, int] = {}
 
     def after_step(self, log: bool) -> bool:
-        """Record the state after the first step, when lazy attributes exist. Return whether this check is
-        done.
-        """
+        """Record the state after the first step, when lazy attributes exist. Return whether this check is done."""
         task, model = self._run.task, self._run.model
         if self._first is None:
             self._first = self._held()
@@ -47,9 +45,7 @@ class UnsavedState:
         return log
 
     def lines(self) -> list[str]:
-        """Compare the state at a save, and note each owner once. Return a line for each owner whose state
-        changed.
-        """
+        """Compare the state at a save, and note each owner once. Return a line for each owner whose state changed."""
         held = {} if self._first is None else self._held()
         for owner, now in held.items():
             before = (self._first or {}).get(owner, {})
@@ -123,9 +119,7 @@ def saves_all(owner: Any) -> bool:
 
 
 def task_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the tensors in attributes of the task that require gradients and are not parameters of the
-    model.
-    """
+    """Return the tensors in attributes of the task that require gradients and are not parameters of the model."""
     model_ids = {id(parameter) for parameter in model.parameters()}
     parameters: list[tuple[str, Tensor]] = []
     if isinstance(task, nn.Module):
@@ -139,9 +133,7 @@ def task_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def users_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of the user's classes by name, without modules that save extra state and their
-    parts.
-    """
+    """Return the modules of the user's classes by name, without modules that save extra state and their parts."""
     modules: dict[str, nn.Module] = {}
     saved: set[int] = set()
     for name, module in model.named_modules():

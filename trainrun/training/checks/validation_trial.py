@@ -1,14 +1,13 @@
-"""A trial of one validation batch before the first step, so that its faults are found before an epoch of
-training.
+"""A trial of one validation batch before the first step, so that its faults are found before an epoch of training.
 
-what: the first batch of the first validation set is evaluated without lasting effects. The trial finds
-    metrics that settings name and no validation has, metrics with reserved names, data that cannot be read,
-    and code that fails without gradients. A failure that training may resolve (by what the task does in its
-    first step, or at the end of an epoch) is tried again after one step, in a child process. What a task
-    computes at the end of a validation is not tried: it may not exist for one batch.
-when: every run with a validation and a custom model, task or data, or a setting that names a metric. when
-    not: compiled models, whose compilation could take longer than the mistake; an iterable source, which
-    would lose its first batch if it is a pipe; a trial that takes more than a minute.
+what: the first batch of the first validation set is evaluated without lasting effects. The trial finds metrics that
+    settings name and no validation has, metrics with reserved names, data that cannot be read, and code that fails
+    without gradients. A failure that training may resolve (by what the task does in its first step, or at the end of
+    an epoch) is tried again after one step, in a child process. What a task computes at the end of a validation is
+    not tried: it may not exist for one batch.
+when: every run with a validation and a custom model, task or data, or a setting that names a metric. when not:
+    compiled models, whose compilation could take longer than the mistake; an iterable source, which would lose its
+    first batch if it is a pipe; a trial that takes more than a minute.
 source: Lightning's `num_sanity_val_steps`
 gain: no epoch is lost. Cost: one batch.
 """
@@ -113,8 +112,7 @@ def metric_names(run: Components) -> list[str]:
 
 
 def retry_after_step(run: Components, state: TrainState, error: Exception) -> None:
-    """Raise PluginError if the validation also fails after one training step. Do nothing if that cannot be
-    tried.
+    """Raise PluginError if the validation also fails after one training step. Do nothing if that cannot be tried.
 
     A step of several ranks exchanges gradients, which a forked process cannot do.
     """
@@ -129,8 +127,8 @@ def retry_after_step(run: Components, state: TrainState, error: Exception) -> No
 
 
 def fault_after_step(run: Components, state: TrainState) -> str:
-    """Train one step as a whole epoch, then evaluate a batch. Return the error message, or "". Call it in a
-    child process.
+    """Train one step as a whole epoch, then evaluate a batch. Return the error message, or "". Call it in a child
+    process.
     """
     silent: Any = run.monitors
     silent.note = lambda text: None

@@ -1,17 +1,15 @@
 """A step with gradients that are not finite: its data is saved, then `trainer.nan_policy` decides.
 
-what: the update is skipped on all ranks at the same step (gradients are equal on all of them). Samples,
-    losses, loss scale and the batch itself are saved in `nonfinite/step-N/` in the run folder, for each
-    rank. `stop` ends the run. `skip` continues without the step, and ends the run after MAX_SKIPS_IN_A_ROW,
-    or if more than MAX_SKIPPED_SHARE of the steps were skipped. `rollback` returns to the newest checkpoint
-    and continues with the data after the bad step: the data between the two is skipped, as in PaLM's
-    training.
-when: always, except with `ignore`. With float16 an overflow is no fault: the loss scale falls and the step
-    is skipped; a fault is a scale that falls again and again. when not: a loss that is not finite while its
-    gradients are finite is only logged.
+what: the update is skipped on all ranks at the same step (gradients are equal on all of them). Samples, losses, loss
+    scale and the batch itself are saved in `nonfinite/step-N/` in the run folder, for each rank. `stop` ends the
+    run. `skip` continues without the step, and ends the run after MAX_SKIPS_IN_A_ROW, or if more than
+    MAX_SKIPPED_SHARE of the steps were skipped. `rollback` returns to the newest checkpoint and continues with the
+    data after the bad step: the data between the two is skipped, as in PaLM's training.
+when: always, except with `ignore`. With float16 an overflow is no fault: the loss scale falls and the step is
+    skipped; a fault is a scale that falls again and again. when not: a loss that is not finite while its gradients
+    are finite is only logged.
 source: Chowdhery et al. 2022 (arXiv:2204.02311), section 5.1, for going back and skipping data.
-gain: nothing is lost but the step. It adds no time to other steps: whether an update was skipped is known
-    anyway.
+gain: nothing is lost but the step. It adds no time to other steps: whether an update was skipped is known anyway.
 """
 
 from __future__ import annotations
@@ -174,9 +172,7 @@ class BadSteps:
 
 
 def describe_nonfinite_cause(is_finite: bool, num_values: int) -> str:
-    """Return what was not finite in a rank's step, or "". num_values: the number of such values in its
-    batch.
-    """
+    """Return what was not finite in a rank's step, or "". num_values: the number of such values in its batch."""
     loss = "" if is_finite else "the loss"
     values = f"{counted(num_values, 'value')} of the batch" if num_values else ""
     if not loss and not values:
@@ -221,8 +217,7 @@ def num_nonfinite(tensor: Tensor) -> int:
 def likely_cause(model: nn.Module, batches: Batches) -> str:
     """Return why a validation's loss is not finite, without another forward; "" if unknown.
 
-    Weights, buffers, inputs and targets are checked in this order; the first one that is not finite is
-    named.
+    Weights, buffers, inputs and targets are checked in this order; the first one that is not finite is named.
     """
     for kind, tensors in (("weight", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:

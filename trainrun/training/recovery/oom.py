@@ -1,17 +1,17 @@
 """A window that runs out of memory is repeated with the same data in smaller micro-batches.
 
-what: when memory runs out, the gradients of the window are discarded, random states (torch, Python, NumPy)
-    and buffers are restored, and the same samples run in micro-batches of half the size, repeatedly if
-    needed. Losses are sums divided once by the count of the whole window, so the gradient is the same up to
-    rounding. The size stays for the rest of the run and for its resumes.
-when: always; `trainer.out_of_memory=stop` ends the run instead, and a resume then starts with whole
-    batches. when not: several ranks, where the others already exchange gradients; models with BatchNorm,
-    whose statistics would be those of fewer samples (`split-batchnorm` allows it); losses that couple
-    samples of a batch, which a trial with two samples detects; memory that runs out in the update, which
-    must not be repeated. Random draws (dropout) differ from those of one large batch.
+what: when memory runs out, the gradients of the window are discarded, random states (torch, Python, NumPy) and
+    buffers are restored, and the same samples run in micro-batches of half the size, repeatedly if needed. Losses
+    are sums divided once by the count of the whole window, so the gradient is the same up to rounding. The size
+    stays for the rest of the run and for its resumes.
+when: always; `trainer.out_of_memory=stop` ends the run instead, and a resume then starts with whole batches. when
+    not: several ranks, where the others already exchange gradients; models with BatchNorm, whose statistics would be
+    those of fewer samples (`split-batchnorm` allows it); losses that couple samples of a batch, which a trial with
+    two samples detects; memory that runs out in the update, which must not be repeated. Random draws (dropout)
+    differ from those of one large batch.
 source: Composer's automatic micro-batching (docs.mosaicml.com, "auto microbatching").
-gain: the run continues. Cost without a failure: 0.3 us per window on a CPU, 2 if the model draws from
-    torch, 18 from Python, 70 from NumPy; nothing if splitting is refused beforehand.
+gain: the run continues. Cost without a failure: 0.3 us per window on a CPU, 2 if the model draws from torch, 18 from
+    Python, 70 from NumPy; nothing if splitting is refused beforehand.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 class RandomStates:
     """The states of the random generators of torch, Python and NumPy at the start of the newest window.
 
-    Reading all of them takes up to 80 us. So all are read in the first two windows and in every 64th. A
-    generator that moved between two such windows is read in every window from then on. Any other generator
-    still has the state of the last such window, unless it moved since: this is checked when a window fails.
+    Reading all of them takes up to 80 us. So all are read in the first two windows and in every 64th. A generator
+    that moved between two such windows is read in every window from then on. Any other generator still has the state
+    of the last such window, unless it moved since: this is checked when a window fails.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,10 +107,10 @@ class RandomStates:
 class OomRetry:
     """A runner of windows that repeats them in smaller micro-batches when memory runs out.
 
-    mode: split, split-batchnorm or stop. note: receives a line for each choice. mends: whether
-        `mend_buffers` will be called.
-    acts: whether `run` does more than compute. pieces: the number of parts of every micro-batch. refusal:
-        why nothing is repeated here, "" if it is.
+    mode: split, split-batchnorm or stop. note: receives a line for each choice. mends: whether `mend_buffers` will
+        be called.
+    acts: whether `run` does more than compute. pieces: the number of parts of every micro-batch. refusal: why
+        nothing is repeated here, "" if it is.
     """
 
     def __init__(
@@ -184,8 +184,7 @@ class OomRetry:
             )
 
     def mend_buffers(self) -> str:
-        """Restore the buffers after a step that was not finite if they hold such values (averages of
-        BatchNorm).
+        """Restore the buffers after a step that was not finite if they hold such values (averages of BatchNorm).
 
         Return the reason if that is impossible, else "".
         """
@@ -248,9 +247,7 @@ class OomRetry:
         self.pieces *= 2
 
     def _why_not_split(self, window: list[MicroBatch]) -> str:
-        """Return why smaller micro-batches would compute something else, or are impossible; "" if they are
-        fine.
-        """
+        """Return why smaller micro-batches would compute something else, or are impossible; "" if they are fine."""
         if isinstance(self.task, KeepsState) and self.task.state_dict():
             return "the task keeps state, which the attempt that failed may have changed"
         if (
@@ -283,8 +280,8 @@ def free_memory(device: torch.device) -> None:
 
 
 def coupled(model: nn.Module, task: Task, batches: list[MicroBatch]) -> str:
-    """Return why the results of the parts would not add up to that of the batches; "" if they do. Raise
-    ValueError without parts.
+    """Return why the results of the parts would not add up to that of the batches; "" if they do. Raise ValueError
+    without parts.
     """
     for batch in batches:
         pieces = cut(batch, num_rows(batch.data))
@@ -308,8 +305,8 @@ def batch_norm_in(model: nn.Module) -> str:
 
 
 def coupling(model: nn.Module, task: Task, data: Any) -> str:
-    """Return a message if the loss of two samples differs from the sum of their losses, as a contrastive
-    loss does; else "".
+    """Return a message if the loss of two samples differs from the sum of their losses, as a contrastive loss does;
+    else "".
     """
     count = num_rows(data)
     try:
@@ -386,8 +383,7 @@ class BufferCopies:
 
     @torch.no_grad()
     def mend_buffers(self) -> str:
-        """Restore all buffers if one of them is not finite now. Return the reason if that is impossible,
-        else "".
+        """Restore all buffers if one of them is not finite now. Return the reason if that is impossible, else "".
 
         Buffers that were never finite (a mask) are ignored.
         """

@@ -110,9 +110,7 @@ def _load_optimizers(run: Components, place: str, tree: dict[str, Any]) -> None:
 
 
 def position(run: Components, place: str, shared: dict[str, Any]) -> int:
-    """Return the micro-batches done in the epoch, converted if their size changed: no sample is repeated or
-    lost.
-    """
+    """Return the micro-batches done in the epoch, converted if their size changed: no sample is repeated or lost."""
     then, now = shared["stream"], run.stream()
     size = then["samples_per_batch"]
     if type(size) is not int or size < 1 or type(then["num_samples"]) not in (int, type(None)):
@@ -170,9 +168,7 @@ def load_state(place: str, owner: KeepsState, kept: Mapping[str, Any], device: t
 
 
 def check_classes(place: str, shared: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise CheckpointError if the data numbers its classes differently. names: its classes; empty without
-    names.
-    """
+    """Raise CheckpointError if the data numbers its classes differently. names: its classes; empty without names."""
     before = shared.get("stream", {}).get("classes") or []
     if not (before and names) or list(before) == list(names):
         return
@@ -211,9 +207,7 @@ def check_task_state(place: str, task: Any, kept: Mapping[str, Any]) -> None:
 
 
 def load_task_state(place: str, task: Any, kept: Mapping[str, Any], device: torch.device) -> str:
-    """Load the task's state. Return a note if there is none. Raise CheckpointError if the task's own method
-    fails.
-    """
+    """Load the task's state. Return a note if there is none. Raise CheckpointError if the task's own method fails."""
     if not isinstance(task, KeepsState):
         return ""
     if "state" not in kept:
