@@ -204,11 +204,9 @@ def fills_memory(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def iterate_safetensors_bytes(
     tensors: dict[str, Tensor], first_rows: Mapping[str, int] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file. A tensor on a device is copied to the host when its turn comes.
+    """Yield the bytes of a safetensors file. Tensors on a device are copied to the host one at a time.
 
-    first_rows: of the tensors that are rows of larger ones. The header then says where each tensor begins, as
-    torch.distributed.checkpoint writes and reads it.
-    The writer of the package `safetensors` opens the file itself, so neither the hash nor the tests of disk faults
+    The writer of the package `safetensors` opens the file itself; then neither the hash nor the tests of disk faults
     would see its writes.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
@@ -263,9 +261,9 @@ class StatePart:
 
 
 def build_part(rank: int, shared_tree: Any, rank_tree: Any) -> StatePart:
-    """Return what a rank writes. Rank 0 writes `shared_tree`, other ranks only their shards of it.
+    """Return what a rank writes; only rank 0 writes `shared_tree`.
 
-    Raise TypeError, see `flatten_tree`.
+    Raise TypeError for a value that cannot be saved, CheckpointError for too much text.
     """
     shared = _TreeEncoder()
     json_shared = shared.encode({SHARED: shared_tree}, ())
@@ -346,7 +344,9 @@ def write_part(temporary: Path, rank: int, part: StatePart, files: FileLayer) ->
     with explain_disk_errors(f"cannot save checkpoint {target}", target.parent, part.num_bytes):
         return {
             text_name: files.write(temporary / text_name, [part.text]),
-            tensors_name: files.write(temporary / tensors_name, iterate_safetensors_bytes(part.tensors, part.first_rows)),
+            tensors_name: files.write(
+                temporary / tensors_name, iterate_safetensors_bytes(part.tensors, part.first_rows)
+            ),
         }
 
 

@@ -30,8 +30,6 @@ from trainrun.errors import ConfigError, PluginError
 from trainrun.parallel.group import (
     Exchanges,
     Group,
-    destroy,
-    exchange_failure,
     is_lost_contact,
     spread_tensors,
 )
@@ -211,7 +209,7 @@ class Ddp:
             raise
 
     def _broadcast_buffers(self) -> None:
-        """Rank 0's buffers on all ranks."""
+        """Copy rank 0's buffers to all ranks, with one broadcast per device and dtype."""
         if self._has_buffers:
             assert self._ddp is not None
             spread_tensors(list(self._ddp.module.buffers()), self._host)
@@ -236,7 +234,7 @@ def missing_gradient_error(model: nn.Module) -> PluginError:
 
 
 def check_parameters(model: nn.Module, mode: str = "ddp") -> None:
-    """Refuse what ranks cannot exchange, before torch fails with words about processes."""
+    """Raise PluginError for a model that DDP cannot wrap: without parameters, or with lazy ones."""
     name = type(model).__name__
     parameters = list(model.parameters())
     if not parameters:

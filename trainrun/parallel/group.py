@@ -146,7 +146,7 @@ def device_and_type(tensor: Tensor) -> tuple[str, str]:
 
 
 def destroy_group() -> None:
-    """Leave the group; the other ranks need not be there any more."""
+    """Destroy the process group. The other ranks may be gone already."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -51,7 +51,9 @@ def run_as_rank(
 
     def run_work() -> int:
         side = store and store.clone()  # type: ignore[attr-defined]  # public, not in torch's stubs
-        with end_process_after(options.meeting_seconds, lambda: describe_missing_ranks(side, world_size), end):
+        with end_process_after(
+            options.meeting_seconds, lambda: describe_missing_ranks(side, world_size), end
+        ):
             parallel = build_backend(options, store)
         code = work(parallel, flag)
         parallel.close()  # not after a failure: it could wait for ranks that are gone

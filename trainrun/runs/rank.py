@@ -333,7 +333,7 @@ FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scal
 
 
 def explain_error(run: Components, state: TrainState, error: Exception) -> TrainrunError | None:
-    """Return what to do about an error; None if that is not known."""
+    """Return an error with advice for a known cause; None for an unknown one."""
     if run.parallel.forward_is_collective and isinstance(error, RuntimeError):
         from trainrun.parallel.group import exchange_failure, is_lost_contact
 

@@ -51,12 +51,11 @@ if TYPE_CHECKING:
 class Components:
     """The parts of a run, assembled once.
 
-    wrapped: the model as the backend wants it called. held: the model as this rank holds it, whose parameters the
-    optimizer has. validation: `val`, or `val/day` and `val/night` of named sets.
-    step: makes one step: `train_step`, what wraps it, or what is in its place. accumulate: its forward and backward.
-    positions: of a micro-batch of one rank, padding included, by `data.padding`; empty if it is not known.
-    optimizers: several by name, for a step of the user's own, which is own_step; else empty.
-    order: what decides which training sample comes when in an epoch.
+    wrapped: the model as the backend wants it called. validation: `val`, or named sets such as `val/day`.
+    step: makes one step: `train_step`, a wrapper of it, or a custom step. accumulate: its forward and backward.
+    positions: the positions of a micro-batch of one rank, with padding, by `data.padding`; empty if unknown.
+    optimizers: several by name, for a custom step (own_step); else empty.
+    order: the settings that decide which training sample comes when in an epoch.
     base: with `checkpoint.adapter_only`, the weights that no checkpoint holds.
     """
 
