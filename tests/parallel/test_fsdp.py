@@ -19,9 +19,9 @@ from exact_parts import parts_of, result
 from test_exactness import LOSS_TOLERANCES, TOKENS, TOLERANCES, difference, same_rows
 
 from trainrun.checkpoint.files import folder_name
-from trainrun.checkpoint.load import is_sound, read_checkpoint
+from trainrun.checkpoint.load import is_intact_checkpoint, read_checkpoint
 from trainrun.folder.run_folder import RunDir, read_json, write_json
-from trainrun.parallel.launch import launch
+from trainrun.parallel.launch import launch_ranks
 from trainrun.train_state import TrainState
 from trainrun.training import loop
 from trainrun.training.recovery.restore import load_tree
@@ -69,7 +69,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_json(run.root / "scenarios.json", scenarios)
     env = dict(os.environ, PYTHONPATH=str(SCRIPT.parents[2]), OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
     command = [sys.executable, str(SCRIPT), str(run.root)]
-    assert launch(lambda attempt: command, NUM_RANKS, run, grace_seconds=5, alone_seconds=60, env=env) == 0
+    assert (
+        launch_ranks(lambda attempt: command, NUM_RANKS, run, grace_seconds=5, alone_seconds=60, env=env) == 0
+    )
     return {**read_json(run.root / "results.json"), "folder": run.root}
 
 
@@ -142,10 +144,10 @@ def test_a_flipped_bit_in_any_file_is_found(file: str, seen: dict[str, Any]) -> 
     folder = seen["folder"] / "checkpoints" / folder_name(2)
     path = folder / file
     before = path.read_bytes()
-    assert is_sound(folder, "run")
+    assert is_intact_checkpoint(folder, "run")
     path.write_bytes(before[:-3] + bytes([before[-3] ^ 1]) + before[-2:])
     try:
-        assert not is_sound(folder, "run")
+        assert not is_intact_checkpoint(folder, "run")
     finally:
         path.write_bytes(before)
 

@@ -139,7 +139,7 @@ def read_first_rows(path: Path) -> dict[str, int] | None:
         LookupError,
         AttributeError,
     ) as error:
-        raise CheckpointError(f"{path}: no layout of shards ({_one_line(error)})") from error
+        raise CheckpointError(f"{path}: no layout of shards ({_format_error(error)})") from error
 
 
 def join_shards(paths: Sequence[Path]) -> dict[str, Tensor]:
@@ -393,7 +393,7 @@ def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
     if read_first_rows(tensors_path) is not None:
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{SHARED}/")}
         if rank == 0:
-            paths = [folder / rank_files(other)[1] for other in range(manifest.world_size)]
+            paths = [folder / rank_file_names(other)[1] for other in range(manifest.world_size)]
             for path in paths[1:]:
                 _check_file(path, manifest.files[path.name])
             tensors |= join_shards(paths)

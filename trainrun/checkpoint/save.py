@@ -206,8 +206,9 @@ def iterate_safetensors_bytes(
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a safetensors file. Tensors on a device are copied to the host one at a time.
 
-    The writer of the package `safetensors` opens the file itself; then neither the hash nor the tests of disk faults
-    would see its writes.
+    first_rows: the first row of each tensor that is part of the rows of a larger one. The header then has the
+        offsets in the format of torch.distributed.checkpoint. The writer of the package `safetensors` opens the file
+        itself; then neither the hash nor the tests of disk faults would see its writes.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that each is aligned
     about = {"format": "pt"}
@@ -220,7 +221,7 @@ def iterate_safetensors_bytes(
             }
             for name in names
         }
-        about |= {SHARDING_INFO: dumps(offsets).decode(), SHARDING_VERSION: "1.0"}
+        about |= {SHARDING_INFO: format_json(offsets).decode(), SHARDING_VERSION: "1.0"}
     entries: dict[str, Any] = {"__metadata__": about}
     stop = 0
     for name in names:
@@ -261,7 +262,7 @@ class StatePart:
 
 
 def build_part(rank: int, shared_tree: Any, rank_tree: Any) -> StatePart:
-    """Return what a rank writes; only rank 0 writes `shared_tree`.
+    """Return what a rank writes. Rank 0 writes `shared_tree`, other ranks only their shards of it.
 
     Raise TypeError for a value that cannot be saved, CheckpointError for too much text.
     """

@@ -30,6 +30,8 @@ from trainrun.errors import ConfigError, PluginError
 from trainrun.parallel.group import (
     Exchanges,
     Group,
+    destroy_group,
+    explain_failed_exchange,
     is_lost_contact,
     spread_tensors,
 )
@@ -234,7 +236,7 @@ def missing_gradient_error(model: nn.Module) -> PluginError:
 
 
 def check_parameters(model: nn.Module, mode: str = "ddp") -> None:
-    """Raise PluginError for a model that DDP cannot wrap: without parameters, or with lazy ones."""
+    """Raise PluginError for a model that ranks cannot share: without parameters, or with lazy ones."""
     name = type(model).__name__
     parameters = list(model.parameters())
     if not parameters:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import TensorShard
 from trainrun.parallel.ddp import check_parameters
-from trainrun.parallel.group import Exchanges, Group, contact, destroy, spread_tensors
+from trainrun.parallel.group import Exchanges, Group, destroy_group, explain_lost_contact, spread_tensors
 from trainrun.patterns import matching
 from trainrun.tensors import WHOLE_SHAPE
 from trainrun.transform.blocks import model_blocks
@@ -97,7 +97,7 @@ class Fsdp:
         check_shapes(model)
         blocks = find_blocks(model, self._blocks)
         check_tied_weights(model, blocks)
-        with contact():
+        with explain_lost_contact():
             spread_tensors([*model.parameters(), *model.buffers()], self._host)
             classes = {id(module): type(module) for module in model.modules()}
             self._parts = self._shard(model, blocks)
@@ -126,12 +126,12 @@ class Fsdp:
 
     def grad_norm(self, norm: Tensor) -> Tensor:
         squared = norm.double().square()
-        with contact():
+        with explain_lost_contact():
             dist.all_reduce(squared, group=self._shard_group)
         return squared.sqrt().to(norm.dtype)
 
     def any_rank(self, flag: Tensor) -> Tensor:
-        with contact():
+        with explain_lost_contact():
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return flag
 
@@ -161,7 +161,7 @@ class Fsdp:
         spread_tensors(list(self._model.buffers()), self._host)
 
     def close(self) -> None:
-        destroy()
+        destroy_group()
 
     @contextmanager
     def _backward(self, last: bool) -> Iterator[None]:

@@ -106,26 +106,26 @@ class Exchanges:
         try:
             dist.all_gather(self._rows, self._own, group=self._host)
         except RuntimeError as error:
-            raise exchange_failure(error) from error
+            raise explain_failed_exchange(error) from error
         all_items, stops, saves = zip(*self._all.tolist(), strict=True)
         return Agreed(sum(all_items) / self._world_size, int(max(stops)), int(max(saves)))
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         summands = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(summands) for _ in range(self._world_size)]
-        with contact():
+        with explain_lost_contact():
             dist.all_gather(rows, summands, group=self._host)
         # added in the order of ranks, whatever route the numbers took
         return [sum(column) for column in zip(*[row.tolist() for row in rows], strict=True)]
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self._world_size
-        with contact():
+        with explain_lost_contact():
             dist.all_gather_object(values, value, group=self._host)
         return values
 
     def barrier(self) -> None:
-        with contact():
+        with explain_lost_contact():
             dist.barrier(group=self._host)
 
 

@@ -335,10 +335,10 @@ FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scal
 def explain_error(run: Components, state: TrainState, error: Exception) -> TrainrunError | None:
     """Return an error with advice for a known cause; None for an unknown one."""
     if run.parallel.forward_is_collective and isinstance(error, RuntimeError):
-        from trainrun.parallel.group import exchange_failure, is_lost_contact
+        from trainrun.parallel.group import explain_failed_exchange, is_lost_contact
 
         if is_lost_contact(error):
-            return exchange_failure(error)
+            return explain_failed_exchange(error)
     task = type(run.task).__name__
     if isinstance(error, AttributeError):
         if error.name not in ("loss_sum", "sums", "count"):

@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 class Components:
     """The parts of a run, assembled once.
 
-    wrapped: the model as the backend wants it called. validation: `val`, or named sets such as `val/day`.
+    wrapped: the model as the backend wants it called. held: the model as this rank holds it, whose parameters the
+        optimizer has. validation: `val`, or named sets such as `val/day`.
     step: makes one step: `train_step`, a wrapper of it, or a custom step. accumulate: its forward and backward.
     positions: the positions of a micro-batch of one rank, with padding, by `data.padding`; empty if unknown.
     optimizers: several by name, for a custom step (own_step); else empty.
