@@ -57,6 +57,12 @@ PLANTED = {
     "padding": (replace(FAST, bucket=0.4), (), "data.padding=bucket", TRAINING),
     "slow logger": (replace(FAST, log=0.01), (), "monitor.log_every_n_steps=500", TRAINING),
     "tiny batch": (FAST, ("data.batch_size=1",), "data.batch_size=8", TRAINING),
+    "tiny batch, slow machine": (
+        replace(FAST, fixed=0.05),
+        ("data.batch_size=1",),
+        "data.batch_size=8",
+        TRAINING,
+    ),
 }
 
 
@@ -154,6 +160,12 @@ def test_remedy_that_cannot_start_is_named_and_the_search_goes_on() -> None:
     costs = replace(FAST, read=5e-4, threads=0.6)
     tuning = tuned(World(costs, noise=0.01, fails="cache='memory'"))
     assert trial_of(tuning, "data.cache=memory").reason == "it fell over"
+    assert tuning.found == ("trainer.num_threads=2",)
+
+
+def test_remedy_that_does_not_start_leaves_time_for_other_causes() -> None:
+    tuning = tuned(World(replace(FAST, read=5e-4, threads=0.6, fill=1000.0), noise=0.01))
+    assert trial_of(tuning, "data.cache=memory").ratio is None
     assert tuning.found == ("trainer.num_threads=2",)
 
 

@@ -40,10 +40,17 @@ class Remedy(NamedTuple):
         """Return what a user should know before trying it."""
         return [*([] if self.effect == EXACT else [self.effect_text]), *filter(None, [self.start_cost])]
 
+    @property
+    def compiles(self) -> bool:
+        return self.start_cost == COMPILE_COST
+
     def __str__(self) -> str:
         return " ".join(self.overrides)
 
 
+COMPILE_COST: Final = (
+    "compiles 7 s or more at the start, needs a C++ compiler, not every model can be compiled"
+)
 CACHE: Final = Remedy(("data.cache=memory",), start_cost="the first epoch reads all samples into memory")
 WORKERS_BY_RULE: Final = Remedy(("data.engine=workers", "data.num_workers=auto"))
 # Loading that waits, for a disk or a network, is shared by more readers than there are cores.
@@ -51,9 +58,6 @@ FOUR_THREADS: Final = Remedy(("data.engine=threads", "data.num_threads=4"))  # f
 FOUR_WORKERS: Final = Remedy(("data.engine=workers", "data.num_workers=4"))
 GRAPHS: Final = Remedy(("trainer.cuda_graphs=true",))
 FUSED: Final = Remedy(("optimizer.fused=null", "optimizer.foreach=null"))  # as the runner chooses
-COMPILE_COST: Final = (
-    "compiles 7 s or more at the start, needs a C++ compiler, not every model can be compiled"
-)
 COMPILED_STEP: Final = Remedy(("trainer.compile.scope=step",), NUMERIC, start_cost=COMPILE_COST)
 NUMBER_TYPES: Final = (
     Remedy(("precision.mode=bf16-mixed",), NUMERIC),

@@ -53,6 +53,7 @@ MOST_PACING, MOST_STARTING = 0.6, 0.5  # of the time: to find the pace, and to s
 QUICK_START: Final = 1.0  # second; what the base chose by trials at its start is given to the others
 PADDED: Final = 1.05  # times the positions of batches of like length
 TINY_BATCH: Final = 8
+MOST_OF_LARGER: Final = 1 / 3  # of the time that is left: turns of a tiny batch made larger
 LOG_SECONDS: Final = 1.0  # from one log point to the next, at most
 
 
@@ -224,8 +225,8 @@ class Examination:
         """
         batch, self._times = self._config.data.batch_size, 2
         # Twice a tiny batch says little: products of a few rows take other kernels than those of some more.
-        if batch <= TINY_BATCH and TINY_BATCH * self._step_seconds <= TURN_SECONDS:
-            self._times = TINY_BATCH if 2 * TINY_BATCH * pace.peak_bytes < self._base.info.memory_bytes else 2
+        if batch <= TINY_BATCH and self._has_room_for_tiny(pace):
+            self._times = TINY_BATCH
         self._settings[LARGER] = f"data.batch_size={self._times * batch}"
         for name in names:
             override, batches = self._settings[name], self._times if name == LARGER else 1
@@ -247,6 +248,15 @@ class Examination:
                 yield name, side
             except TrainrunError:  # too few samples, or no memory: then it tells nothing
                 self._untried += [override] * (self._left() <= until)
+
+    def _has_room_for_tiny(self, pace: Turn) -> bool:
+        """Return whether turns of a batch `TINY_BATCH` times as large fit into the time and the memory.
+
+        At worst its steps take so many times as long.
+        """
+        seconds = FEWEST_ROUNDS * (self._warm + 1) * TINY_BATCH * self._step_seconds
+        fits_memory = 2 * TINY_BATCH * pace.peak_bytes < self._base.info.memory_bytes
+        return seconds <= MOST_OF_LARGER * self._left() and fits_memory
 
     def _measure(self, rounds: Rounds, names: list[str], pace: Turn) -> None:
         """Take rounds until it is clear what costs time, or the time is over; the last ones of what gained most.

@@ -9,6 +9,7 @@ training long enough to pay for it. When not: a run of seconds. Source: `timing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -202,27 +203,45 @@ class Tuner:
         needed = CONFIRM_ROOM * LEAST_PROCESSES * self._seconds_of_pair()
         return self.budget.deadline() - max(CONFIRM_PART * self.budget.seconds, needed)
 
+    def _end_of_cause(self, gains: Sequence[float]) -> float:
+        """Return the time of the clock until which remedies of the first of several causes are tried.
+
+        gains: what each cause promises, above 1. The time that is left is shared in proportion to their logarithms.
+        """
+        now = self.budget.clock()
+        logs = [math.log(gain) for gain in gains]
+        return now + logs[0] / sum(logs) * max(0.0, self._end_of_trials() - now)
+
     def _best(self) -> list[str]:
         return replace_overrides(self.overrides, settings_of(self.trials))
 
     def _improve(self, diagnosis: Diagnosis) -> bool:
         """Try the remedies of one cause after the other, until one is kept; return whether one was."""
-        for what_if in certain_causes(diagnosis):
-            remedies = remedies_for(what_if, diagnosis)
-            if self._keep_fastest(CAUSES[what_if.name], what_if.gain.value, remedies):
-                return True
+        causes = [(what_if, remedies_for(what_if, diagnosis)) for what_if in certain_causes(diagnosis)]
+        causes = [(what_if, remedies) for what_if, remedies in causes if remedies]
+        gains = [what_if.gain.value for what_if, _ in causes]
+        for number, (what_if, remedies) in enumerate(causes):
+            ends = self._end_of_cause(gains[number:])
+            for compiles in (False, True):  # compiling may take all the time
+                some = [remedy for remedy in remedies if remedy.compiles is compiles]
+                if self._keep_fastest(CAUSES[what_if.name], gains[number], some, ends):
+                    return True
         steps, info = self.base.info.total_steps, diagnosis.info
         run_seconds = None if steps is None else steps * diagnosis.step_seconds
         for cause, faster_models in model_remedies(info, run_seconds).items():
             useful = [remedy for remedy in faster_models if self.is_allowed(remedy)]
-            if self._keep_fastest(cause, None, new_settings(useful, self.with_own_choices(()))):
+            untried = new_settings(useful, self.with_own_choices(()))
+            if self._keep_fastest(cause, None, untried, self._end_of_trials()):
                 return True
         return False
 
-    def _keep_fastest(self, cause: str, promised: float | None, remedies: Sequence[Remedy]) -> bool:
+    def _keep_fastest(
+        self, cause: str, promised: float | None, remedies: Sequence[Remedy], ends: float
+    ) -> bool:
+        """Try the remedies of a cause until a time of the clock; return whether one is kept."""
         untried = [remedy for remedy in remedies if remedy.overrides not in self._tried]
         self._tried |= {remedy.overrides for remedy in untried}
-        trials, runs = self.try_in_turns(cause, promised, untried, self._end_of_trials())
+        trials, runs = self.try_in_turns(cause, promised, untried, ends)
         faster = [trial for trial in trials if trial.is_faster and self.is_allowed(trial.remedy)]
         best = max(faster, key=lambda trial: trial.ratio.value if trial.ratio else 0.0, default=None)
         for trial in trials:
