@@ -239,6 +239,21 @@ def parse_saving(value: Any) -> Duration | None:
         raise ValueError(f"{error}; by time: checkpoint.train_time_interval=10min") from error
 
 
+URL = re.compile(r"[a-z][a-z0-9+.-]+://.+")
+
+
+def is_url(text: object) -> bool:
+    """Return whether a text names a file or folder of an object store."""
+    return isinstance(text, str) and URL.fullmatch(text) is not None
+
+
+def parse_url(value: Any) -> str | None:
+    """Return the URL of an object store; null is None. Raise ValueError for other texts."""
+    if value is not None and not is_url(value):
+        raise ValueError("must be a URL, as s3://bucket/run or file:///folder")
+    return None if value is None else str(value).rstrip("/")
+
+
 def parse_whole(value: Any) -> Duration | None:
     """Parse a duration of any unit; null is None."""
     return None if value is None else parse_duration(value)

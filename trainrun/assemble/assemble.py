@@ -447,9 +447,15 @@ def build_checkpoints(
     if not all(str(name).endswith(("/loss", "/acc")) for name in metrics):
         notes.advice.extend(filter(None, [describe_assumed_direction(config, default_metric)]))
     fingerprint = build_fingerprint(config, context.parallel, data_sets.sources["train"], data_sets.drawn)
+    mirror = None
+    url = config.checkpoint.mirror
+    if url is not None and context.trains and context.parallel.rank == 0:
+        from trainrun.checkpoint.mirror import ObjectStoreMirror  # needs an optional package
+
+        mirror = ObjectStoreMirror(url, config.checkpoint.mirror_keep, context.run_id)
     return CheckpointManager(
         context.run.checkpoints, context.run_id, keep, context.parallel, fingerprint, monitors.note,
-        lambda: host_memory().free, before_commit=context.before_commit,
+        lambda: host_memory().free, before_commit=context.before_commit, mirror=mirror,
     )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def worker_config(config: RunConfig) -> RunConfig:
         raise ConfigError("loop: is your own, so its steps cannot be ordered one by one; leave it out")
     changes = {
         **dict.fromkeys(("monitor.verbose", "monitor.progress_bar", "monitor.plots"), False),
-        "trainer.early_stopping.enabled": False, "ckpt_path": None,
+        "trainer.early_stopping.enabled": False, "ckpt_path": None, "checkpoint.mirror": None,
         "parallel.timeout_seconds": 24 * 3600.0,  # a stopped rank is not a lost one
         "parallel.max_restarts": 0, "trainer.watchdog_seconds": 0,
     }  # fmt: skip

@@ -129,6 +129,19 @@ class Ranking:
         return ranked[: self._size]
 
 
+class Mirror(Protocol):
+    """What copies committed checkpoints to another place, in the background: see `mirror.py`."""
+
+    def offer(self, folder: Path) -> None:
+        """Take a committed checkpoint."""
+
+    def finish(self) -> None:
+        """Wait until what was offered is copied; no longer than that makes progress."""
+
+    def take_notes(self) -> list[str]:
+        """Return messages since the last call."""
+
+
 class HasState(Protocol):
     def checkpoint_tree(self, state: TrainState) -> tuple[Any, Any]:
         """Return the state that all ranks share, and the state of this rank, as trees of plain values and tensors."""
@@ -164,6 +177,7 @@ class CheckpointManager:
         fingerprint: returns the facts of the environment that decide over the bits of a resumed run.
         note: shows one line to the user.
         free_memory: returns the free bytes of the machine's memory.
+        mirror: gets each committed checkpoint too, on rank 0.
         before_commit: called on rank 0 before a save writes anything; syncs the files that a resume needs.
     """
 
@@ -171,11 +185,12 @@ class CheckpointManager:
         self, folder: Path, run_id: str, options: KeepOptions, parallel: Parallel,
         fingerprint: Callable[[], Mapping[str, Any]], note: Note, free_memory: Callable[[], int],
         files: FileLayer | None = None, clock: Callable[[], float] = time.monotonic,
-        before_commit: Callable[[], None] = lambda: None,
+        before_commit: Callable[[], None] = lambda: None, mirror: Mirror | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.options, self.fingerprint = folder, options, fingerprint
         self._run_id, self._parallel, self._note = run_id, parallel, note
         self._files, self._clock, self._before_commit = files or FileLayer(), clock, before_commit
+        self._mirror = mirror
         self._ranking = Ranking(options.mode, options.save_top_k, [])
         self._best_by_other_metrics: set[int] = set()  # these steps stay too
         self._copies, self._reported_no_room = CopyMemory(free_memory), False
@@ -244,6 +259,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Finish the save in progress. Raise SaveError on every rank if it failed."""
         self.finish_save(None)
+        self._finish_mirror()
 
     def finish_after_failure(self) -> None:
         """Finish the save in progress after a failure, without exchanges between ranks. Raise nothing."""
@@ -262,6 +278,17 @@ class CheckpointManager:
             fault = save.written.exception()
         if fault is not None:
             self._note(f"the checkpoint of step {save.manifest.step} that was being written is lost: {fault}")
+        self._finish_mirror()
+
+    def _finish_mirror(self) -> None:
+        """Wait for the last upload, as long as it makes progress."""
+        if self._mirror is not None:
+            self._mirror.finish()
+            self._show_notes_of_mirror()
+
+    def _show_notes_of_mirror(self) -> None:
+        for text in [] if self._mirror is None else self._mirror.take_notes():
+            self._note(text)
 
     def load_latest(self) -> Loaded | None:
         """Return the newest undamaged checkpoint to resume from; None only if none was ever committed."""
@@ -442,6 +469,8 @@ class CheckpointManager:
             )
             save.temporary = None
         self._delete_superfluous(save.ranked, save.notes.append)
+        if self._mirror is not None:
+            self._mirror.offer(self.folder / folder_name(save.manifest.step))
 
     def finish_save(self, state: TrainState | None) -> int | None:
         """Wait for the save in progress; return its step, or None if no save is in progress.
@@ -466,6 +495,7 @@ class CheckpointManager:
             raise
         for text in save.notes:
             self._note(text)
+        self._show_notes_of_mirror()
         if save.part.is_copy:
             self._copies.give_back(save.part.tensors)
         seconds = time.monotonic() - began
@@ -491,6 +521,8 @@ class CheckpointManager:
 
         def add_metric() -> None:
             replace_manifest(folder, read_manifest(folder), metric, self._files)
+            if self._mirror is not None:
+                self._mirror.offer(folder)
 
         run_on_rank_zero(self._parallel, add_metric)
         self._ranking.add(Entry(state.step, metric.value))

@@ -36,6 +36,7 @@ from trainrun.limits import (
     parse_saving,
     parse_seconds,
     parse_shares,
+    parse_url,
     parse_whole,
     section,
     setting,
@@ -321,6 +322,10 @@ class CheckpointConfig:
         60, "seconds, 10min, 2h between saves; null: none by time", parse=parse_seconds
     )
     async_save: bool = setting(True, "training goes on while a copy of the state in memory is written")
+    mirror: str | None = setting(
+        None, "a folder of an object store that gets the checkpoints too, as s3://bucket/run", parse=parse_url
+    )
+    mirror_keep: int = setting(2, "how many of the newest stay in the mirror, besides the best", at_least=1)
     adapter_only: bool = setting(False, "frozen weights stay in init_from, and checkpoints name them")
 
 

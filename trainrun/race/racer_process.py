@@ -26,7 +26,9 @@ def main(argv: list[str]) -> int:
     paths = add_import_paths([str(Path(name).resolve().parent) for name in folders])
     try:
         composition = compose_run(words)
-        config = with_values(composition.config, {"seed": request["seed"], "monitor.plots": False})
+        config = with_values(
+            composition.config, {"seed": request["seed"], "monitor.plots": False, "checkpoint.mirror": None}
+        )
         judge = {"_target_": LOOP, "file": str(folder / JUDGED), **request["judge"]}
         config = replace(config, loop=judge)
         place = {"hydra.run.dir": str(folder)}

@@ -40,7 +40,8 @@ from trainrun.folder.run_folder import (
 from trainrun.folder.seal import is_sealed, seal_folder
 from trainrun.folder.status import named_run
 from trainrun.instantiate import BUILT
-from trainrun.output import counted, masked_word, say
+from trainrun.limits import is_url
+from trainrun.output import counted, masked_word, say, say_note
 from trainrun.parallel.devices import choose_num_devices, is_started_by_launcher
 from trainrun.parallel.launch import launch_ranks, module_command
 from trainrun.runs import resume
@@ -234,7 +235,14 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
 
 
 def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
-    """Return an existing run; for a sweep's folder, its best run. Raise ConfigError if there is none."""
+    """Return an existing run; for a sweep's folder, its best run. Raise ConfigError if there is none.
+
+    folder: may be the URL of a run in an object store, which is downloaded.
+    """
+    if is_url(folder):
+        from trainrun.checkpoint.mirror import fetch_run  # needs an optional package
+
+        folder = fetch_run(str(folder), say_note)
     run = named_run(folder)
     if not run.config.is_file():
         raise ConfigError(f"{key}={folder}: no run is there (no config.yaml)")

@@ -180,7 +180,7 @@ def trial_config(config: RunConfig) -> RunConfig:
     return with_values(config, {
         **{f"monitor.{name}": False for name in silent},
         "monitor.metrics_file": True, "monitor.log_every_n_steps": 1, "monitor.listeners": {},
-        "checkpoint.enabled": True, "checkpoint.save_last": True,
+        "checkpoint.enabled": True, "checkpoint.save_last": True, "checkpoint.mirror": None,
         "checkpoint.every_n_train_steps": None, "checkpoint.train_time_interval": None,
         "trainer.max_time": None, "trainer.early_stopping.enabled": False,
         "trainer.limit_val_batches": FEW_VALIDATIONS, "ckpt_path": None,
