@@ -42,7 +42,7 @@ MIRRORED = (
 )  # fmt: skip
 
 
-class OpenFile(NamedTuple):
+class HeldFile(NamedTuple):
     """A file that can be read to its end even if it is removed meanwhile."""
 
     file: BinaryIO
@@ -53,8 +53,8 @@ class Upload(NamedTuple):
     """A checkpoint that is to be uploaded. run_files, files: by name; kept: steps that stay in the store."""
 
     name: str
-    run_files: dict[str, OpenFile]
-    files: dict[str, OpenFile]
+    run_files: dict[str, HeldFile]
+    files: dict[str, HeldFile]
     manifest: bytes
     expected: Mapping[str, Written]
     kept: frozenset[str]
@@ -166,7 +166,7 @@ class ObjectStoreMirror:
             if other != self._run_id:
                 raise CheckpointError(f"another run ({other}) is there; give each run a URL of its own")
 
-    def _copy(self, path: str, source: OpenFile) -> Written:
+    def _copy(self, path: str, source: HeldFile) -> Written:
         """Copy a file into the store; return its size and hash. Raise CheckpointError if not all arrived."""
         content, left = hashlib.sha256(), source.size
         self._store.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -207,9 +207,9 @@ def open_upload(folder: Path) -> Upload:
     manifest = read_manifest(folder)
     with ExitStack() as stack:
 
-        def opened(path: Path) -> OpenFile:
+        def opened(path: Path) -> HeldFile:
             file = stack.enter_context(open(path, "rb"))
-            return OpenFile(file, os.fstat(file.fileno()).st_size)
+            return HeldFile(file, os.fstat(file.fileno()).st_size)
 
         run_files = {}
         names = [*MIRRORED, *(path.name for path in run.root.glob("seal-*.txt"))]
