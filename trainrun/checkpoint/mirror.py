@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from trainrun.checkpoint.files import PIECE_BYTES, Written, committed_steps, folder_name, step_of
+from trainrun.checkpoint.files import PIECE_BYTES, Written, committed_steps, folder_name, step_in_name
 from trainrun.checkpoint.load import BEST, parse_manifest, read_manifest
 from trainrun.checkpoint.save import MANIFEST
 from trainrun.errors import CheckpointError, ConfigError
@@ -233,7 +233,7 @@ def stored_steps(store: Any, root: str) -> list[str]:
     """Return the names of the steps in the store that have a manifest, oldest first."""
     store.invalidate_cache()
     names = {str(path).rstrip("/").split("/")[-2] for path in store.glob(f"{root}/step-*/{MANIFEST}")}
-    return sorted(name for name in names if step_of(name) is not None)
+    return sorted(name for name in names if step_in_name(name) is not None)
 
 
 # ---- a run of a store on a fresh machine
