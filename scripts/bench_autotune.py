@@ -45,12 +45,17 @@ WORKLOADS = {
 SLOW_SAMPLES = [*bench_diagnose.COMMON, "data.train._target_=faulty_parts.Table", "data.train.compute=0.0001",
                 "data.train.width=64", "model=mlp", "model.hidden=[64]", "data.batch_size=64"]  # fmt: skip
 LIGHTER = {"mlp": ["model.hidden=512", "data.batch_size=64"], "gpt": ["model.layers=1", "model.width=64"]}
+HEAVY = ("threads",)  # several threads gain nothing on layers that are small
 FAULTS = {
     "slow samples": ("data", SLOW_SAMPLES),
     **{
         fault.name: (
             fault.expected,
-            [*bench_diagnose.WORKLOADS[fault.only[0]], *LIGHTER[fault.only[0]], *fault.words],
+            [
+                *bench_diagnose.WORKLOADS[fault.only[0]],
+                *(() if fault.expected in HEAVY else LIGHTER[fault.only[0]]),
+                *fault.words,
+            ],
         )
         for fault in bench_diagnose.FAULTS
         if fault.expected in ("data", "checkpoint", "dispatch", "threads", "padding")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainrun.plots.history import read_history
-from trainrun.plots.time_stack import blocks_of, ledger_picture
+from trainrun.plots.time_stack import ledger_picture, time_blocks
 from trainrun.timing.phases import ACCOUNTS
 
 
@@ -17,8 +17,8 @@ def row(**seconds: float) -> dict[str, Any]:
 
 def test_blocks_are_differences_and_a_resume_counts_anew() -> None:
     rows = [row(start_up=2.0), row(start_up=2.0, data=1.0, forward=3.0), row(start_up=1.0), row(start_up=1.0)]
-    assert blocks_of(rows)[:, [0, 1, 3]].tolist() == [[2.0, 0.0, 0.0], [0.0, 1.0, 3.0], [1.0, 0.0, 0.0]]
-    assert blocks_of([]).shape == (0, len(ACCOUNTS))
+    assert time_blocks(rows)[:, [0, 1, 3]].tolist() == [[2.0, 0.0, 0.0], [0.0, 1.0, 3.0], [1.0, 0.0, 0.0]]
+    assert time_blocks([]).shape == (0, len(ACCOUNTS))
 
 
 def test_the_picture_names_what_is_large(make_run: Any, tmp_path: Any) -> None:

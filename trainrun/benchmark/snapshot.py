@@ -42,7 +42,7 @@ class StateSnapshot:
 
     def restart(self) -> None:
         """Put back what the first call saw; a call that sees more state than that one begins anew."""
-        tensors = tensors_of(self._components)
+        tensors = state_tensors(self._components)
         if not self._has_room(tensors):
             return
         if self._start is not None and self._start.tensors.keys() == tensors.keys():
@@ -79,13 +79,13 @@ class StateSnapshot:
     def _put_back(self, copy: Copy) -> None:
         """Copy back what is still there in the same shape; state that appeared since then stays."""
         with torch.no_grad():
-            for name, tensor in tensors_of(self._components).items():
+            for name, tensor in state_tensors(self._components).items():
                 if is_same_form(old := copy.tensors.get(name), tensor):
                     tensor.copy_(old)
         self._components.precision.load_state_dict(copy.precision)
 
 
-def tensors_of(run: Components) -> dict[str, Tensor]:
+def state_tensors(run: Components) -> dict[str, Tensor]:
     """Return all tensors that a step may write into, by their place in the state. Nothing is copied."""
     state = {
         "weights": dict(run.model.named_parameters()),

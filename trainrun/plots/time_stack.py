@@ -26,7 +26,7 @@ COLORS = {
 }  # fmt: skip
 
 
-def blocks_of(rows: Sequence[Mapping[str, Any]], most: int = MOST_BLOCKS) -> Floats:
+def time_blocks(rows: Sequence[Mapping[str, Any]], most: int = MOST_BLOCKS) -> Floats:
     """Return seconds as an array (block, account): the differences between neighbouring rows, joined to `most` blocks.
 
     A resume counts from zero again.
@@ -43,7 +43,7 @@ def blocks_of(rows: Sequence[Mapping[str, Any]], most: int = MOST_BLOCKS) -> Flo
 
 def ledger_picture(history: History) -> Figure | None:
     """Draw where the time of the run went; None if the run recorded no account of time."""
-    blocks = blocks_of(history.of("ledger"))
+    blocks = time_blocks(history.of("ledger"))
     if not len(blocks):
         return None
     picture, (ax,) = canvas.panels("Time", 1, height=4.1, fitted=True)
@@ -68,7 +68,7 @@ def ledger_picture(history: History) -> Figure | None:
 
 def time_html(history: History) -> str:
     """Return a bar with the share of each account of time, and its legend; empty if the run kept no account."""
-    blocks = blocks_of(history.of("ledger"))
+    blocks = time_blocks(history.of("ledger"))
     if not len(blocks):
         return ""
     sums = dict(zip(ACCOUNTS, blocks.sum(axis=0).tolist(), strict=True))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 from typing import Final
 
-from trainrun.timing.paired import LEAST_REPLICATES, Ratio, student_ratio, student_t
+from trainrun.timing.paired import Ratio, student_ratio, student_t
 
 LATE_FACTOR: Final = 3.0  # times the median of the first racer
 EQUIVALENCE: Final = 0.90  # two one-sided tests of 5 % each
@@ -170,8 +170,3 @@ def equivalence_of(differences: Sequence[float], margin: float) -> Equivalence |
     mean = fmean(differences)
     half = student_t(EQUIVALENCE, count - 1) * stdev(differences, mean) / math.sqrt(count)
     return Equivalence(mean, mean - half, mean + half, margin)
-
-
-def is_clear(ratio: Ratio | None) -> bool:
-    """Return whether the interval of a ratio holds no 1, and pairs enough stand behind it."""
-    return ratio is not None and ratio.pairs >= LEAST_REPLICATES and (ratio.low > 1 or ratio.high < 1)

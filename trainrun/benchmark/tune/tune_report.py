@@ -84,12 +84,9 @@ def technique_row(row: Row) -> list[str]:
         helps = "yes"
     elif alone.high < 1 - PROCESS_SPREAD:
         helps = "NO, slower"
-    return [trial.cause, f"{alone.value:.2f}x", alone.turns(), helps, memory_text(trial), effect, settings]
+    memory = f"{trial.peak_bytes / 1e6:,.0f} MB" if trial.peak_bytes else ""
+    return [trial.cause, f"{alone.value:.2f}x", alone.turns(), helps, memory, effect, settings]
 
 
 def speed_text(trial: Trial) -> str:
     return "" if trial.ratio is None else f"{trial.ratio.value:.2f}x"
-
-
-def memory_text(trial: Trial) -> str:
-    return f"{trial.peak_bytes / 1e6:,.0f} MB" if trial.peak_bytes else ""

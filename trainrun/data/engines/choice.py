@@ -119,12 +119,6 @@ def has_spare_core(options: StreamOptions) -> bool:
     return usable_cores() // options.local_world_size > threads
 
 
-def numbers_up_to(largest: int) -> list[int]:
-    """Return 1, 2, 4 and so on, and the largest number itself."""
-    numbers = [2**power for power in range(largest.bit_length())]
-    return sorted({*numbers, largest})
-
-
 def _allows_threads(prepared: PreparedStream) -> bool:
     """Return whether several threads may read the source at once, without code of which that is not known."""
     return thread_safe(prepared.dataset) and not prepared.users_code

@@ -23,7 +23,6 @@ from trainrun.seeding import NUMPY_GENERATOR, PYTHON_GENERATOR, derive_seed
 
 PYTHON, NUMPY, TORCH = "random", "numpy.random", "torch"
 GLOBAL_GENERATORS = (PYTHON, NUMPY, TORCH)
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 def takes(function: Any, name: str) -> bool:
