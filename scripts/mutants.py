@@ -145,10 +145,10 @@ MUTANTS: Final = (
         ("tests/config/test_path_words.py",),
     ),
     Mutant(
-        "a continued conversion forgets the rows that are there",
+        "a continued conversion writes the first samples into the files that are missing",
         "trainrun/convert",
-        "file.truncate(len(header) + num_written * row_bytes)",
-        "file.truncate(len(header))",
+        "ranges = [range(shard.begin, shard.end) for shard in missing]",
+        "ranges = [range(0, shard.end - shard.begin) for shard in missing]",
         ("tests/convert/test_stops.py",),
     ),
     Mutant(

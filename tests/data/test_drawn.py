@@ -13,9 +13,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.facts import facts_of
-from trainrun.data.map_style import describe, shallow, thread_safe
-from trainrun.data.order.drawn import balanced, mixed, weighted
-from trainrun.data.order.training_set import Asked, fold_of, joined, training_set
+from trainrun.data.map_style import copy_shallow, describe, thread_safe
+from trainrun.data.order.drawn import draw_by_shares, draw_by_weights, draw_classes_equally
+from trainrun.data.order.training_set import Asked, fold_of, join_sources, training_set
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.tables import csv_files, huggingface
 from trainrun.data.readers.tables import parquet as parquet_files
@@ -34,9 +34,9 @@ ENGINES = {
     "threads=2": {"engine": "threads", "num_threads": 2},
 }
 WAYS = {
-    "balanced": lambda: balanced((torch.arange(N), LABELS)),
-    "weighted": lambda: weighted(None, WEIGHTS.tolist(), N),
-    "mixed": lambda: mixed({"b": 3, "a": 1}, {"a": 60, "b": 28}),
+    "balanced": lambda: draw_classes_equally((torch.arange(N), LABELS)),
+    "weighted": lambda: draw_by_weights(None, WEIGHTS.tolist(), N),
+    "mixed": lambda: draw_by_shares({"b": 3, "a": 1}, {"a": 60, "b": 28}),
 }
 
 
@@ -71,7 +71,7 @@ def seen(drawn, epoch=0, **changes):
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_counts_of_classes_and_samples_are_exact_to_one(seed):
-    drawn, expected = balanced(Said()), N / 3
+    drawn, expected = draw_classes_equally(Said()), N / 3
     total = Counter()
     for epoch in range(12):
         order = seen(drawn, epoch, seed=seed)
@@ -91,7 +91,7 @@ def test_counts_of_classes_and_samples_are_exact_to_one(seed):
     [
         (WAYS["weighted"], WEIGHTS.double() / WEIGHTS.sum()),
         (WAYS["mixed"], torch.tensor([0.25 / 60] * 60 + [0.75 / 28] * 28)),
-        (lambda: weighted(None, [1] * N, N), torch.full((N,), 1 / N)),
+        (lambda: draw_by_weights(None, [1] * N, N), torch.full((N,), 1 / N)),
     ],
 )
 def test_a_sample_comes_as_often_as_its_share_says(drawn, share):
@@ -100,9 +100,9 @@ def test_a_sample_comes_as_often_as_its_share_says(drawn, share):
 
 
 def test_equal_weights_are_each_sample_once_and_no_epoch_is_another():
-    orders = [seen(weighted(None, [2.0] * N, N), epoch) for epoch in (0, 1)]
+    orders = [seen(draw_by_weights(None, [2.0] * N, N), epoch) for epoch in (0, 1)]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(N))
-    assert orders[0] != orders[1] != seen(weighted(None, [2.0] * N, N), 1, seed=9)
+    assert orders[0] != orders[1] != seen(draw_by_weights(None, [2.0] * N, N), 1, seed=9)
 
 
 @pytest.mark.process
@@ -186,16 +186,18 @@ def test_a_fold_knows_its_classes_and_can_be_balanced(source):
 
 
 def test_sets_by_name_are_one():
-    both = joined({"a": (torch.arange(4), LABELS[:4]), "b": (torch.arange(3), LABELS[:3])}, "data.train")
+    both = join_sources(
+        {"a": (torch.arange(4), LABELS[:4]), "b": (torch.arange(3), LABELS[:3])}, "data.train"
+    )
     assert both[0].tolist() == [0, 1, 2, 3, 0, 1, 2]
-    other = joined({"a": Said(), "b": (torch.zeros(3, 1), LABELS[-3:])}, "data.train")
+    other = join_sources({"a": Said(), "b": (torch.zeros(3, 1), LABELS[-3:])}, "data.train")
     assert isinstance(other, ConcatDataset)
     assert (len(other), facts_of(other).num_classes) == (N + 3, None)
-    more = joined({"a": Said(), "b": Subset(Said(), [0, 87])}, "data.train")
+    more = join_sources({"a": Said(), "b": Subset(Said(), [0, 87])}, "data.train")
     assert (facts_of(more).class_counts, facts_of(more).class_names) == ((61, 25, 4), ("a", "b", "c"))
     unlike = Arrays((torch.arange(2), LABELS[:2]), ("x", "y"))
     with refused(DataError, "data.train.b", "data.train.a"):
-        joined({"a": Said(), "b": unlike}, "data.train")
+        join_sources({"a": Said(), "b": unlike}, "data.train")
 
 
 def test_a_joined_set_says_of_its_parts_what_reading_asks():
@@ -205,13 +207,13 @@ def test_a_joined_set_says_of_its_parts_what_reading_asks():
         def describe(self, index):
             return f"line {index}"
 
-    both = joined({"a": Placed(), "b": Subset(Placed(), [7, 5])}, "data.train")
+    both = join_sources({"a": Placed(), "b": Subset(Placed(), [7, 5])}, "data.train")
     assert [describe(both, index) for index in (0, N - 1, N, N + 1)] == [
         f" (line {line})" for line in (0, N - 1, 7, 5)
     ]
     assert thread_safe(both)
-    assert not thread_safe(joined({"a": Placed(), "b": Said()}, "data.train"))
-    assert shallow(both).datasets[0] is not both.datasets[0]
+    assert not thread_safe(join_sources({"a": Placed(), "b": Said()}, "data.train"))
+    assert copy_shallow(both).datasets[0] is not both.datasets[0]
 
 
 @pytest.mark.parametrize("given", ["column", "scores", "w.npy", "w.txt", "list"])
@@ -220,7 +222,7 @@ def test_weights_are_a_column_an_attribute_a_file_or_a_list(given, tmp_path):
     np.savetxt(tmp_path / "w.txt", WEIGHTS.numpy())
     source = {"x": torch.arange(N), "column": WEIGHTS} if given == "column" else Said()
     value = WEIGHTS.tolist() if given == "list" else str(tmp_path / given) if given[:2] == "w." else given
-    assert seen(weighted({"": source}, value, N), 2) == seen(WAYS["weighted"](), 2)
+    assert seen(draw_by_weights({"": source}, value, N), 2) == seen(WAYS["weighted"](), 2)
 
 
 @pytest.fixture(scope="module")
@@ -261,16 +263,16 @@ def test_a_column_of_a_table_weighs_its_rows(form, tables):
         assert all(abs(counts[i] - one) < 1 for i, one in enumerate(share))
     for name in ("bad", "zero", "word", "nope"):
         with refused(DataError):
-            weighted({"": source}, name, len(x))
+            draw_by_weights({"": source}, name, len(x))
 
 
 def test_weights_of_named_sets_are_one_behind_the_other(tables):
     both = {"a": FORMATS["csv"](tables), "b": FORMATS["parquet"](tables)}
     _, drawn = training_set(both, Asked("weighted", "w"), [])
-    (a,), (b,) = (weighted({"": one}, "w", 144).ends[-1:] for one in both.values())
+    (a,), (b,) = (draw_by_weights({"": one}, "w", 144).ends[-1:] for one in both.values())
     assert drawn.ends[-1] == a + b
     with refused(DataError, "data.weights", "data.train.c", "data.train.a"):
-        weighted({"a": both["a"], "c": Said()}, "w", 144 + N)
+        draw_by_weights({"a": both["a"], "c": Said()}, "w", 144 + N)
 
 
 class Streamed(torch.utils.data.IterableDataset):
@@ -281,15 +283,15 @@ class Streamed(torch.utils.data.IterableDataset):
 @pytest.mark.parametrize(
     ("make", "key"),
     [
-        (partial(balanced, torch.arange(5)), "data.sampling=balanced"),
-        (partial(balanced, (torch.zeros(2, 3), torch.zeros(2, 3).long())), ""),
-        (partial(balanced, (torch.zeros(2), torch.tensor([-1, 0]))), ""),
-        (partial(weighted, {"": Said()}, [1.0, 2.0], N), "data.weights"),
-        (partial(weighted, {"": Said()}, [0.0] * N, N), ""),
-        (partial(weighted, {"": Said()}, [1.0, float("nan")], 2), ""),
-        (partial(weighted, {"": Said()}, "nope.npy", N), "data.weights=nope.npy"),
-        (partial(weighted, {"": Said()}, "class_names", N), "data.weights=class_names"),
-        (partial(mixed, {"a": 1, "b": 2}, {"a": 5, "b": 0}), "data.mix"),
+        (partial(draw_classes_equally, torch.arange(5)), "data.sampling=balanced"),
+        (partial(draw_classes_equally, (torch.zeros(2, 3), torch.zeros(2, 3).long())), ""),
+        (partial(draw_classes_equally, (torch.zeros(2), torch.tensor([-1, 0]))), ""),
+        (partial(draw_by_weights, {"": Said()}, [1.0, 2.0], N), "data.weights"),
+        (partial(draw_by_weights, {"": Said()}, [0.0] * N, N), ""),
+        (partial(draw_by_weights, {"": Said()}, [1.0, float("nan")], 2), ""),
+        (partial(draw_by_weights, {"": Said()}, "nope.npy", N), "data.weights=nope.npy"),
+        (partial(draw_by_weights, {"": Said()}, "class_names", N), "data.weights=class_names"),
+        (partial(draw_by_shares, {"a": 1, "b": 2}, {"a": 5, "b": 0}), "data.mix"),
         (partial(fold_of, Said(), 100, 0, False), "data.folds=100"),
         (partial(fold_of, (torch.zeros(9),), 2, 0, True), "data.stratified=true"),
         (partial(training_set, {"": Streamed()}, Asked("balanced"), []), "data.sampling=balanced"),

@@ -9,7 +9,7 @@ import torch
 from approved import refused
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from trainrun.data.cache.cached import cached
+from trainrun.data.cache.cached import with_cache
 from trainrun.data.engines.generators import generator_of
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
@@ -248,4 +248,4 @@ def test_set_epoch_is_called_and_one_that_shares_the_data_is_in_its_own(how):
     stream.close()
     held.close()
     with refused(DataError, "data.train"):
-        cached(source, "memory", "data.train")
+        with_cache(source, "memory", "data.train")

@@ -7,7 +7,7 @@ from approved import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainrun.data.order.sampler import Plan, epoch_order, limited
+from trainrun.data.order.sampler import Plan, apply_limit, epoch_order
 from trainrun.errors import DataError
 
 SMALL = settings(derandomize=True, deadline=None, max_examples=150)
@@ -113,7 +113,7 @@ def test_order_depends_on_seed_and_epoch_and_leaves_the_global_generator():
     [(100, 1.0, 100), (100, 0.29, 29), (10, 0.01, 1), (3, 0.5, 1), (10, 1, 1), (10, 4, 4), (10, 40, 10)],
 )
 def test_limit(full, limit, left):
-    assert limited(full, limit) == left
+    assert apply_limit(full, limit) == left
 
 
 @pytest.mark.parametrize("start", [5, 9])

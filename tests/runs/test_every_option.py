@@ -19,7 +19,7 @@ from trainrun.config.argv import conf_dir, groups, options
 from trainrun.data.readers.builtin.fashion_mnist import find_folder
 from trainrun.data.readers.records.lmdb_file import key_of
 from trainrun.data.readers.records.record import encode_sample
-from trainrun.data.readers.records.tfrecord import encode_example, framed
+from trainrun.data.readers.records.tfrecord import encode_example, frame_record
 from trainrun.errors import DataError
 
 QUIET = ["trainer.max_steps=2", "trainer.limit_val_batches=1"]
@@ -81,7 +81,7 @@ def lmdb_words(workdir: Path) -> list[str]:
 
 
 def tfrecord_words(workdir: Path) -> list[str]:
-    records = (framed(encode_example({"sample": content})) for content in labelled())
+    records = (frame_record(encode_example({"sample": content})) for content in labelled())
     (workdir / "a.tfrecord").write_bytes(b"".join(records))
     return ["data.path=a.tfrecord", "data.num_classes=3"]
 

@@ -15,7 +15,7 @@ from approved import refused
 
 import trainrun
 from trainrun.cli.main import main
-from trainrun.data.readers.class_numbers import RenumberedClasses, renumbered, with_training_classes
+from trainrun.data.readers.class_numbers import RenumberedClasses, renumber_labels, with_training_classes
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import CheckpointError, DataError
 
@@ -113,9 +113,9 @@ def test_data_that_is_named_in_the_order_of_training_is_left_as_it_is():
 
 def test_ignored_labels_and_label_maps_are_renumbered():
     labels = torch.tensor([[0, -100], [1, 2]])
-    assert renumbered(labels, [2, 0, 1]).tolist() == [[2, -100], [0, 1]]
-    assert renumbered(np.array([0, -1], np.int8), [5]).dtype == np.int8
-    assert renumbered(1, [4, 3]) == 3
+    assert renumber_labels(labels, [2, 0, 1]).tolist() == [[2, -100], [0, 1]]
+    assert renumber_labels(np.array([0, -1], np.int8), [5]).dtype == np.int8
+    assert renumber_labels(1, [4, 3]) == 3
 
 
 def test_what_a_mapped_data_set_says_of_itself_is_passed_on():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD, Optimizer
 
-from trainrun.data.split_batch import num_rows, rows_of, tensors_in
+from trainrun.data.split_batch import num_rows, select_rows, tensors_in
 from trainrun.runtime.child_process import can_fork
 from trainrun.runtime.machine import free_bytes
 from trainrun.training.components import Components
@@ -28,7 +28,7 @@ ROWS = 4  # of the small batch
 def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer: Optimizer) -> Forecast:
     """Return the bytes of a step. step: forward and backward of a batch, whose traces stay in the model."""
     count = num_rows(data)
-    rows = rows_of(data, 0, min(ROWS, count), count)
+    rows = select_rows(data, 0, min(ROWS, count), count)
     there = {
         start_of(tensor) for tensor in [*model.parameters(), *model.buffers(), *tensors_in([data, rows])]
     }

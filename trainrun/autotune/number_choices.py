@@ -36,7 +36,7 @@ from trainrun.autotune.timed_step import (
     run_seconds,
 )
 from trainrun.config.schema import RunConfig
-from trainrun.data.split_batch import num_rows, rows_of, tensors_in
+from trainrun.data.split_batch import num_rows, select_rows, tensors_in
 from trainrun.interfaces import Batches, Parallel
 from trainrun.precision import autocast
 from trainrun.precision.autocast import is_tiny
@@ -140,7 +140,7 @@ class NumberTrial:
 
     def _turn(self, mode: str, rows: int = 0) -> float:
         """Measure the seconds of a step. rows: of the batch; 0 for all."""
-        data = rows_of(self._data, 0, rows, self._count) if rows else self._data
+        data = select_rows(self._data, 0, rows, self._count) if rows else self._data
         return self._step.seconds(data, partial(build_context, AUTOCAST_TYPES.get(mode), self._device))
 
     def _with_threads(self, number: int, mode: str) -> float:

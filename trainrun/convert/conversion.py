@@ -17,9 +17,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import DataConfig
-from trainrun.convert.folder import Journal, check_folder, locked, open_for_writing, publish, temporary_of
+from trainrun.convert.folder import (
+    Journal,
+    check_folder,
+    lock_folder,
+    open_for_writing,
+    publish_file,
+    temporary_of,
+)
 from trainrun.convert.output_formats import FORMATS, Format, Npy, encoded_facts
-from trainrun.convert.source import DEST, filled
+from trainrun.convert.source import DEST, fill_dest
 from trainrun.convert.split_samples import Samples, iterate_encoded, leaves_of
 from trainrun.data.cache.fingerprint import own_fingerprint
 from trainrun.data.readers.records.record import META_NAME
@@ -49,7 +56,7 @@ def convert(
     shard_size: samples a file.
     """
     check_folder(dest, arguments)
-    with locked(dest):
+    with lock_folder(dest):
         journal = check_folder(dest, arguments)
         identity, splits = read_source()
         if journal is not None and journal.identity != identity:
@@ -76,10 +83,12 @@ def convert(
             Journal(arguments, identity, True, use, use_test, sizes).write(dest)
     total = sum(sizes.values()) / 1e6
     say(f"{dest}: wrote {len(sizes)} files ({total:,.1f} MB); checked {count} samples: identical")
-    say(f"use it with: {shlex.join(filled(use, dest))}")
-    report_result(folder=dest, files=sizes, settings=filled(use, dest), test_settings=filled(use_test, dest))
+    say(f"use it with: {shlex.join(fill_dest(use, dest))}")
+    report_result(
+        folder=dest, files=sizes, settings=fill_dest(use, dest), test_settings=fill_dest(use_test, dest)
+    )
     if use_test:
-        say(f"with test data: {shlex.join(filled(use_test, dest))}")
+        say(f"with test data: {shlex.join(fill_dest(use_test, dest))}")
 
 
 def write_split(
@@ -102,7 +111,7 @@ def write_split(
             write_files(shard, output, items)
         if output.has_facts and not facts.exists():
             temporary_of(facts).write_bytes(encoded_facts(samples) + b"\n")
-            publish(temporary_of(facts), facts)
+            publish_file(temporary_of(facts), facts)
     were_there = len(samples) - num_missing
     before = f", {were_there:,} of them were there already" if were_there else ""
     say(f"{name}: {len(samples):,} samples{before} ({time.monotonic() - started:.1f} s)")
@@ -146,7 +155,7 @@ def write_files(shard: Shard, output: Format, items: Iterator[Any]) -> None:
             path.unlink(missing_ok=True)
         raise
     for temporary, path in zip(shard.temporary, shard.paths, strict=True):
-        publish(temporary, path)
+        publish_file(temporary, path)
 
 
 def with_progress(
@@ -210,7 +219,7 @@ def check_written(to: str, dest: Path, splits: dict[str, Samples], use: list[str
 
     DataError: a sample is another one.
     """
-    config, count = compose_run(filled(use, dest)).config.data, 0
+    config, count = compose_run(fill_dest(use, dest)).config.data, 0
     test = split_node(to, config.train, DEST, "test")
     for split, samples in splits.items():
         node = config.val if split == "val" else config.train

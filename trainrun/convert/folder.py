@@ -70,7 +70,7 @@ def check_folder(dest: Path, arguments: list[str]) -> Journal | None:
 
 
 @contextmanager
-def locked(dest: Path) -> Iterator[None]:
+def lock_folder(dest: Path) -> Iterator[None]:
     """Create the folder and lock it against other conversions. Raise ConfigError if it is locked.
 
     The lock ends with the process that holds it, however the process ends.
@@ -100,7 +100,7 @@ def temporary_of(path: Path) -> Path:
     return path.with_name(f".{path.name}{ENDING}")
 
 
-def publish(temporary: Path, path: Path) -> None:
+def publish_file(temporary: Path, path: Path) -> None:
     """Give a file its final name, when its content is on the disk."""
     sync_path(temporary)
     os.replace(temporary, path)

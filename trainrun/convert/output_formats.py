@@ -20,13 +20,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainrun.convert.folder import DISK_FULL
-from trainrun.convert.sample_fields import OTHER_FORMATS, Field, check_values, fields_of
+from trainrun.convert.sample_fields import OTHER_FORMATS, Field, check_values, sample_fields
 from trainrun.convert.split_samples import Samples, array_of
 from trainrun.data.readers.column_store import GrowingFile
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.records.lmdb_file import key_of
 from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, encode_sample
-from trainrun.data.readers.records.tfrecord import SAMPLE, encode_example, framed
+from trainrun.data.readers.records.tfrecord import SAMPLE, encode_example, frame_record
 from trainrun.data.readers.records.webdataset import WHOLE
 from trainrun.data.readers.tables.arrow_columns import pyarrow
 from trainrun.errors import DataError
@@ -167,7 +167,7 @@ class TFRecord:
 
     def write(self, paths: Sequence[Path], items: Iterator[Any], count: int) -> None:
         with paths[0].open("wb") as file:
-            file.writelines(map(framed, items))
+            file.writelines(map(frame_record, items))
 
     def settings(self) -> list[str]:
         columns = ["data.train.columns=[image,label]"] if self._samples.has_files else []
@@ -227,7 +227,7 @@ class Parquet:
 
     def __init__(self, samples: Samples) -> None:
         self._parquet, self._samples = pyarrow("pyarrow.parquet"), samples
-        self.fields = fields_of(samples, "parquet", samples.has_files, may_be_ragged=True)
+        self.fields = sample_fields(samples, "parquet", samples.has_files, may_be_ragged=True)
         self._is_dict = any(isinstance(part, dict) for part in as_parts(samples.probes[0]))
         check_columns(samples, self.fields, self._is_dict)
         self._target = self.fields[-1] if self.fields[-1].is_target else None
@@ -310,7 +310,7 @@ def fixed_fields(samples: Samples, to: str) -> tuple[Field, ...]:
             "files as they are by --to webdataset, parquet, tfrecord or lmdb, or store pixels as bytes by "
             "data.train.dtype=uint8"
         )
-    return fields_of(samples, to, as_files=False, may_be_ragged=False)
+    return sample_fields(samples, to, as_files=False, may_be_ragged=False)
 
 
 def check_columns(samples: Samples, fields: Sequence[Field], is_dict: bool) -> None:

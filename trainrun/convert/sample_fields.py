@@ -58,7 +58,7 @@ def values_by_name(sample: Any) -> dict[str, Any]:
     return values
 
 
-def fields_of(samples: Samples, to: str, as_files: bool, may_be_ragged: bool) -> tuple[Field, ...]:
+def sample_fields(samples: Samples, to: str, as_files: bool, may_be_ragged: bool) -> tuple[Field, ...]:
     """Return the fields of all samples, as the first sample has them.
 
     Raise DataError if a field is no array of numbers.

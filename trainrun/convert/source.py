@@ -26,14 +26,14 @@ def source_of(source: str, data: str | None, dest: Path, groups: list[str]) -> t
             raise ConfigError(
                 f"{place}: is a conversion that is not finished; run its own command again first"
             )
-        return "converted", filled([*journal.use, *journal.use_test], place)
+        return "converted", fill_dest([*journal.use, *journal.use_test], place)
     group = data or _group_of(source, place, groups)
     if dest.resolve().is_relative_to(place.resolve()):
         raise ConfigError(f"{dest}: lies in SOURCE, which must not change; name a folder elsewhere")
     return group, [f"data={group}", f"data.path={source}"]
 
 
-def filled(settings: list[str], dest: Path) -> list[str]:
+def fill_dest(settings: list[str], dest: Path) -> list[str]:
     """Return settings of a journal with the name of the folder in place of {dest}."""
     return [setting.replace(DEST, str(dest)) for setting in settings]
 

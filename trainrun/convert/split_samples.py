@@ -57,7 +57,7 @@ class Samples:
         numbers = [i * (self._length - 1) // max(count - 1, 1) for i in range(count)]
         self.probes = self.read_single(numbers)
         stored = self.read_files(numbers) if self.has_files else self.probes
-        self.sample_bytes = max(1, sum(map(size_of, stored)) // count)
+        self.sample_bytes = max(1, sum(map(stored_size, stored)) // count)
 
     @property
     def has_files(self) -> bool:
@@ -163,7 +163,7 @@ def leaves_of(sample: Any) -> Iterator[tuple[str, Any]]:
         yield "", array_of(sample)
 
 
-def size_of(sample: Any) -> int:
+def stored_size(sample: Any) -> int:
     """Return the bytes that a sample takes when it is stored, about."""
     leaves = [leaf for _, leaf in leaves_of(sample)]
     return sum(

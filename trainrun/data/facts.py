@@ -15,7 +15,7 @@ from trainrun.data.batch import as_tensor, is_integer
 from trainrun.data.order.sampler import count_different
 from trainrun.data.pipeline import with_look
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import Columns, columns_of, parts_of, said
+from trainrun.data.tensor_dataset import Columns, columns_of, dataset_attribute, parts_of
 from trainrun.errors import DataError
 from trainrun.interfaces import IGNORED, TARGET_KEYS, DataFacts
 
@@ -57,10 +57,10 @@ def facts_of(source: Any, key: str = "data.train", options: StreamOptions | None
     options = StreamOptions(key, True, 1, 0) if options is None else options
     names, inputs = class_names_of(source), input_columns_of(source)
     columns = None if isinstance(source, IterableDataset) else columns_of(source, options.key)
-    num_classes = said(source, "num_classes") or len(names) or None
+    num_classes = dataset_attribute(source, "num_classes") or len(names) or None
     if columns is not None:
         num_classes = num_classes or _classes_in(columns)
-    target = columns.target() if columns is not None else said(source, "targets")
+    target = columns.target() if columns is not None else dataset_attribute(source, "targets")
     target = labels_in(source, key) if target is None else target
     counts = _class_counts(target, num_classes)
     if columns is not None and options.transform is None:
@@ -78,13 +78,13 @@ def facts_of(source: Any, key: str = "data.train", options: StreamOptions | None
 
 def class_names_of(source: Any) -> tuple[str, ...]:
     """Return the names of the classes 0, 1, ...: `class_names`, or torchvision's `classes`; empty if it has none."""
-    names = said(source, "class_names") or said(source, "classes") or ()
+    names = dataset_attribute(source, "class_names") or dataset_attribute(source, "classes") or ()
     return tuple(map(str, names)) if isinstance(names, Iterable) else ()
 
 
 def input_columns_of(source: Any) -> dict[str, str]:
     """Return the names of the input columns of a table, or of a mapping in memory, and what each holds."""
-    columns = said(source, "input_columns")
+    columns = dataset_attribute(source, "input_columns")
     if columns is None and isinstance(source, Mapping):
         inputs = {str(name): value for name, value in source.items() if name not in TARGET_KEYS}
         return {name: "integers" if is_integer(value) else "floats" for name, value in inputs.items()}
@@ -116,7 +116,9 @@ def facts_of_all(sources: Mapping[str, Any], options: StreamOptions) -> DataFact
 
 def bytes_per_token(sources: Iterable[Any]) -> float | None:
     """Return the attribute of that name if all sources agree on it, as parts of one text do; else None."""
-    found: list[Any] = [said(source, "bytes_per_token") for source in sources if source is not None]
+    found: list[Any] = [
+        dataset_attribute(source, "bytes_per_token") for source in sources if source is not None
+    ]
     numbers = {float(one) if type(one) in (int, float) else math.nan for one in found}
     one = numbers.pop() if len(numbers) == 1 else math.nan
     return one if 0 < one < math.inf else None
@@ -155,7 +157,7 @@ def labels_in(source: Any, key: str) -> Any:
     else:  # another's attribute of this name may be anything
         ours = all(type(one).__module__.startswith("trainrun.data.") for one in parts_of(source))
         target = (
-            said(source, "targets" if isinstance(parts_of(source)[0], Columns) else "labels")
+            dataset_attribute(source, "targets" if isinstance(parts_of(source)[0], Columns) else "labels")
             if ours
             else None
         )

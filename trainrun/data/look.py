@@ -119,7 +119,7 @@ def in_child(work: Callable[[], T], options: StreamOptions) -> T:
     DataError: a fault in it, or the child ended. It must not stand still for `data.worker_timeout_seconds`, unless the
     main process is to read the source in the training, too: then it reads it now.
     """
-    if not forks(options):
+    if not looks_in_fork(options):
         with kept_random_state():
             return work()
     try:
@@ -145,7 +145,7 @@ def in_child(work: Callable[[], T], options: StreamOptions) -> T:
         )
 
 
-def forks(options: StreamOptions) -> bool:
+def looks_in_fork(options: StreamOptions) -> bool:
     """Return whether a source is looked at in a fork.
 
     Loader workers are forked in the same way, so what they will read may always be read so.

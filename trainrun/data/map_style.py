@@ -42,7 +42,7 @@ def reads_at_once(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def innermost(dataset: Any, index: int) -> tuple[Any, int]:
+def find_innermost(dataset: Any, index: int) -> tuple[Any, int]:
     """Return the data set from which Subset and ConcatDataset read a sample, and the index there."""
     while type(dataset) in (Subset, ConcatDataset):
         if type(dataset) is Subset:
@@ -58,7 +58,7 @@ def name_of(dataset: Any) -> str:
     return str(getattr(dataset, "name_of_source", type(dataset).__name__))
 
 
-def shallow(dataset: Any) -> Any:
+def copy_shallow(dataset: Any) -> Any:
     """Return a copy that shares the data, but not the attributes that reading may set."""
     if isinstance(dataset, Columns | list | tuple | dict):
         return dataset
@@ -67,15 +67,15 @@ def shallow(dataset: Any) -> Any:
     except Exception:  # whatever a user's __copy__ or __reduce_ex__ raises: then there is no copy
         return dataset
     if type(dataset) is Subset:
-        clone.dataset = shallow(dataset.dataset)
+        clone.dataset = copy_shallow(dataset.dataset)
     elif type(dataset) is ConcatDataset:
-        clone.datasets = [shallow(part) for part in dataset.datasets]
+        clone.datasets = [copy_shallow(part) for part in dataset.datasets]
     return clone
 
 
 def describe(dataset: Any, index: int) -> str:
     """Return ` (file and record)` of a sample if the data set can describe it."""
-    base, place = innermost(dataset, index)
+    base, place = find_innermost(dataset, index)
     function = getattr(base, "describe", None)
     if not callable(function):
         return ""

@@ -76,10 +76,10 @@ def prepared_source(source: Any, options: StreamOptions) -> PreparedStream:
     source, scale = as_bytes(source)
     columns = None
     if options.cache != "none":
-        from trainrun.data.cache.cached import Cached, cached
+        from trainrun.data.cache.cached import Cached, with_cache
 
         gather = options.gather if options.world_size > 1 else None
-        source = cached(source, options.cache, options.key, options.report, gather, options)
+        source = with_cache(source, options.cache, options.key, options.report, gather, options)
         if isinstance(source, Cached):
             columns = source.as_columns()
             notes += [f"{options.key}: {source.note}"]
@@ -131,16 +131,16 @@ def _finished(
 ) -> Batches:
     """Return what is done to the batches of every engine, on the device."""
     if options.tally is not None and collate is not None:
-        from trainrun.data.sequences.token_counter import counted
+        from trainrun.data.sequences.token_counter import count_tokens
 
-        batches = counted(batches, collate, options.tally)
+        batches = count_tokens(batches, collate, options.tally)
     if scale is not None and options.transform is None and options.collate_fn is None:
         batches = Scaled(batches, scale, options.float_dtype)
     number = None if options.drawn is None else options.drawn.number
     if options.augment:
-        from trainrun.data.augment.augmented import augmented
+        from trainrun.data.augment.augmented import augment_batches
 
-        batches = augmented(
+        batches = augment_batches(
             batches, options.augment, options.seed, options.training, options.float_dtype, number
         )
     number = number if samples is None else len(samples)

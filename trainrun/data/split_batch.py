@@ -29,14 +29,14 @@ def tensors_in(data: Any) -> list[Tensor]:
     return [leaf for part in parts for leaf in tensors_in(part)] if isinstance(parts, (list, tuple)) else []
 
 
-def rows_of(data: Any, first: int, end: int, count: int) -> Any:
+def select_rows(data: Any, first: int, end: int, count: int) -> Any:
     """Return rows `first` to `end` of a batch of `count`. Raise ValueError if a part of it has another number of
     rows.
     """
     return _by_rows(data, count, lambda part: part[first:end])
 
 
-def twice(data: Any, count: int) -> Any:
+def repeat_rows(data: Any, count: int) -> Any:
     """Return a batch with its `count` rows repeated once. Raise ValueError if a part of it has another number of
     rows.
     """
@@ -68,11 +68,11 @@ def _by_rows(data: Any, count: int, change: Callable[[Any], Any]) -> Any:
     raise ValueError(f"a {type(data).__name__} is in the batch, which cannot be cut")
 
 
-def cut(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
+def split_micro_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
     """Split a batch into `pieces` parts that differ by one row at most; fewer if it has fewer rows."""
     count = num_rows(batch.data)
     bounds = torch.linspace(0, count, min(pieces, count) + 1, dtype=torch.float64).round().long().tolist()
     return [
-        batch._replace(data=rows_of(batch.data, first, end, count), last=False, indices=None, items=None)
+        batch._replace(data=select_rows(batch.data, first, end, count), last=False, indices=None, items=None)
         for first, end in pairwise(bounds)
     ]

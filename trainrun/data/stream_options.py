@@ -272,10 +272,10 @@ def plan_of(num_samples: int, options: StreamOptions) -> Plan:
     """Return the plan of `num_samples` samples. Raise DataError if they hold no batch."""
     if num_samples == 0:
         raise DataError(f"{options.key}: the data set is empty")
-    return fitting(new_plan(num_samples, options.batch_size, options), num_samples, options.key)
+    return plan_for(new_plan(num_samples, options.batch_size, options), num_samples, options.key)
 
 
-def fitting(base: Plan, count: int, key: str) -> Plan:
+def plan_for(base: Plan, count: int, key: str) -> Plan:
     """Return the plan for `count` samples (or rows). Raise DataError if they are too few for a training batch."""
     plan = replace(base, num_samples=count)
     if plan.global_size <= count:
@@ -302,7 +302,7 @@ def num_ahead(number: int, prefetch_factor: int) -> int:
     return max(number * prefetch_factor, LEAST_AHEAD if prefetch_factor > 1 else 1)
 
 
-def unused(options: StreamOptions, *names: str) -> str:
+def describe_unused(options: StreamOptions, *names: str) -> str:
     """Describe settings that have no effect."""
     values = {name: getattr(options, name) for name in names}
     given = [f"data.{name}={value}" for name, value in values.items() if value not in ("auto", 0)]

@@ -151,7 +151,7 @@ class Columns:
     def samples_of(self, value: Column, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Column:
         """Copy some samples of a column."""
         numbers = indices if self.row_numbers is None else self.row_numbers[indices]
-        return rows(value, numbers.tolist())
+        return gather_rows(value, numbers.tolist())
 
     def widened(self, rows: Tensor) -> Tensor:
         """Convert rows of a batch to the types of samples."""
@@ -223,7 +223,7 @@ def rows_in_memory(source: Any) -> Columns | None:
     return found
 
 
-def rows(value: Column, indices: list[int]) -> Column:
+def gather_rows(value: Column, indices: list[int]) -> Column:
     """Copy many rows. Of a mapped file, no other rows are read."""
     source = tensor_view(value)
     if source is None:
@@ -339,15 +339,15 @@ def parts_of(dataset: Any) -> list[Any]:
     return parts_of(dataset.dataset) if type(dataset) is Subset else [dataset]
 
 
-def said(dataset: Any, name: str) -> Any:
+def dataset_attribute(dataset: Any, name: str) -> Any:
     """Return an attribute of a data set; of a Subset or ConcatDataset, the values of its samples. None if unknown."""
     if type(dataset) is Subset:
-        found = said(dataset.dataset, name)
+        found = dataset_attribute(dataset.dataset, name)
         if found is None or name in OF_ALL_SAMPLES:
             return found
         return None if callable(found) else np.asarray(found)[np.asarray(dataset.indices)]
     if type(dataset) is ConcatDataset:
-        each = [said(one, name) for one in dataset.datasets]
+        each = [dataset_attribute(one, name) for one in dataset.datasets]
         if any(one is None or callable(one) for one in each):
             return None
         if name in OF_ALL_SAMPLES:

@@ -13,10 +13,12 @@ CLASSES_PER_LABEL = 10  # more are a slip in one label
 
 def wrong_label(source: Any, key: str, index: int, label: int, num_classes: int, said_by: str) -> DataError:
     """Return the error about one label. said_by: as in `Labels`."""
-    return DataError(f"{place_of(source, key, index)} has label {label}, {why(label, num_classes, said_by)}")
+    return DataError(
+        f"{place_of(source, key, index)} has label {label}, {explain_label(label, num_classes, said_by)}"
+    )
 
 
-def why(label: int, num_classes: int, said_by: str) -> str:
+def explain_label(label: int, num_classes: int, said_by: str) -> str:
     """Return why this one is none."""
     if said_by:
         return f"but {said_by}={num_classes} allows 0 to {num_classes - 1}; correct one of the two"

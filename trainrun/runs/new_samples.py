@@ -29,12 +29,12 @@ from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.batch import as_tensor
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.pictures.decode import Form, decoded, form_of_picture
+from trainrun.data.readers.pictures.decode import Form, decode_picture, form_of_picture
 from trainrun.data.readers.pictures.image_folder import content_of
 from trainrun.data.readers.tables import csv_files, parquet
 from trainrun.data.readers.tables.arrow_files import ParquetFile, table_of
 from trainrun.data.readers.tables.column_problems import InputFault
-from trainrun.data.readers.targets import listed
+from trainrun.data.readers.targets import join_names
 from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import ConfigError, DataError
 from trainrun.folder.run_folder import RunDir, read_identity
@@ -244,7 +244,7 @@ def expand_paths(words: Sequence[str | Path], endings: Sequence[str]) -> list[Pa
         path = Path(word).expanduser()
         if path.is_file():
             if not path.name.lower().endswith(tuple(endings)):
-                raise ConfigError(f"predict {word}: must end in {listed(endings)} for this run")
+                raise ConfigError(f"predict {word}: must end in {join_names(endings)} for this run")
             expanded = [path]
         elif path.is_dir():
             expanded = [file for file in sorted(path.rglob("*")) if is_readable(file, endings)]
@@ -281,7 +281,9 @@ def pictures_as_samples(
 def decode_new_picture(pictures: Sequence[Path | bytes], form: Form, index: int) -> Tensor:
     picture = pictures[index]
     content = picture if isinstance(picture, bytes) else content_of(str(picture))
-    return decoded(content, form, lambda: f"picture {index}" if isinstance(picture, bytes) else str(picture))
+    return decode_picture(
+        content, form, lambda: f"picture {index}" if isinstance(picture, bytes) else str(picture)
+    )
 
 
 def is_batch(samples: Any) -> bool:
@@ -410,13 +412,13 @@ def check_table_columns(
     if missing:
         guess = did_you_mean(missing[0], columns) or "."
         raise DataError(
-            f"{shown}: has no column {', '.join(missing)}, which the training had{guess} It has {listed(columns)}"
+            f"{shown}: has no column {', '.join(missing)}, which the training had{guess} It has {join_names(columns)}"
         )
     target = node.get("target") or ()
     known_columns = {*needed, *([target] if isinstance(target, str) else target), node.get("groups")}
     new = [name for name in columns if name not in known_columns] if inputs else []
     if new:
-        say(f"note: {shown}: not used, for they are no inputs of the run: {listed(new)}")
+        say(f"note: {shown}: not used, for they are no inputs of the run: {join_names(new)}")
 
 
 def input_of(dataset: Any, index: int) -> Any:

@@ -20,7 +20,7 @@ from trainrun.data.cache.probe import look_at
 from trainrun.data.look import in_child
 from trainrun.data.readers.text.tokenizer import open_tokenizer
 from trainrun.data.readers.text.trained_tokenizer import is_trained
-from trainrun.data.split_batch import num_rows, rows_of
+from trainrun.data.split_batch import num_rows, select_rows
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import ConfigError, DataError
@@ -153,7 +153,7 @@ def check_tokenizer(trained: RunConfig, config: RunConfig) -> None:
 def compare_answers(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) -> None:
     """Compute the answers of teacher and student to two samples. Raise ConfigError if they cannot be compared."""
     count = num_rows(batch)
-    few = rows_of(batch, 0, min(2, count), count)
+    few = select_rows(batch, 0, min(2, count), count)
     inputs, target = inputs_and_target(few)
     with evaluating(model), outputs_of(model, list(task.hidden)) as seen:
         logits = task.hard.logits(model, inputs, few)

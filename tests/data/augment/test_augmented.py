@@ -9,7 +9,7 @@ import torch
 from approved import refused
 from torch import Tensor
 
-from trainrun.data.augment.augmented import Augmented, NamedAugmentation, augmented
+from trainrun.data.augment.augmented import Augmented, NamedAugmentation, augment_batches
 from trainrun.data.augment.crop import RandomCrop
 from trainrun.data.augment.cutout import Cutout
 from trainrun.data.augment.draws import Draws
@@ -123,15 +123,15 @@ def test_they_are_applied_in_the_order_given() -> None:
 
 def test_evaluation_gets_what_is_not_random() -> None:
     inner = Stream(Plan(N, N, shuffle=False, training=False))
-    batches = augmented(inner, all_kinds(), 0, training=False, float_dtype=torch.float64)
+    batches = augment_batches(inner, all_kinds(), 0, training=False, float_dtype=torch.float64)
     found = next(batches.epoch(0)).data[0]
     assert torch.equal(
         found, Normalize(0.5, 0.25)(IMAGES, Draws(0, 0, torch.arange(N), float_dtype=torch.float64))
     )
     assert found.dtype is torch.float64
-    assert augmented(inner, named(flip=RandomFlip()), 0, False, torch.float32) is inner
-    assert augmented(inner, (), 0, True, torch.float32) is inner
-    assert isinstance(augmented(inner, named(flip=RandomFlip()), 0, True, torch.float32), Augmented)
+    assert augment_batches(inner, named(flip=RandomFlip()), 0, False, torch.float32) is inner
+    assert augment_batches(inner, (), 0, True, torch.float32) is inner
+    assert isinstance(augment_batches(inner, named(flip=RandomFlip()), 0, True, torch.float32), Augmented)
 
 
 def test_faults_name_the_augmentation() -> None:

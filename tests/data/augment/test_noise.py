@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from trainrun.data.augment.augmented import NamedAugmentation, augmented
+from trainrun.data.augment.augmented import NamedAugmentation, augment_batches
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.noise import LatentNoise
 from trainrun.interfaces import batch_fields
@@ -50,7 +50,7 @@ def test_they_depend_on_seed_epoch_and_sample_alone() -> None:
 def test_it_is_there_in_evaluation_too() -> None:
     named = [NamedAugmentation("data.augment.noise", LatentNoise(3), LatentNoise.random)]
     stream = object()
-    assert augmented(stream, named, 0, False, torch.float32) is not stream  # type: ignore[arg-type]
+    assert augment_batches(stream, named, 0, False, torch.float32) is not stream  # type: ignore[arg-type]
 
 
 def test_a_model_without_a_latent_dim_draws_itself() -> None:

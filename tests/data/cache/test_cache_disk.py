@@ -15,7 +15,7 @@ from approved import refused
 from cache_sources import SAMPLES, AtOnce, Made, in_child, reads_in, same
 
 from trainrun.data.cache import fingerprint
-from trainrun.data.cache.cached import cached
+from trainrun.data.cache.cached import with_cache
 from trainrun.data.cache.fingerprint import own_fingerprint
 from trainrun.data.cache.probe import NUM_PROBES
 from trainrun.errors import DataError
@@ -31,7 +31,7 @@ def log(tmp_path):
 
 
 def on_disk(source, folder, **more):
-    return cached(source, f"disk:{folder}", "data.train", **more)
+    return with_cache(source, f"disk:{folder}", "data.train", **more)
 
 
 def files_in(folder):
@@ -91,7 +91,7 @@ def test_a_file_below_a_folder_that_the_source_names_is_seen(root, tmp_path, mon
 
     def story():
         source = Plain(root=root, kind="none")
-        return cached(source, "disk:pictures/kept", "data.train", said.append).note.split(" (")[1]
+        return with_cache(source, "disk:pictures/kept", "data.train", said.append).note.split(" (")[1]
 
     said = []
     assert [story(), story()] == ["built)", "found)"]  # the cache lies below it, too

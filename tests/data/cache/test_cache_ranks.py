@@ -7,7 +7,7 @@ import torch
 from cache_sources import Made, reads_in
 
 from trainrun.data.cache import shared
-from trainrun.data.cache.cached import cached
+from trainrun.data.cache.cached import with_cache
 from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
@@ -110,7 +110,7 @@ def test_who_cannot_share_has_a_cache_of_his_own(why, monkeypatch):
 def test_other_samples_stay_apart():
     def work(rank, gather):
         source = Made("tensor" if rank == 4 else "pair", num_samples=NUMBER, shift=rank // 2)
-        kept = cached(source, "memory", "data.train", gather=gather)
+        kept = with_cache(source, "memory", "data.train", gather=gather)
         kept[rank]
         gather(None)
         same = [torch.equal(kept[i][0], source[i][0]) for i in range(NUMBER) if kept.has(i) and rank < 4]

@@ -17,7 +17,7 @@ from cache_sources import Made, in_child, same
 
 from trainrun.cli.main import main
 from trainrun.data.cache import room
-from trainrun.data.cache.cached import cached
+from trainrun.data.cache.cached import with_cache
 from trainrun.data.cache.room import caches_in, known_folders
 from trainrun.data.readers import column_store
 from trainrun.data.readers.mapped_files import path_of
@@ -51,7 +51,7 @@ def limit_to(monkeypatch: pytest.MonkeyPatch, megabytes: float) -> None:
 
 
 def built(kind: int, folder: Path, lines: list[str] | None = None) -> Any:
-    return cached(
+    return with_cache(
         Large(kind), f"disk:{folder}", "data.train", say=(lines if lines is not None else []).append
     )
 
@@ -238,6 +238,6 @@ def test_the_command_lists_and_clears(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_other_kinds_of_samples_are_read_through_it_as_before(tmp_path: Path) -> None:
-    kept = cached(Made("dict"), f"disk:{tmp_path}", "data.train")
+    kept = with_cache(Made("dict"), f"disk:{tmp_path}", "data.train")
     assert same(kept[3], Made("dict")[3])
     assert np.isfinite(caches_in([tmp_path])[0].used)

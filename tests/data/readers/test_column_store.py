@@ -103,7 +103,7 @@ def test_mapped_rows_come_in_the_same_batches(table, monkeypatch):
 def test_a_table_is_parsed_once_until_it_changes(table, monkeypatch):
     train = load(table, **ARGUMENTS)["train"]
     with monkeypatch.context() as patch:
-        patch.setattr(csv_files, "blocks_of", lambda *_: pytest.fail("parsed again"))
+        patch.setattr(csv_files, "iterate_cell_blocks", lambda *_: pytest.fail("parsed again"))
         again = load(table, **ARGUMENTS)["train"]
         assert len(load(table, **ARGUMENTS)["val"].tensors[0]) == N - len(train.tensors[0])
     assert torch.equal(train.tensors[0], again.tensors[0])

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from trainrun.data.cache.cached import cached
+from trainrun.data.cache.cached import with_cache
 from trainrun.data.map_style import thread_safe
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers import column_store
@@ -65,7 +65,7 @@ def pictures(folder):
 def tfrecord_files(folder):
     for shard in range(6):
         part = ENCODED[shard * 10 : shard * 10 + 10]
-        content = [tfrecord.framed(encode_example({tfrecord.SAMPLE: sample})) for sample in part]
+        content = [tfrecord.frame_record(encode_example({tfrecord.SAMPLE: sample})) for sample in part]
         (folder / f"{shard}.tfrecord").write_bytes(b"".join(content))
     return tfrecord.load(str(folder), val_fraction=0.0)["train"]
 
@@ -117,9 +117,9 @@ MADE = {
     "parquet": parquet_file, "hdf5": hdf5_file, "image_folder": pictures, "tfrecord": tfrecord_files,
     "webdataset": tar_files, "lmdb": lmdb_environment, "text lines": text_lines, "text blocks": text_blocks,
     "arrays": picked_rows, "pieces": pieces,
-    "memory cache": lambda folder: cached(pictures(folder), "memory", "data.train"),
-    "pool": lambda folder: cached(text_lines(folder), "pool:6kB", "data.train"),
-    "disk cache": lambda folder: cached(text_lines(folder), f"disk:{folder}/kept", "data.train"),
+    "memory cache": lambda folder: with_cache(pictures(folder), "memory", "data.train"),
+    "pool": lambda folder: with_cache(text_lines(folder), "pool:6kB", "data.train"),
+    "disk cache": lambda folder: with_cache(text_lines(folder), f"disk:{folder}/kept", "data.train"),
 }  # fmt: skip
 
 

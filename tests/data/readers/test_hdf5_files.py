@@ -86,7 +86,7 @@ def test_rows_of_one_chunk_are_read_with_one_call():
 
     layout = hdf5.Hdf5Layout("x", X.shape, X.dtype, 8, False, False)
     rows = [9, 0, 15, 9, 49]
-    got = hdf5.read_rows({"x": Rows()}, layout, rows)
+    got = hdf5.read_hdf5_rows({"x": Rows()}, layout, rows)
     np.testing.assert_array_equal(got, X[rows])
     assert calls == [(0, 1), (9, 16), (49, 50)]
 

@@ -100,8 +100,8 @@ def test_csv(tmp_path, little_memory):
 
 
 def test_a_line_without_an_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(csv_files.blocks_of.__globals__["csv"], "field_size_limit", lambda: 2**30)
-    monkeypatch.setitem(csv_files.blocks_of.__globals__, "MAX_LINE_CHARACTERS", 1000)
+    monkeypatch.setattr(csv_files.iterate_cell_blocks.__globals__["csv"], "field_size_limit", lambda: 2**30)
+    monkeypatch.setitem(csv_files.iterate_cell_blocks.__globals__, "MAX_LINE_CHARACTERS", 1000)
     file = tmp_path / "line.csv.gz"
     file.write_bytes(gzip.compress(b"a,y\n1," + b"0" * 10_000))
     assert "a line of more than 1000 characters" in fault(csv_files.load, file)

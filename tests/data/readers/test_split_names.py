@@ -130,7 +130,7 @@ def test_without_names_a_part_is_held_out_and_there_is_no_test_data(tmp_path: Pa
 
 def test_tfrecord_files_are_sorted_by_their_names(tmp_path: Path):
     for split, size in SIZES.items():
-        content = b"".join(tfrecord.framed(b"") for _ in range(size))
+        content = b"".join(tfrecord.frame_record(b"") for _ in range(size))
         (tmp_path / f"{split}-00000-of-00001.tfrecord").write_bytes(content)
     sizes = [len(tfrecord.load(str(tmp_path))[split]) for split in ("train", "val", "test")]
     assert sizes == [6, 3, 2]

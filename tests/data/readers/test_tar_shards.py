@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from trainrun.data.readers.paths import expanded
+from trainrun.data.readers.paths import expand_braces
 from trainrun.data.readers.records.record import Facts, encode_facts, encode_sample
 from trainrun.data.readers.records.webdataset import iterate_members, load
 from trainrun.errors import DataError
@@ -193,9 +193,9 @@ def test_wrong_shards_are_refused(tmp_path, content, key):
 
 
 def test_braces():
-    assert list(expanded("s-{008..011}.tar")) == ["s-008.tar", "s-009.tar", "s-010.tar", "s-011.tar"]
-    assert list(expanded("{a,b}/{2..1}")) == ["a/2", "a/1", "b/2", "b/1"]
-    assert list(expanded("plain")) == ["plain"]
+    assert list(expand_braces("s-{008..011}.tar")) == ["s-008.tar", "s-009.tar", "s-010.tar", "s-011.tar"]
+    assert list(expand_braces("{a,b}/{2..1}")) == ["a/2", "a/1", "b/2", "b/1"]
+    assert list(expand_braces("plain")) == ["plain"]
 
 
 def test_facts_that_are_damaged_are_named(tmp_path):

@@ -5,12 +5,18 @@ import pytest
 from approved import refused
 
 from trainrun.data.readers.records.record import Facts, encode_facts, encode_sample
-from trainrun.data.readers.records.tfrecord import encode_example, framed, load, masked_crc32c, parse_example
+from trainrun.data.readers.records.tfrecord import (
+    encode_example,
+    frame_record,
+    load,
+    masked_crc32c,
+    parse_example,
+)
 from trainrun.errors import DataError
 
 
 def write(path, contents) -> None:
-    path.write_bytes(b"".join(framed(content) for content in contents))
+    path.write_bytes(b"".join(frame_record(content) for content in contents))
 
 
 def samples(number: int, start: int = 0) -> list[bytes]:
@@ -28,7 +34,7 @@ def whole(path, **options):
 
 
 def test_a_record_is_framed_as_tensorflow_does():
-    assert framed(b"") == bytes.fromhex("000000000000000029039807d8ea82a2")
+    assert frame_record(b"") == bytes.fromhex("000000000000000029039807d8ea82a2")
 
 
 def test_examples_are_parsed():
@@ -100,7 +106,7 @@ def test_a_huge_length_with_a_right_checksum_is_refused(tmp_path):
 
 def test_checksums_are_verified(tmp_path):
     write(tmp_path / "a.tfrecord", samples(2))
-    content = bytearray(framed(encode_example({"x": np.ones(2)})))
+    content = bytearray(frame_record(encode_example({"x": np.ones(2)})))
     content[-6] ^= 1
     (tmp_path / "b.tfrecord").write_bytes(content)
     with refused(DataError, "b.tfrecord"):
@@ -111,7 +117,7 @@ def test_checksums_are_verified(tmp_path):
 def test_compressed_and_empty_and_missing_files(tmp_path):
     import gzip
 
-    (tmp_path / "a.tfrecord").write_bytes(gzip.compress(framed(b"x")))
+    (tmp_path / "a.tfrecord").write_bytes(gzip.compress(frame_record(b"x")))
     with refused(DataError):
         whole(tmp_path / "a.tfrecord")
     (tmp_path / "b.tfrecord").write_bytes(b"")

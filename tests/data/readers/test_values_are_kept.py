@@ -16,7 +16,7 @@ from PIL import Image
 
 from trainrun.data import batch
 from trainrun.data.batch import Preparation, changed_wholes, of_numbers
-from trainrun.data.readers.pictures.decode import Form, decoded, pixels_of_16_bits
+from trainrun.data.readers.pictures.decode import Form, decode_picture, pixels_of_16_bits
 from trainrun.data.readers.pictures.image_folder import load as load_pictures
 from trainrun.data.readers.tables.csv_files import load as load_csv
 from trainrun.data.readers.tables.parquet import load as load_parquet
@@ -94,14 +94,14 @@ def test_a_folder_of_dark_16_bit_pictures_keeps_them_apart(tmp_path: Path) -> No
 def test_a_16_bit_picture_among_8_bit_ones_is_refused_by_name() -> None:
     form = Form((1, 4, 4), only_bytes=True)
     with refused(DataError, "x.png", "data.train.dtype=uint8"):
-        decoded(png_of(values_of(1, 4, 4)), form, lambda: "x.png", np.empty((1, 4, 4), np.uint8))
+        decode_picture(png_of(values_of(1, 4, 4)), form, lambda: "x.png", np.empty((1, 4, 4), np.uint8))
 
 
 @pytest.mark.parametrize("size", [20, 60, 90])
 def test_a_damaged_16_bit_picture_is_a_fault_of_its_file(size: int) -> None:
     content = png_of(values_of(3))[:size]
     with refused(DataError, "x.png"):
-        decoded(content, Form(None, dtype="float32"), lambda: "x.png")
+        decode_picture(content, Form(None, dtype="float32"), lambda: "x.png")
 
 
 IDS = 2**24 + np.arange(71)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from trainrun.data.sequences.collate import as_they_are, plain_columns
+from trainrun.data.sequences.collate import plain_columns, stack_samples
 
 Pair = namedtuple("Pair", "x y")
 
@@ -35,7 +35,7 @@ def same(one: Any, other: Any) -> bool:
 )
 def test_columns_of_plain_tuples_are_collated_as_torch_does(samples: list[Any]) -> None:
     assert plain_columns(samples)
-    batch = as_they_are(samples)
+    batch = stack_samples(samples)
     assert type(batch) is tuple
     assert same(batch, default_collate(samples))
 
@@ -55,9 +55,9 @@ def test_columns_of_plain_tuples_are_collated_as_torch_does(samples: list[Any]) 
 )
 def test_other_samples_have_no_plain_columns(samples: list[Any]) -> None:
     assert plain_columns(samples) == []
-    assert type(as_they_are(samples)) is type(samples[0]) or isinstance(samples[0], torch.Tensor)
+    assert type(stack_samples(samples)) is type(samples[0]) or isinstance(samples[0], torch.Tensor)
 
 
 def test_tuples_of_unlike_lengths_form_no_batch() -> None:
     with pytest.raises(RuntimeError):
-        as_they_are([(torch.ones(3), 1), (torch.ones(3),)])
+        stack_samples([(torch.ones(3), 1), (torch.ones(3),)])

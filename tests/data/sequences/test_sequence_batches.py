@@ -12,7 +12,7 @@ from torch import nn
 from trainrun.data.batch import fields_apart, fields_back, map_leaves, with_fields
 from trainrun.data.sequences.collate import Packed, Padded
 from trainrun.data.sequences.fields import Cut, Pieces
-from trainrun.data.split_batch import rows_of, twice
+from trainrun.data.split_batch import repeat_rows, select_rows
 from trainrun.interfaces import batch_fields
 from trainrun.task.batches import inputs_and_target, run_model
 from trainrun.tensors import segment_mask
@@ -98,7 +98,9 @@ def pickled(batch):
 
 
 @pytest.mark.parametrize("bare", [False, True])
-@pytest.mark.parametrize("way", [with_doubled, pickled, lambda batch: twice(rows_of(batch, 0, 2, 2), 2)])
+@pytest.mark.parametrize(
+    "way", [with_doubled, pickled, lambda batch: repeat_rows(select_rows(batch, 0, 2, 2), 2)]
+)
 def test_what_lies_beside_a_batch_goes_its_ways_with_it(way, bare):
     batch = Padded()([A, B] if bare else [(A, 1), (B, 2)])
     found = way(batch)

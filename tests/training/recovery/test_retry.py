@@ -15,7 +15,7 @@ import torch
 from exact_parts import FEATURES, parts_of
 from torch import Tensor, nn
 
-from trainrun.data.split_batch import cut, num_rows
+from trainrun.data.split_batch import num_rows, split_micro_batch
 from trainrun.interfaces import MicroBatch, StepOutput
 from trainrun.parallel.single import Single
 from trainrun.seeding import random_state, set_random_state
@@ -296,7 +296,7 @@ Named = namedtuple("Named", "x y")
 )
 @pytest.mark.parametrize("pieces", [1, 3, 9])
 def test_cuts_lose_and_repeat_nothing(data: Any, pieces: int) -> None:
-    run = cut(MicroBatch(data, last=True), pieces)
+    run = split_micro_batch(MicroBatch(data, last=True), pieces)
     sizes = [num_rows(part.data) for part in run]
     assert len(run) == min(pieces, 7)
     assert max(sizes) - min(sizes) <= 1
@@ -318,7 +318,7 @@ def test_cuts_lose_and_repeat_nothing(data: Any, pieces: int) -> None:
 )
 def test_what_cannot_be_cut_is_said(data: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cut(MicroBatch(data), 2)
+        split_micro_batch(MicroBatch(data), 2)
 
 
 def test_the_averages_of_batch_norm_are_put_back() -> None:

@@ -34,7 +34,7 @@ class NamedAugmentation(NamedTuple):
     random: bool = True
 
 
-def augmented(batches: Batches, augmentations: Sequence[NamedAugmentation], seed: int, training: bool,
+def augment_batches(batches: Batches, augmentations: Sequence[NamedAugmentation], seed: int, training: bool,
               float_dtype: torch.dtype, number: int | None = None) -> Batches:  # fmt: skip
     """Return the stream with its augmentations: all in training, those without randomness in evaluation.
 

@@ -32,16 +32,16 @@ class ColorJitter:
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)
         pixels = images if images.is_floating_point() else images.to(draws.float_dtype)
-        pixels = pixels * factors(draws, "brightness", self.brightness, pixels)
+        pixels = pixels * draw_factors(draws, "brightness", self.brightness, pixels)
         mean = pixels.mean(dim=(1, 2, 3), keepdim=True)
-        pixels = torch.lerp(mean, pixels, factors(draws, "contrast", self.contrast, pixels))
+        pixels = torch.lerp(mean, pixels, draw_factors(draws, "contrast", self.contrast, pixels))
         if not images.is_floating_point():
             limits = torch.iinfo(images.dtype)
             pixels = pixels.round().clamp(limits.min, limits.max).to(images.dtype)
         return with_images(batch, pixels)
 
 
-def factors(draws: Draws, name: str, amount: float, like: Tensor) -> Tensor:
+def draw_factors(draws: Draws, name: str, amount: float, like: Tensor) -> Tensor:
     """Draw a factor for each image, (B, 1, 1, 1), between 1 - amount and 1 + amount."""
     drawn = 1 + amount * (2 * draws.uniform(name) - 1)
     return drawn.to(like.dtype)[:, :, None, None]

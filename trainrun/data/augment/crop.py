@@ -18,8 +18,8 @@ from trainrun.data.augment.images import (
     images_of,
     in_memory_order,
     is_channels_last,
-    like,
     map_of,
+    restore_layout,
     with_images,
     with_target,
 )
@@ -69,4 +69,4 @@ def cut_out(images: Tensor, places: Tensor, padding: int) -> Tensor:
     starts = at * line + places[:, 1:, None] * item
     windows = padded.as_strided((padded.numel() - width * item + 1, width * item), (1, 1))
     ordered = in_memory_order(images)
-    return like(images, windows.index_select(0, starts.flatten()).view(ordered.shape))
+    return restore_layout(images, windows.index_select(0, starts.flatten()).view(ordered.shape))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.augment.images import box, images_of, with_images
+from trainrun.data.augment.images import box_mask, images_of, with_images
 from trainrun.limits import Count
 
 
@@ -28,5 +28,5 @@ class Cutout:
         height, width = images.shape[2:]
         top = draws.integers("row", 0, height) - self.size // 2
         left = draws.integers("column", 0, width) - self.size // 2
-        inside = box(torch.cat((top, top + self.size, left, left + self.size), 1), height, width)
+        inside = box_mask(torch.cat((top, top + self.size, left, left + self.size), 1), height, width)
         return with_images(batch, images * ~inside)  # 3 times as fast as masked_fill on a CPU

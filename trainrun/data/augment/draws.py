@@ -57,7 +57,7 @@ class Draws:
     def words(self, name: str, n: int = 1) -> Words:
         """Draw (B, n) words of 64 random bits."""
         stream = int.from_bytes(f"{self.stream}{name}".encode(), "big")
-        keys = np.array(keys_of(self.seed, self.epoch, stream, n), np.uint64)
+        keys = np.array(sample_keys(self.seed, self.epoch, stream, n), np.uint64)
         x = self.indices.cpu().numpy().astype(np.uint64)[:, None] * np.uint64(STEP) + keys
         return mixed_words(x)
 
@@ -103,7 +103,7 @@ class Draws:
 
 
 @lru_cache(maxsize=64)
-def keys_of(seed: int, epoch: int, stream: int, n: int) -> tuple[int, ...]:
+def sample_keys(seed: int, epoch: int, stream: int, n: int) -> tuple[int, ...]:
     """Return a key for each of n columns, the same throughout an epoch."""
     return tuple(derive_seed(seed, epoch, stream, column) for column in range(n))
 

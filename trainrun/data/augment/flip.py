@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.augment.images import images_of, in_memory_order, is_channels_last, like, with_both
+from trainrun.data.augment.images import (
+    images_of,
+    in_memory_order,
+    is_channels_last,
+    restore_layout,
+    with_both,
+)
 from trainrun.limits import Fraction
 
 
@@ -28,7 +34,7 @@ class RandomFlip:
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)
         which = draws.uniform("side")[:, 0] < self.p
-        return with_both(batch, images, lambda each: flipped(each, which))
+        return with_both(batch, images, lambda each: flip_images(each, which))
 
 
 class AlternatingFlip:
@@ -39,10 +45,10 @@ class AlternatingFlip:
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = images_of(batch)
         first = draws.of_every_epoch().integers("side", 0, 2)[:, 0]
-        return with_both(batch, images, lambda each: flipped(each, (first + draws.epoch) % 2 == 1))
+        return with_both(batch, images, lambda each: flip_images(each, (first + draws.epoch) % 2 == 1))
 
 
-def flipped(images: Tensor, which: Tensor) -> Tensor:
+def flip_images(images: Tensor, which: Tensor) -> Tensor:
     """Return the images, with those of `which` (B,) bool mirrored.
 
     Whole images are picked from both versions, which is up to 4 times as fast on a CPU as `torch.where`.
@@ -50,4 +56,4 @@ def flipped(images: Tensor, which: Tensor) -> Tensor:
     ordered = in_memory_order(images)
     both = torch.cat((ordered, ordered.flip(2 if is_channels_last(images) else 3)))
     chosen = torch.arange(len(images), device=images.device) + which * len(images)
-    return like(images, both.index_select(0, chosen))
+    return restore_layout(images, both.index_select(0, chosen))

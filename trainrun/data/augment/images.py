@@ -117,17 +117,17 @@ def in_memory_order(images: Tensor) -> Tensor:
     return images.permute(0, 2, 3, 1) if is_channels_last(images) else images.contiguous()
 
 
-def like(images: Tensor, ordered: Tensor) -> Tensor:
+def restore_layout(images: Tensor, ordered: Tensor) -> Tensor:
     """Return what was made from `in_memory_order(images)` as (B, C, H, W) again."""
     return ordered.permute(0, 3, 1, 2) if is_channels_last(images) else ordered
 
 
-def rows_of(images: Tensor, positions: Tensor) -> Tensor:
+def image_rows(images: Tensor, positions: Tensor) -> Tensor:
     """Return images[positions], channels-last if the images are."""
-    return like(images, in_memory_order(images).index_select(0, positions))
+    return restore_layout(images, in_memory_order(images).index_select(0, positions))
 
 
-def box(corners: Tensor, height: int, width: int) -> Tensor:
+def box_mask(corners: Tensor, height: int, width: int) -> Tensor:
     """Return a mask (B, 1, H, W), True inside the box. corners: (B, 4) int64: top, bottom, left, right; bottom and
     right are the first outside.
     """

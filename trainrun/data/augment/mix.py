@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.augment.images import box, images_of, rows_of, target_of, with_images, with_target
+from trainrun.data.augment.images import box_mask, image_rows, images_of, target_of, with_images, with_target
 from trainrun.errors import DataError
 from trainrun.limits import Fraction, Limits
 
@@ -47,7 +47,7 @@ class MixUp:
                 "trainrun.data.augment.normalize.Normalize come before it"
             )
         weight = self.mixture.weight(draws).to(images.dtype)
-        mixed = torch.lerp(rows_of(images, neighbours(images)), images, weight[:, None, None, None])
+        mixed = torch.lerp(image_rows(images, partner_positions(images)), images, weight[:, None, None, None])
         return with_images(self.mixture.mix_targets(batch, weight, draws.float_dtype), mixed)
 
 
@@ -72,8 +72,8 @@ class CutMix:
         images = images_of(batch)
         corners = self._corners(images, draws)
         height, width = images.shape[2:]
-        partners = rows_of(images, neighbours(images))
-        mixed = torch.where(box(corners, height, width), partners, images)
+        partners = image_rows(images, partner_positions(images))
+        mixed = torch.where(box_mask(corners, height, width), partners, images)
         area = (corners[:, 1] - corners[:, 0]) * (corners[:, 3] - corners[:, 2])
         weight = 1 - area.to(draws.float_dtype) / (height * width)
         return with_images(self.mixture.mix_targets(batch, weight, draws.float_dtype), mixed)
@@ -107,7 +107,7 @@ class Mixture:
         if not target.is_floating_point():
             target = self._probabilities(target, dtype)
         own = weight.to(target.dtype).view(-1, *[1] * (target.ndim - 1))
-        partners = target.index_select(0, neighbours(target))
+        partners = target.index_select(0, partner_positions(target))
         return with_target(batch, torch.lerp(partners, target, own))
 
     def _probabilities(self, target: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,6 +128,6 @@ class Mixture:
         return soft.scatter_(1, target.long()[:, None], 1)
 
 
-def neighbours(rows: Tensor) -> Tensor:
+def partner_positions(rows: Tensor) -> Tensor:
     """Return the position of each sample's partner, (B,): 1, 0, 3, 2, ...; the last of an odd number is its own."""
     return (torch.arange(len(rows), device=rows.device) ^ 1).clamp(max=len(rows) - 1)

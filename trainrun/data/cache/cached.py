@@ -29,16 +29,16 @@ from trainrun.data.cache.samples import (
     Leaf,
     NotKept,
     SampleForm,
-    column,
-    kind_of,
-    packed,
+    pack_values,
     put_together,
+    sample_kind,
     take_apart,
+    view_column,
 )
 from trainrun.data.cache.shared import share_columns
 from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.engines.choice import MAX_AUTO_WORKERS
-from trainrun.data.engines.generators import marks, seed_globals
+from trainrun.data.engines.generators import generator_marks, seed_globals
 from trainrun.data.engines.workers import LoaderWorkers
 from trainrun.data.look import in_child
 from trainrun.data.map_style import describe, name_of, thread_safe
@@ -69,7 +69,7 @@ Gather = Callable[[Any], list[Any]]
 Say = Callable[[str], None]
 
 
-def cached(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Gather | None = None,
+def with_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Gather | None = None,
            options: StreamOptions | None = None) -> Any:  # fmt: skip
     """Return the source with the cache that `spec` asks for in front; as it is if it is in memory already.
 
@@ -188,7 +188,7 @@ class SampleBlock(NamedTuple):
 
 def block_of(samples: Sequence[Any], form: SampleForm, leaves: Sequence[Leaf]) -> SampleBlock:
     """Return samples as bytes. form, leaves: of the first; samples of another kind stay out."""
-    kind, num_unlike, is_kept = kind_of(form, tuple(leaves)), 0, []
+    kind, num_unlike, is_kept = sample_kind(form, tuple(leaves)), 0, []
     buffers: list[list[Array]] = [[EMPTY] for _ in leaves]
     shapes: list[list[Any]] = [[] for _ in leaves]
     for sample in samples:
@@ -196,7 +196,7 @@ def block_of(samples: Sequence[Any], form: SampleForm, leaves: Sequence[Leaf]) -
         if not isinstance(sample, NotRead):
             with suppress(NotKept):
                 own_form, own_leaves, own_buffers = take_apart(sample)
-                if kind_of(own_form, own_leaves) == kind:
+                if sample_kind(own_form, own_leaves) == kind:
                     parts = list(zip(own_leaves, own_buffers, strict=True))
             num_unlike += not parts
         is_kept.append(bool(parts))
@@ -227,18 +227,18 @@ class BlockReader:
         return block_of(self._samples(indices), self.form, self.leaves)
 
     def _samples(self, indices: range) -> list[Any]:
-        before = marks()
+        before = generator_marks()
         samples = self._at_once(list(indices)) or [self._tried(index) for index in indices]
-        if self.seeds_itself or marks() == before:
+        if self.seeds_itself or generator_marks() == before:
             return samples
         seed_globals(0)
-        before = marks()
+        before = generator_marks()
         for place, index in enumerate(indices):  # one of them drew
             with suppress(Exception):  # it is tried again when it is asked for
                 if why := random_because(partial(self._one, index), index):
                     samples[place] = NotRead(why)
         whole = not any(isinstance(sample, NotRead) for sample in samples)
-        self.seeds_itself = whole and marks() != before
+        self.seeds_itself = whole and generator_marks() != before
         return samples
 
     def _at_once(self, indices: list[int]) -> list[Any]:
@@ -454,9 +454,9 @@ class Cached:
 def columns_from(arrays: Mapping[str, Array], form: SampleForm, leaves: Sequence[Leaf]) -> Columns:
     """Return stored leaves as columns, mapped a second time: who writes to them changes a private copy."""
     stored = [map_array(path_of(arrays[f"leaf.{number}"])) for number in range(len(leaves))]
-    values = [column(raw.view(np.ndarray), leaf) for raw, leaf in zip(stored, leaves, strict=True)]
+    values = [view_column(raw.view(np.ndarray), leaf) for raw, leaf in zip(stored, leaves, strict=True)]
     rows = tuple(value.reshape(-1, *leaf.shape) for value, leaf in zip(values, leaves, strict=True))
     again = partial(columns_from, arrays, form, leaves)
     return Columns(
-        rows, form.keys, partial(packed, form), in_place=True, again=again, files=mappings_of(stored)
+        rows, form.keys, partial(pack_values, form), in_place=True, again=again, files=mappings_of(stored)
     )

@@ -10,9 +10,9 @@ from itertools import product
 from operator import getitem
 from typing import Any, NamedTuple
 
-from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, kind_of, take_apart
+from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, sample_kind, take_apart
 from trainrun.data.engines.batch_reader import has_epochs
-from trainrun.data.engines.generators import marks, takes
+from trainrun.data.engines.generators import generator_marks, has_parameter
 from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import DataError
 from trainrun.runtime.child_process import send_sign
@@ -76,7 +76,9 @@ def look_at(source: Any, where: str) -> Probe:
         ) from fault
     seconds = (time.perf_counter() - began) / (2 * len(rows))
     form, leaves, *_ = looks[0]
-    sizes = [look.num_bytes for look in looks if kind_of(look.form, look.leaves) == kind_of(form, leaves)]
+    sizes = [
+        look.num_bytes for look in looks if sample_kind(look.form, look.leaves) == sample_kind(form, leaves)
+    ]
     return Probe(form, leaves, sum(sizes) / len(sizes), repr([look.digest for look in looks]), seconds)
 
 
@@ -93,7 +95,7 @@ def _refuse_generators(source: Any, where: str) -> None:
     """Raise DataError if a source takes generators or epochs: behind a cache no reader would see that it draws."""
     methods = {"__getitem__": "generator", "__getitems__": "generators"}
     for part, (method, name) in product(parts_of(source), methods.items()):
-        if takes(getattr(part, method, None), name):
+        if has_parameter(getattr(part, method, None), name):
             told = f"{type(part).__name__}.{method} takes `{name}`, so it draws random numbers"
             raise DataError(f"{where}: {told}, {RANDOM}")
         if has_epochs(part):
@@ -107,10 +109,10 @@ def random_because(read: Callable[[], Any], row: int, look: SampleDigest | None 
     The first read, which made `look`, may draw: to prepare something once, or because it seeds the generators itself.
     """
     look = _look(read()) if look is None else look
-    before = marks()
+    before = generator_marks()
     if _look(read()).digest != look.digest:
         return f"sample {row} is another one each time it is read"
-    return "" if marks() == before else f"random numbers are drawn while sample {row} is read"
+    return "" if generator_marks() == before else f"random numbers are drawn while sample {row} is read"
 
 
 def random_refused(source: Any, why: str, where: str) -> DataError:

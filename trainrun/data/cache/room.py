@@ -87,7 +87,7 @@ def remove_unfinished(folder: Path) -> None:
             _with_lock(path, lambda path=path: _delete(path))  # type: ignore[misc]
 
 
-def hold(path: Path) -> int | None:
+def open_shared(path: Path) -> int | None:
     """Open a cache for reading, with a shared lock of it; None if it was removed meanwhile.
 
     The lock ends when the last copy of the descriptor is closed, in whatever process.

@@ -99,7 +99,7 @@ def _leaf(value: Any) -> tuple[Leaf, Buffer]:
     return Leaf(name, array.dtype, array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def kind_of(form: SampleForm, leaves: tuple[Leaf, ...]) -> Any:
+def sample_kind(form: SampleForm, leaves: tuple[Leaf, ...]) -> Any:
     """Return what two samples share that differ in nothing but the lengths of their dimensions."""
     return form, [(leaf.kind, leaf.dtype, len(leaf.shape)) for leaf in leaves]
 
@@ -108,10 +108,10 @@ def put_together(form: SampleForm, leaves: Iterator[Leaf], buffers: Iterator[Buf
     """Build a sample from its form, leaves and buffers. It owns the buffers: nothing else may write to them."""
     if form.container is None:
         return _value(next(leaves), next(buffers))
-    return packed(form, [put_together(part, leaves, buffers) for part in form.parts])
+    return pack_values(form, [put_together(part, leaves, buffers) for part in form.parts])
 
 
-def packed(form: SampleForm, values: list[Any]) -> Any:
+def pack_values(form: SampleForm, values: list[Any]) -> Any:
     """Return values in the outermost container of a form; a leaf without container as it is."""
     if form.container is None:
         return values[0]
@@ -126,13 +126,13 @@ def _value(leaf: Leaf, buffer: Buffer) -> Any:
     if leaf.kind in ("bytes", "str"):
         raw = buffer.tobytes()
         return raw if leaf.kind == "bytes" else raw.decode("utf-8", "surrogatepass")
-    array = column(buffer, leaf).reshape(leaf.shape)
+    array = view_column(buffer, leaf).reshape(leaf.shape)
     if leaf.kind in ("tensor", "array"):
         return array
     return array[()] if leaf.kind == "scalar" else array.item()
 
 
-def column(buffer: Buffer, leaf: Leaf) -> Any:
+def view_column(buffer: Buffer, leaf: Leaf) -> Any:
     """Return the numbers of one leaf, or of many such leaves in a row, as a view of the buffer."""
     if leaf.kind != "tensor":
         return buffer.view(leaf.dtype)

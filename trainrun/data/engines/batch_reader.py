@@ -16,12 +16,19 @@ from trainrun.data.engines.generators import (
     LeaveGlobals,
     SeedGlobals,
     SeedsCalls,
+    generator_marks,
     generator_of,
-    marks,
+    has_parameter,
     seed_globals,
-    takes,
 )
-from trainrun.data.map_style import batch_method, describe, innermost, name_of, reads_at_once, shallow
+from trainrun.data.map_style import (
+    batch_method,
+    copy_shallow,
+    describe,
+    find_innermost,
+    name_of,
+    reads_at_once,
+)
 from trainrun.data.scale import Scale
 from trainrun.data.stream_options import Collate
 from trainrun.data.tensor_dataset import Columns, parts_of
@@ -116,7 +123,7 @@ class Transform:
 
     def __init__(self, recipe: Recipe, dataset: Any, number: int | None = None) -> None:
         self._recipe, self._dataset, self._number = recipe, dataset, number
-        self._takes_generator = takes(recipe.transform, "generator")
+        self._takes_generator = has_parameter(recipe.transform, "generator")
 
     def __call__(self, sample: Any, epoch: int, index: int, calls: SeedsCalls) -> Any:
         recipe = self._recipe
@@ -154,7 +161,7 @@ class BatchReader:
 
     def __init__(self, dataset: Any, recipe: Recipe, calls: SeedsCalls | None = None) -> None:
         if has_epochs(dataset):
-            dataset = shallow(dataset)
+            dataset = copy_shallow(dataset)
         self.dataset = dataset
         self._has_epochs, self._epoch = has_epochs(dataset), -1
         self.recipe = recipe
@@ -166,10 +173,12 @@ class BatchReader:
         self._is_columns = isinstance(dataset, Columns)
         is_plain = recipe.transform is None and (self._is_columns or recipe.scale is None)
         self._read_batch = batch_method(dataset, recipe.collate) if is_plain else None
-        self._drawing = {type(one) for one in parts if takes(getattr(one, "__getitem__", None), "generator")}
+        self._drawing = {
+            type(one) for one in parts if has_parameter(getattr(one, "__getitem__", None), "generator")
+        }
         asks = self._at_once or recipe.one_by_one or self._drawing or self._is_columns
         self._reads_plainly = not asks and recipe.transform is None and recipe.scale is None
-        self._takes_generators = self._at_once and takes(parts[0].__getitems__, "generators")
+        self._takes_generators = self._at_once and has_parameter(parts[0].__getitems__, "generators")
 
     @property
     def users_code(self) -> bool:
@@ -201,12 +210,12 @@ class BatchReader:
 
     def _read_unseeded(self, key: Key, generators: tuple[str, ...]) -> Reading:
         """Read a batch without seeding these generators; if it moves one, read it again with all of them seeded."""
-        before, reading, fault = marks(generators), None, None
+        before, reading, fault = generator_marks(generators), None, None
         try:
             reading = self._read_samples(key)
         except DataError as error:
             fault = error
-        if marks(generators) != before:
+        if generator_marks(generators) != before:
             self._calls = SeedGlobals()  # from here on
             if self._at_once and not self._takes_generators:  # what it draws must not depend on the batch
                 self.recipe, self._at_once = replace(self.recipe, one_by_one=True), False
@@ -268,9 +277,9 @@ class BatchReader:
 
     def _collated(self, key: Key, samples: list[Any]) -> Any:
         if self.recipe.collate is None:
-            return collated(samples, self.recipe)
+            return collate_samples(samples, self.recipe)
         self._calls.before(COLLATE_KEY, self.recipe.seed, key.epoch, key.indices[0], COLLATE)
-        batch = collated(samples, self.recipe)
+        batch = collate_samples(samples, self.recipe)
         self._calls.after(COLLATE_KEY)
         return batch
 
@@ -327,7 +336,7 @@ class BatchReader:
 
     def _read_drawing(self, row: int, *parts: int) -> Any:
         """Read a sample of a data set that takes a generator, or of parts of which one does."""
-        base, place = innermost(self.dataset, row)
+        base, place = find_innermost(self.dataset, row)
         if type(base) in self._drawing:
             return base.__getitem__(place, generator=generator_of(*parts))
         return base[place]
@@ -343,7 +352,7 @@ class BatchReader:
             if not self._takes_generators:
                 samples = self.dataset.__getitems__(rows)
             else:
-                places = [innermost(self.dataset, row)[1] for row in rows]
+                places = [find_innermost(self.dataset, row)[1] for row in rows]
                 generators = [generator_of(seed, epoch, index) for index in indices]
                 samples = parts_of(self.dataset)[0].__getitems__(places, generators=generators)
             self._calls.after(AT_ONCE)
@@ -371,7 +380,7 @@ def _listed(indices: list[int]) -> str:
     return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
 
 
-def collated(samples: list[Any], recipe: Recipe) -> Any:
+def collate_samples(samples: list[Any], recipe: Recipe) -> Any:
     """Collate samples into a batch. Tuples stay tuples, unlike with torch's function, unless the user gave one."""
     preparation = recipe.preparation
     try:
@@ -379,9 +388,9 @@ def collated(samples: list[Any], recipe: Recipe) -> Any:
             samples = [preparation.sample(sample) for sample in samples]
         if recipe.collate is not None:
             return fields_apart(preparation.batch(recipe.collate(samples)))
-        from trainrun.data.sequences.collate import as_they_are
+        from trainrun.data.sequences.collate import stack_samples
 
-        return preparation.batch(as_they_are(samples))
+        return preparation.batch(stack_samples(samples))
     except ANY_FAULT as error:
         raise DataError(
             f"{recipe.key}: its samples do not form a batch: {type(error).__name__}: {error}; "

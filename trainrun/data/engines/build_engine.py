@@ -9,7 +9,7 @@ from typing import Any
 from trainrun.data.bad_samples import Skips
 from trainrun.data.batch import Preparation
 from trainrun.data.engines.batch_reader import AT_ONCE, COLLATE_KEY, BatchReader, Recipe
-from trainrun.data.engines.choice import choose, describe_workers
+from trainrun.data.engines.choice import choose_engine, describe_workers
 from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.engines.iterable import (
     Alike,
@@ -69,7 +69,7 @@ def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, Read
     finish: what is done to its batches on the device.
     """
     options, plan = prepared.options, prepared.plan
-    choice = choose(prepared)
+    choice = choose_engine(prepared)
     (engine, number), reason = choice
     if engine == "resident":
         return finish(ResidentBatches(prepared)), choice.read_by, reason

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from trainrun.data.engines.in_memory import resident_bytes, resident_reason, size_in_memory
 from trainrun.data.engines.stream import ReadBy
 from trainrun.data.map_style import batch_method, name_of, thread_safe
-from trainrun.data.stream_options import PreparedStream, StreamOptions, unused
+from trainrun.data.stream_options import PreparedStream, StreamOptions, describe_unused
 from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import DataError
 from trainrun.output import counted, duration, quantity
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(prepared: PreparedStream) -> Choice:
+def choose_engine(prepared: PreparedStream) -> Choice:
     """Return who reads the stream. Raise DataError if that cannot be as the settings ask."""
     options = prepared.options
     if reason := resident_reason(prepared):
@@ -50,14 +50,16 @@ def choose(prepared: PreparedStream) -> Choice:
         return _asked_threads(prepared)
     batch_bytes = _sample_bytes(prepared) * options.batch_size
     if options.num_workers != "auto" or (options.engine == "workers" and not _reads_columns(prepared)):
-        return fitted(loader_workers(options.num_workers, options.local_world_size), batch_bytes, options)
+        return limit_workers(
+            loader_workers(options.num_workers, options.local_world_size), batch_bytes, options
+        )
     beside = options.beside
     if beside is not None and beside.in_this_process and not _reads_columns(prepared):
         return _as_training(prepared, beside)
     choice = _by_look(prepared)
     if beside is not None and beside.engine == "workers" and beside.number and choice.read_by.in_this_process:
         choice = Choice(ReadBy("workers", 1), f"{describe_workers(1)} (as data.train is read by workers)")
-    return fitted(choice, batch_bytes, options)
+    return limit_workers(choice, batch_bytes, options)
 
 
 def _sample_bytes(prepared: PreparedStream) -> int:
@@ -145,7 +147,7 @@ def _asked_threads(prepared: PreparedStream) -> Choice:
             "the training beside it draws from too; give it a parameter `generator` (a torch.Generator, seeded for "
             "each sample) and draw from that, or use data.engine=workers"
         )
-    vain = unused(options, "num_workers")
+    vain = describe_unused(options, "num_workers")
     if number != "auto":
         return Choice(ReadBy("threads", number), f"{counted(number, 'loader thread')} (asked for{vain})")
     cores = max(1, usable_cores() // options.local_world_size)
@@ -179,7 +181,7 @@ def most_workers(batch_bytes: int, prefetch_factor: int) -> float:
     return math.inf if free is None else max(0, (free // max(batch_bytes, 1) - 1) // prefetch_factor)
 
 
-def fitted(choice: Choice, batch_bytes: int, options: StreamOptions) -> Choice:
+def limit_workers(choice: Choice, batch_bytes: int, options: StreamOptions) -> Choice:
     """Return fewer workers where they were not asked for and so many cannot run here; else raise DataError."""
     engine, number = choice.read_by
     if engine != "workers":

@@ -32,7 +32,7 @@ class OnTheWay(NamedTuple):
     copied: torch.cuda.Event | None
 
 
-def counted(batch: MicroBatch, sizes: Sizes) -> MicroBatch:
+def count_items(batch: MicroBatch, sizes: Sizes) -> MicroBatch:
     found = sizes(batch.data)
     return batch if found is None else batch._replace(items=int(found.sum()))
 
@@ -65,7 +65,9 @@ class DeviceFeed(Around):
                 while more and len(waiting) <= self._ahead:
                     try:
                         batch = next(source, None)
-                        batch = batch if batch is None or self._sizes is None else counted(batch, self._sizes)
+                        batch = (
+                            batch if batch is None or self._sizes is None else count_items(batch, self._sizes)
+                        )
                     except Exception as error:  # raised below, once what was read before it is used
                         batch, fault = None, error
                     more = batch is not None
@@ -112,7 +114,7 @@ class DeviceFeed(Around):
         return item.host._replace(data=map_leaves(item.data, use))
 
 
-def pinned(data: Any) -> Any:
+def pin_batch(data: Any) -> Any:
     """Copy a batch to page-locked memory, from which a copy to a GPU does not block the host. GPU tensors stay."""
 
     def pin(leaf: Any) -> Any:

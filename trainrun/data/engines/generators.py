@@ -25,7 +25,7 @@ PYTHON, NUMPY, TORCH = "random", "numpy.random", "torch"
 GLOBAL_GENERATORS = (PYTHON, NUMPY, TORCH)
 
 
-def takes(function: Any, name: str) -> bool:
+def has_parameter(function: Any, name: str) -> bool:
     """Return whether a callable has a parameter of this name."""
     try:
         return name in inspect.signature(function).parameters
@@ -115,7 +115,7 @@ class RecordDraws:
 
     def before(self, what: str, *parts: int) -> None:
         seed_globals(*parts)
-        self._before = marks()
+        self._before = generator_marks()
         self._began_pauses = _pauses()
         self._began, self._began_busy = perf_counter(), process_time()
 
@@ -123,7 +123,7 @@ class RecordDraws:
         self.seconds += perf_counter() - self._began
         self.busy_seconds += process_time() - self._began_busy
         self.pauses += _pauses() - self._began_pauses
-        pairs = zip(GLOBAL_GENERATORS, self._before, marks(), strict=True)
+        pairs = zip(GLOBAL_GENERATORS, self._before, generator_marks(), strict=True)
         changed = {name for name, before, after in pairs if after != before}
         if changed:
             self.moved.setdefault(what, set()).update(changed)
@@ -146,6 +146,6 @@ MARKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def marks(names: tuple[str, ...] = GLOBAL_GENERATORS) -> list[Any]:
+def generator_marks(names: tuple[str, ...] = GLOBAL_GENERATORS) -> list[Any]:
     """Return values that differ once one of these generators has been drawn from."""
     return [MARKS[name]() for name in names]

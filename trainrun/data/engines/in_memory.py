@@ -13,7 +13,7 @@ from torch import Tensor
 from trainrun.data.batch import Preparation, as_tensor
 from trainrun.data.order.sampler import Share
 from trainrun.data.readers.mapped_files import check_lengths
-from trainrun.data.stream_options import PreparedStream, Sizes, unused
+from trainrun.data.stream_options import PreparedStream, Sizes, describe_unused
 from trainrun.data.tensor_dataset import Column, Columns, is_mapped, tensor_view
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
@@ -45,11 +45,11 @@ def resident_reason(prepared: PreparedStream) -> str:
     in_place = gathered_in_place(prepared)
     name = "mapped files, read in the page cache" if in_place else f"resident on {device}"
     if options.engine == "resident":
-        return f"{name} (asked for{unused(options, 'num_workers', 'num_threads')})"
+        return f"{name} (asked for{describe_unused(options, 'num_workers', 'num_threads')})"
     open_number = options.num_workers in ("auto", 0) and options.num_threads == "auto"
     if options.engine != "auto" or not open_number or columns is None or prepared.single:
         return ""
-    return f"{name} ({size_in_memory(prepared)})" if fits(prepared) else ""
+    return f"{name} ({size_in_memory(prepared)})" if fits_in_memory(prepared) else ""
 
 
 def gathered_in_place(prepared: PreparedStream) -> bool:
@@ -68,7 +68,7 @@ def resident_bytes(prepared: PreparedStream) -> int:
     return len(prepared.columns) * sum(first.numel() * first.element_size() for first in firsts)
 
 
-def fits(prepared: PreparedStream) -> bool:
+def fits_in_memory(prepared: PreparedStream) -> bool:
     """Return whether the columns may be resident: they fit into half of the free memory, or nothing is copied."""
     options, columns = prepared.options, prepared.columns
     assert columns is not None
@@ -107,7 +107,7 @@ class ResidentBatches:
         if options.sizes is not None and options.device.type != "cpu":
             self._sizes = _sizes_of(columns, preparation, options.sizes)
         gathers = [_gather(columns, value, preparation, options.device) for value in columns.values]
-        self._row_numbers = listed(columns.row_numbers) if options.device.type == "cpu" else None
+        self._row_numbers = list_row_numbers(columns.row_numbers) if options.device.type == "cpu" else None
         self._gathers = gathers if columns.int_dtype is None else [_widening(columns, g) for g in gathers]
         self._pack = columns.pack
         self._mappings = columns.mapped_files() if options.device.type == "cpu" else ()
@@ -203,7 +203,7 @@ class ResidentBatches:
         """Nothing to end."""
 
 
-def listed(row_numbers: Any) -> Any:
+def list_row_numbers(row_numbers: Any) -> Any:
     """Return row numbers as an array if it takes at most 128 MiB: a lookup then takes a third of the time."""
     if row_numbers is None or isinstance(row_numbers, np.ndarray) or len(row_numbers) > MOST_LISTED:
         return row_numbers

@@ -23,10 +23,10 @@ from trainrun.data.engines.batch_reader import (
     Recipe,
     Transform,
     WorkerFailure,
-    collated,
+    collate_samples,
     failure_or_raise,
 )
-from trainrun.data.engines.generators import SeedGlobals, generator_of, seed_globals, takes
+from trainrun.data.engines.generators import SeedGlobals, generator_of, has_parameter, seed_globals
 from trainrun.data.engines.stream import Around
 from trainrun.data.order.sampler import Plan, batch_too_large, behind_the_end, share_bounds
 from trainrun.data.same_samples import check_same, digest_of
@@ -241,7 +241,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         changed = [
             transform(sample, self.epoch, i, calls) for i, sample in zip(indices, samples, strict=True)
         ]
-        return Reading(collated(changed, self.recipe), indices, real, False)
+        return Reading(collate_samples(changed, self.recipe), indices, real, False)
 
     def _name(self, part: int) -> str:
         which = f" (part {part} of {self.parts})" if self.parts > 1 else ""
@@ -394,8 +394,8 @@ def has_parts(source: Any, number: int) -> bool:
     """
     shard, shards = getattr(source, "shard", None), getattr(source, "num_shards", number)
     return (
-        takes(shard, "num_shards")
-        and takes(shard, "index")
+        has_parameter(shard, "num_shards")
+        and has_parameter(shard, "index")
         and not hasattr(source, "__len__")
         and shards >= number
     )

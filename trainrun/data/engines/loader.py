@@ -10,7 +10,7 @@ from typing import Any
 
 from trainrun.data.bad_samples import Skips
 from trainrun.data.engines.batch_reader import BatchReader, Key, Reading, WorkerFailure
-from trainrun.data.engines.device_feed import pinned
+from trainrun.data.engines.device_feed import pin_batch
 from trainrun.data.engines.iterable import StreamReader, with_last
 from trainrun.data.engines.workers import LoaderWorkers, WorkerDied, WorkerLate
 from trainrun.data.order.sampler import StreamPlan
@@ -23,7 +23,7 @@ MOST_RESTARTS = 3  # of one stream
 MOST_NAMED = 32
 
 
-def keys_of(plan: StreamPlan, epoch: int, start: int) -> Iterator[Key]:
+def batch_keys(plan: StreamPlan, epoch: int, start: int) -> Iterator[Key]:
     """Yield the key of each batch. Raise DataError before any worker starts if the epoch has fewer than `start`
     batches.
     """
@@ -31,7 +31,7 @@ def keys_of(plan: StreamPlan, epoch: int, start: int) -> Iterator[Key]:
     return (Key(number, indices.tolist(), real, last) for indices, real, last in shares)
 
 
-def delivered(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]:
+def count_skipped(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]:
     """Yield the batches of an epoch, and count the samples that were left out."""
     for reading in readings:
         skips.add(len(reading.indices) if reading.real else 0, reading.faults)
@@ -41,7 +41,7 @@ def delivered(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]
             yield reading.micro_batch()
 
 
-def sound(items: Iterator[Any]) -> Iterator[Any]:
+def raise_worker_errors(items: Iterator[Any]) -> Iterator[Any]:
     """Yield what workers have read. Raise DataError if a worker failed."""
     for item in items:
         if isinstance(item, WorkerFailure):
@@ -92,7 +92,7 @@ class LoaderBatches:
         self._skips.begin(epoch, start)
         self._turn = mine = object()
         try:
-            for batch in delivered(self._readings(epoch, start), self._skips):
+            for batch in count_skipped(self._readings(epoch, start), self._skips):
                 yield batch
                 assert self._turn is mine, "another epoch was opened, or the stream was closed"
             self._skips.end()
@@ -132,18 +132,18 @@ class LoaderBatches:
             items = self._of_workers(reader, None) if self._number else self._read_here(iter(reader))
             in_turns = reader.in_turns(items, partial(self._options.places.keep, epoch))
             return with_last(in_turns) if reader.readers else in_turns
-        keys, self._keys.keys = self._keys, keys_of(self._plan, epoch, place)
+        keys, self._keys.keys = self._keys, batch_keys(self._plan, epoch, place)
         if self._number == 0:
             return self._read_here(map(reader.read, keys))
         if self._workers is None or not self._options.persistent_workers or not self._workers.restart_epoch():
             self._end()
-            keys.keys = keys_of(self._plan, epoch, place)  # torch may have asked for some of them
+            keys.keys = batch_keys(self._plan, epoch, place)  # torch may have asked for some of them
             return self._of_workers(reader, keys)
-        return sound(iter(self._workers))
+        return raise_worker_errors(iter(self._workers))
 
     def _of_workers(self, reader: BatchReader | StreamReader, keys: KeySource | None) -> Iterator[Any]:
         self._workers = LoaderWorkers(reader, keys, self._number, self._options)
-        return sound(iter(self._workers))
+        return raise_worker_errors(iter(self._workers))
 
     def _read_here(self, items: Iterator[Any]) -> Iterator[Any]:
         """Read in the main process. The global random state is restored if code of the user's reads."""
@@ -154,14 +154,14 @@ class LoaderBatches:
                 item: Any = next(items, end)
             if item is end:
                 return
-            yield item._replace(data=pinned(item.data)) if self._options.pins else item
+            yield item._replace(data=pin_batch(item.data)) if self._options.pins else item
 
     def _in_flight(self, epoch: int, place: int) -> str:
         """Describe the samples that the workers had not delivered yet: one of them may be the cause."""
         if isinstance(self._reader, StreamReader):
             return f"it was reading on from batch {place}"
         number = max(1, self._number * self._options.prefetch_factor)
-        keys = islice(keys_of(self._plan, epoch, place), number)
+        keys = islice(batch_keys(self._plan, epoch, place), number)
         asked = [index % self._reader.number for key in keys for index in key.indices]
         more = len(asked) - MOST_NAMED
         shown = ", ".join(map(str, asked[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")

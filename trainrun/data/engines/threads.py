@@ -21,8 +21,8 @@ import torch
 
 from trainrun.data.bad_samples import Skips
 from trainrun.data.engines.batch_reader import BatchReader, Key, Reading
-from trainrun.data.engines.device_feed import pinned
-from trainrun.data.engines.loader import delivered, keys_of
+from trainrun.data.engines.device_feed import pin_batch
+from trainrun.data.engines.loader import batch_keys, count_skipped
 from trainrun.data.order.sampler import StreamPlan
 from trainrun.data.stream_options import StreamOptions, num_ahead
 from trainrun.errors import DataError
@@ -89,7 +89,7 @@ def _work(tasks: Tasks, ended: threading.Event, ready: threading.Semaphore, read
             if pin_for is not None:
                 torch.cuda.set_device(pin_for)  # or pinning would open a context on the first GPU
             reading = reader.read(key)
-            future.set_result(reading if pin_for is None else reading._replace(data=pinned(reading.data)))
+            future.set_result(reading if pin_for is None else reading._replace(data=pin_batch(reading.data)))
             del reading  # or the last batch would be kept while waiting for the next
         except BaseException as error:  # it is raised again in the training's thread
             future.set_exception(error)
@@ -120,11 +120,11 @@ class ThreadBatches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         self._end()
         self._skips.begin(epoch, start)
-        keys = keys_of(self._plan, epoch, start)
+        keys = batch_keys(self._plan, epoch, start)
         crew = Crew(self._reader, self._number, self._options)
         self._end_crew = mine = weakref.finalize(self, crew.end)
         try:
-            for batch in delivered(self._readings(crew, keys), self._skips):
+            for batch in count_skipped(self._readings(crew, keys), self._skips):
                 yield batch
                 assert self._end_crew is mine, "another epoch was opened, or the stream was closed"
             self._skips.end()

@@ -72,7 +72,7 @@ def build_loader(reader: Any, keys: Any, number: int, options: StreamOptions) ->
             sampler=keys,
             batch_size=None,
             num_workers=number,
-            collate_fn=partial(sendable, options.key),
+            collate_fn=partial(check_picklable, options.key),
             pin_memory=options.pins,
             timeout=POLL_SECONDS,
             worker_init_fn=partial(begin_worker, os.getpid()),
@@ -83,7 +83,7 @@ def build_loader(reader: Any, keys: Any, number: int, options: StreamOptions) ->
         )
 
 
-def sendable(key: str, item: Any) -> Any:
+def check_picklable(key: str, item: Any) -> Any:
     """Return what a worker has read, or why it cannot be pickled: torch would print that, and the training would
     wait.
     """
@@ -151,7 +151,7 @@ class LoaderWorkers:
     def __init__(self, reader: Any, keys: Any, number: int, options: StreamOptions) -> None:
         self._loader = build_loader(reader, keys, number, options)
         self._key, self._seconds = options.key, options.timeout_seconds
-        with starting(options.key):
+        with block_signals_at_start(options.key):
             self._iterator: Any = iter(self._loader)
         self._processes: list[BaseProcess] = getattr(self._iterator, "_workers", [])
         self.close = weakref.finalize(self, shut_down, self._iterator, os.getpid())
@@ -206,7 +206,7 @@ class LoaderWorkers:
 
 
 @contextmanager
-def starting(key: str) -> Iterator[None]:
+def block_signals_at_start(key: str) -> Iterator[None]:
     """Block signals while workers start: none may reach a worker that does not ignore it yet.
 
     Torch's handler of SIGCHLD, set by a DataLoader of the user, is removed: it would raise for these workers too.

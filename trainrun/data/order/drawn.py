@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from trainrun.data.engines.stream import Around
-from trainrun.data.tensor_dataset import columns_of, said
+from trainrun.data.tensor_dataset import columns_of, dataset_attribute
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.seeding import derive_seed
@@ -84,7 +84,7 @@ def of_groups(shares: Array, sizes: Array, members: Array | None, told: str) -> 
     return Drawn(np.concatenate([[0.0], np.cumsum(shares, dtype=np.float64)]), begins, members, told)
 
 
-def balanced(source: Any) -> Drawn:
+def draw_classes_equally(source: Any) -> Drawn:
     """Draw every class of the training data equally often."""
     labels, way = labels_of(source), "name weights instead: data.sampling=weighted data.weights=..."
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
@@ -107,7 +107,7 @@ def balanced(source: Any) -> Drawn:
     return of_groups(np.ones(len(classes)), counts, np.argsort(labels, kind="stable"), told)
 
 
-def weighted(named: Mapping[str, Any], given: Any, number: int, rows: Tensor | None = None) -> Drawn:
+def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Tensor | None = None) -> Drawn:
     """Draw each sample in proportion to its weight.
 
     named: the sources, one after the other. given: the value of `data.weights`. number: of all samples. rows: those
@@ -140,7 +140,7 @@ def weighted(named: Mapping[str, Any], given: Any, number: int, rows: Tensor | N
     return of_groups(weights, np.ones(len(weights)), None, told)
 
 
-def mixed(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
+def draw_by_shares(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
     """Draw named sources in these shares, which need not add up to 1. sizes: samples of each, in the order of the
     data.
     """
@@ -173,9 +173,9 @@ class AsInData(Around):
 def labels_of(source: Any) -> Array | None:
     """Return the class of each sample, (N,), without reading a sample; None if the data set does not hold them."""
     columns = columns_of(source, "data.train")
-    found = columns.target() if columns is not None else said(source, "targets")
+    found = columns.target() if columns is not None else dataset_attribute(source, "targets")
     if found is None and columns is None:
-        found = said(source, "labels")
+        found = dataset_attribute(source, "labels")
     return None if found is None else np.asarray(found)
 
 
@@ -216,6 +216,12 @@ def column_of(source: Any, name: str) -> Array | None:
     columns = columns_of(source, "data.train")
     if columns is not None and name in columns.names:
         return np.asarray(columns.values[columns.names.index(name)])
-    of_table = said(source, "column")
-    found = of_table(name) if callable(of_table) else said(source, name) if name.isidentifier() else None
+    of_table = dataset_attribute(source, "column")
+    found = (
+        of_table(name)
+        if callable(of_table)
+        else dataset_attribute(source, name)
+        if name.isidentifier()
+        else None
+    )
     return None if found is None else np.asarray(found)

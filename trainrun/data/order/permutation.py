@@ -35,7 +35,7 @@ class KeyedPermutation:
         self._low_bits = bits // 2
         low_mask, high_mask = 2**self._low_bits - 1, 2 ** (bits - self._low_bits) - 1
         self._low_mask = low_mask
-        keys = [mixed(key + (number + 1) * STEP) for number in range(ROUNDS)]
+        keys = [mix_bits(key + (number + 1) * STEP) for number in range(ROUNDS)]
         self._rounds = [
             round_function(key, high_mask, low_mask)
             if number % 2
@@ -99,7 +99,7 @@ def mixed_words(numbers: Words) -> Words:
     return out
 
 
-def mixed(number: int) -> int:
+def mix_bits(number: int) -> int:
     """Apply the finalizer of splitmix64 to 64 bits."""
     number &= WORD
     number = (number ^ number >> 30) * FIRST & WORD

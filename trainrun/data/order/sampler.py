@@ -90,7 +90,7 @@ def share_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
     return begin, begin + base + (rank < extra)
 
 
-def limited(full: int, limit: float | int) -> int:
+def apply_limit(full: int, limit: float | int) -> int:
     """Return how many of `full` a limit leaves. limit: a fraction (float; at least one stays) or a number (int)."""
     if isinstance(limit, int):
         return min(full, limit)
@@ -131,13 +131,13 @@ class Plan:
         if not self.training:
             return -(-self.num_seen // self.global_size)
         full, rest = divmod(self.num_samples, self.global_size)
-        return limited(full + (rest > 0 and not self.drop_last), self.limit)
+        return apply_limit(full + (rest > 0 and not self.drop_last), self.limit)
 
     @cached_property
     def num_seen(self) -> int:
         """Samples in an epoch, over all ranks."""
         if not self.training:
-            return limited(self.num_samples, self.limit)
+            return apply_limit(self.num_samples, self.limit)
         return min(self.num_samples, self.num_batches * self.global_size)
 
     def effective_epoch(self, epoch: int) -> int:

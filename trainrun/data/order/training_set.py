@@ -13,9 +13,18 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from trainrun.data.order.drawn import Drawn, balanced, labels_of, mixed, weighted
+from trainrun.data.order.drawn import Drawn, draw_by_shares, draw_by_weights, draw_classes_equally, labels_of
 from trainrun.data.order.sampler import epoch_order
-from trainrun.data.tensor_dataset import Arrays, Column, Columns, columns_of, is_mapped, length_of, rows, said
+from trainrun.data.tensor_dataset import (
+    Arrays,
+    Column,
+    Columns,
+    columns_of,
+    dataset_attribute,
+    gather_rows,
+    is_mapped,
+    length_of,
+)
 from trainrun.errors import DataError
 
 
@@ -36,21 +45,28 @@ def training_set(
     named: Mapping[str, Any], asked: Asked, notes: list[str]
 ) -> tuple[dict[str, Any], Drawn | None]:
     """`train`, and `val` of folds. named: the source "", or several by name."""
-    source = named[""] if "" in named else joined(named, "data.train")
+    source = named[""] if "" in named else join_sources(named, "data.train")
     found, train = {"train": source}, None
     if asked.folds is not None:
         train, held, told = fold_of(source, asked.folds, asked.fold or 0, asked.stratified, asked.groups)
         notes.append(told)
-        found = {name: taken(source, of, "data.train") for name, of in (("train", train), ("val", held))}
+        found = {
+            name: select_samples(source, of, "data.train") for name, of in (("train", train), ("val", held))
+        }
     drawn = None
     if asked.mix:
-        drawn = mixed(
-            asked.mix, {name: sized(one, f"data.train.{name}", "data.mix") for name, one in named.items()}
+        drawn = draw_by_shares(
+            asked.mix,
+            {name: check_has_length(one, f"data.train.{name}", "data.mix") for name, one in named.items()},
         )
     elif asked.sampling != "none":
-        number = sized(source, "data.train", f"data.sampling={asked.sampling}")
+        number = check_has_length(source, "data.train", f"data.sampling={asked.sampling}")
         balances = asked.sampling == "balanced"
-        drawn = balanced(found["train"]) if balances else weighted(named, asked.weights, number, train)
+        drawn = (
+            draw_classes_equally(found["train"])
+            if balances
+            else draw_by_weights(named, asked.weights, number, train)
+        )
     notes += [drawn.told] if drawn is not None else []
     return found, drawn
 
@@ -64,7 +80,7 @@ def fold_of(
     most;
     stratified: those of each class too. groups: an attribute of the source; samples with equal values stay together.
     """
-    number = sized(source, "data.train", f"data.folds={folds}")
+    number = check_has_length(source, "data.train", f"data.folds={folds}")
     if folds > number:
         raise DataError(
             f"data.folds={folds}: data.train has {number} samples; at most so many folds are possible"
@@ -90,7 +106,7 @@ def fold_of(
 
 def values_of_groups(source: Any, name: str, number: int) -> np.ndarray[Any, Any]:
     """Return the attribute of a source as an array. DataError: it has no value for each sample."""
-    values = said(source, name)
+    values = dataset_attribute(source, name)
     groups = np.asarray([] if values is None or callable(values) else values)
     if groups.ndim != 1 or len(groups) != number:
         raise DataError(
@@ -129,7 +145,7 @@ def fold_of_groups(
     return inside, held, told
 
 
-def sized(source: Any, key: str, asked: str) -> int:
+def check_has_length(source: Any, key: str, asked: str) -> int:
     """Return the number of samples. Raise DataError if it is unknown, although the setting `asked` needs it."""
     if isinstance(source, IterableDataset):
         raise DataError(
@@ -139,12 +155,13 @@ def sized(source: Any, key: str, asked: str) -> int:
     return length_of(source if columns is None else columns, key)
 
 
-def joined(sources: Mapping[str, Any], key: str) -> Any:
+def join_sources(sources: Mapping[str, Any], key: str) -> Any:
     """Join the samples of several sources, one after the other. Raise DataError if their classes differ."""
     for name, source in sources.items():
-        sized(source, f"{key}.{name}", f"{key} by name")
+        check_has_length(source, f"{key}.{name}", f"{key} by name")
     names = {
-        name: tuple(said(one, "class_names") or said(one, "classes") or ()) for name, one in sources.items()
+        name: tuple(dataset_attribute(one, "class_names") or dataset_attribute(one, "classes") or ())
+        for name, one in sources.items()
     }
     known = {name: classes for name, classes in names.items() if classes}
     first = next(iter(known), "")
@@ -163,13 +180,13 @@ def joined(sources: Mapping[str, Any], key: str) -> Any:
     return ConcatDataset(parts)
 
 
-def taken(source: Any, indices: torch.Tensor, key: str) -> Any:
+def select_samples(source: Any, indices: torch.Tensor, key: str) -> Any:
     """Return the samples with these numbers, in this order."""
     columns = columns_of(source, key)
     if columns is None or any(is_mapped(value) for value in columns.values):
         whole: Any = source if columns is None else columns
         return Subset(whole, indices.tolist())
-    return _packed(source, columns, [rows(value, indices.tolist()) for value in columns.values])
+    return _packed(source, columns, [gather_rows(value, indices.tolist()) for value in columns.values])
 
 
 def _packed(source: Any, columns: Columns, values: list[Any]) -> Any:

@@ -69,7 +69,7 @@ def count_shared_rows(train: Any, other: Any) -> SharedRows | None:
         return numbers
     if has_method(train, "sample_file") and has_method(other, "sample_file"):
         return shared_files(train, other)
-    columns = columns_in(train), columns_in(other)
+    columns = compared_columns(train), compared_columns(other)
     return None if columns[0] is None or columns[1] is None else shared_in_columns(columns[0], columns[1])
 
 
@@ -78,14 +78,14 @@ def has_method(source: Any, name: str) -> bool:
     return type(source).__module__.startswith("trainrun.data.readers.") and hasattr(source, name)
 
 
-def columns_in(source: Any) -> Columns | None:
+def compared_columns(source: Any) -> Columns | None:
     columns = columns_of(source, "data")
     return rows_in_memory(source) if columns is None else columns
 
 
 def shared_numbers(train: Any, other: Any) -> SharedRows | None:
     """Compare the numbers of samples, where both splits are samples of one data set."""
-    (first, rows), (second, other_rows) = numbered(train), numbered(other)
+    (first, rows), (second, other_rows) = source_and_rows(train), source_and_rows(other)
     if first is not second:
         if not (has_method(first, "row_numbers") and has_method(second, "row_numbers")):
             return None
@@ -103,7 +103,7 @@ def len_of(rows: Numbers) -> int:
     return int(rows.max(initial=-1)) + 1
 
 
-def numbered(source: Any) -> tuple[Any, Numbers | None]:
+def source_and_rows(source: Any) -> tuple[Any, Numbers | None]:
     """Return the data set behind a source, and the numbers of the samples in it."""
     if type(source) is Subset:
         return source.dataset, np.asarray(source.indices, np.int64)
@@ -115,15 +115,15 @@ def numbered(source: Any) -> tuple[Any, Numbers | None]:
 def shared_files(train: Any, other: Any) -> SharedRows:
     """Compare files by their size, and those of one size by their content."""
     paths = [other.sample_file(int(row)) for row in spread(len(other), MOST_ROWS)]
-    sizes = {path: size_of(path) for path in paths}
+    sizes = {path: count_bytes_of(path) for path in paths}
     wanted = {size for size in sizes.values() if size}
     candidates = [train.sample_file(int(row)) for row in spread(len(train), MOST_FILES)]
-    known = {digest_of_file(path) for path in candidates if size_of(path) in wanted}
-    shared = sum(digest_of_file(path) in known for path in paths if sizes[path]) if known else 0
+    known = {digest_of_content(path) for path in candidates if count_bytes_of(path) in wanted}
+    shared = sum(digest_of_content(path) in known for path in paths if sizes[path]) if known else 0
     return SharedRows(shared, len(paths), is_whole=len(candidates) == len(train))
 
 
-def size_of(path: str) -> int:
+def count_bytes_of(path: str) -> int:
     """Return the size of a file; 0 if it cannot be read, which is told when it is used."""
     try:
         return os.stat(path).st_size
@@ -131,7 +131,7 @@ def size_of(path: str) -> int:
         return 0
 
 
-def digest_of_file(path: str) -> bytes:
+def digest_of_content(path: str) -> bytes:
     try:
         return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).digest()
     except OSError:
@@ -148,7 +148,7 @@ def shared_in_columns(train: Columns, other: Columns) -> SharedRows | None:
     mapped = any(is_mapped(value) for value in (*train.values, *other.values))
     train_rows = spread(len(train), MOST_MAPPED_ROWS if mapped else MOST_TRAINING_ROWS)
     other_rows = spread(len(other), MOST_ROWS)
-    keys, other_keys = keys_of(train, train_rows), keys_of(other, other_rows)
+    keys, other_keys = row_keys(train, train_rows), row_keys(other, other_rows)
     order = np.argsort(keys, kind="stable")
     begins = np.searchsorted(keys[order], other_keys, "left")
     ends = np.searchsorted(keys[order], other_keys, "right")
@@ -166,7 +166,7 @@ def spread(number: int, most: int) -> Numbers:
     return np.unique(np.linspace(0, number - 1, min(number, most)).astype(np.int64))
 
 
-def keys_of(columns: Columns, rows: Numbers) -> Numbers:
+def row_keys(columns: Columns, rows: Numbers) -> Numbers:
     """Return a number for each row, made from a few of its numbers: (N,) int64."""
     keys = np.zeros(len(rows), np.int64)
     for value in columns.values:

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.engines.batch_reader import BatchReader
 from trainrun.data.facts import SharedRows
-from trainrun.data.look import forks, reading_recipe
+from trainrun.data.look import looks_in_fork, reading_recipe
 from trainrun.data.same_samples import digest_of
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import columns_of
@@ -32,7 +32,7 @@ def count_shared_samples(
     """
     readers = []
     for place, (source, options) in enumerate(((train, train_options), (other, other_options))):
-        if isinstance(source, IterableDataset) or not forks(options):
+        if isinstance(source, IterableDataset) or not looks_in_fork(options):
             return None
         columns = columns_of(source, options.key)
         recipe = reading_recipe(replace(options, seed=options.seed + place))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from trainrun.data.facts import class_names_of, input_columns_of, labels_in
-from trainrun.data.readers.targets import listed
+from trainrun.data.readers.targets import join_names
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 from trainrun.interfaces import TARGET_KEYS
@@ -50,7 +50,7 @@ class RenumberedClasses(Dataset[Any]):
         labels = labels_in(self.dataset, self._key)
         if labels is None and (targets := getattr(self.dataset, "targets", None)) is not None:
             labels = np.asarray(targets)
-        return None if labels is None else renumbered(labels, self._numbers)
+        return None if labels is None else renumber_labels(labels, self._numbers)
 
     @property
     def labels(self) -> Any:
@@ -65,9 +65,9 @@ class RenumberedClasses(Dataset[Any]):
         if isinstance(sample, Mapping):
             name = next((name for name in TARGET_KEYS if name in sample), None)
             if name is not None:
-                return {**sample, name: renumbered(sample[name], self._numbers)}
+                return {**sample, name: renumber_labels(sample[name], self._numbers)}
         elif isinstance(sample, tuple | list) and len(sample) > 1:
-            fields = [sample[0], renumbered(sample[1], self._numbers), *sample[2:]]
+            fields = [sample[0], renumber_labels(sample[1], self._numbers), *sample[2:]]
             make: Callable[[list[Any]], Any] = getattr(type(sample), "_make", type(sample))
             return make(fields)
         raise DataError(
@@ -76,7 +76,7 @@ class RenumberedClasses(Dataset[Any]):
         )
 
 
-def renumbered(labels: Any, numbers: Sequence[int]) -> Any:
+def renumber_labels(labels: Any, numbers: Sequence[int]) -> Any:
     """Replace class numbers; other values, as -100 for ignored labels, stay."""
     if isinstance(labels, Tensor):
         table = torch.tensor(numbers, dtype=labels.dtype, device=labels.device)
@@ -106,12 +106,12 @@ def with_training_classes(source: Any, names: Sequence[str], key: str) -> Any:
         return source
     if isinstance(source, IterableDataset):
         raise DataError(
-            f"{key}: its classes are {listed(own)}, and those of training {listed(names)}; give them one order"
+            f"{key}: its classes are {join_names(own)}, and those of training {join_names(names)}; give them one order"
         )
     if not isinstance(source, Arrays) or len(source.tensors) < 2:
         return RenumberedClasses(source, numbers, names, key)
     inputs, target, *others = source.tensors
-    tensors = (inputs, renumbered(target, numbers), *others)
+    tensors = (inputs, renumber_labels(target, numbers), *others)
     return replace(source, tensors=tensors, class_names=tuple(names), num_classes=len(names))
 
 
@@ -126,7 +126,7 @@ def check_unknown_classes(source: Any, own: Sequence[str], names: Sequence[str],
         name = own[unknown[0]]
         raise DataError(
             f"{key}: has the class {name!r}, which is no class of the training data{did_you_mean(name, names) or '.'} "
-            f"It has {listed(names)}"
+            f"It has {join_names(names)}"
         )
 
 
@@ -139,7 +139,7 @@ def check_input_columns(source: Any, expected: Mapping[str, str], key: str) -> N
     if missing:
         guess = did_you_mean(missing[0], list(own)) or "."
         raise DataError(
-            f"{key}: has no input column {missing[0]!r}, which training had{guess} It has {listed(list(own))}"
+            f"{key}: has no input column {missing[0]!r}, which training had{guess} It has {join_names(list(own))}"
         )
     for name, kind in expected.items():
         if own[name] != kind:

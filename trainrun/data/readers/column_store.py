@@ -28,7 +28,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from trainrun.data.cache.room import DRAFT, META, SOURCE, cache_home, hold, make_room
+from trainrun.data.cache.room import DRAFT, META, SOURCE, cache_home, make_room, open_shared
 from trainrun.data.readers.free_space import check_memory
 from trainrun.data.readers.mapped_files import map_array
 from trainrun.errors import DataError
@@ -290,7 +290,7 @@ def is_open_at(descriptor: int, path: Path) -> bool:
 def open_columns(path: Path) -> StoredColumns:
     """Map the columns of a finished folder. DataError: a file is damaged or cut short."""
     try:
-        descriptor = hold(path / META)  # notes the use
+        descriptor = open_shared(path / META)  # notes the use
         if descriptor is None:
             raise FileNotFoundError("removed")
         with open(descriptor, encoding="utf-8") as file:

@@ -17,7 +17,9 @@ def check_memory(num_bytes: int, what: str, way: str) -> None:
     """Raises DataError if so much memory is not free. way: what the user can do instead."""
     free = host_memory().free
     if num_bytes > free:
-        raise DataError(f"{what} needs {shown(num_bytes)} of memory, but {shown(free)} are free; {way}")
+        raise DataError(
+            f"{what} needs {format_bytes(num_bytes)} of memory, but {format_bytes(free)} are free; {way}"
+        )
 
 
 def in_memory(num_bytes: int, wanted: bool | str) -> bool:
@@ -40,7 +42,7 @@ def unpacked_bytes(files: Iterable[Path]) -> int:
     return total
 
 
-def shown(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     if num_bytes >= 1e9:
         return f"{num_bytes / 1e9:.1f} GB"
     return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes:,} bytes"

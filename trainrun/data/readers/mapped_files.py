@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainrun.data.cache.room import hold
+from trainrun.data.cache.room import open_shared
 from trainrun.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def open_mapped(file: str) -> Mapped:
 def map_array(path: Path) -> np.ndarray[Any, Any]:
     """Map a .npy file of a cache, held so that nobody removes it. DataError: it is damaged or cut short."""
     try:
-        descriptor = hold(path)
+        descriptor = open_shared(path)
         if descriptor is None:
             raise FileNotFoundError("removed")
         with open(descriptor, "rb") as opened:  # the map keeps a copy of the descriptor, and with it the lock

@@ -104,7 +104,7 @@ class SplitRequest:
             )
             if path is not None and not (path == self.path and by_name[name])
         }
-        training, notice = by_name["train"], described(self.path, found, by_name)
+        training, notice = by_name["train"], describe_sorted_files(self.path, found, by_name)
         held = {identity_of(file) for files in typed.values() for file in files}
         shared = [file for file in training if identity_of(file) in held] if held else []
         if shared and len(shared) < len(training):
@@ -317,7 +317,9 @@ def words_of(path: Path) -> list[str]:
     return [word for word in SEPARATORS.split(stem) if word]
 
 
-def described(path: str | None, files: Sequence[Path], by_name: Mapping[str, Sequence[Path]]) -> str:
+def describe_sorted_files(
+    path: str | None, files: Sequence[Path], by_name: Mapping[str, Sequence[Path]]
+) -> str:
     """Return a line on files that were sorted by their names; "" if all of them train."""
     if len(by_name["train"]) == len(files):
         return ""

@@ -28,7 +28,7 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
         which must exist.
     """
     if path is not None and BRACES.search(path) and not Path(path).expanduser().exists():
-        names = list(itertools.islice(expanded(path), MAX_FILES + 1))
+        names = list(itertools.islice(expand_braces(path), MAX_FILES + 1))
         if len(names) > MAX_FILES:
             raise DataError(f"{key}={path}: names more than {MAX_FILES} files")
         missing = [
@@ -99,7 +99,7 @@ def identity_of(path: Path) -> Identity:
     return state.st_dev, state.st_ino
 
 
-def expanded(path: str) -> Iterator[str]:
+def expand_braces(path: str) -> Iterator[str]:
     """Every name that the braces stand for, the last ones changing fastest."""
     found = BRACES.search(path)
     if found is None:
@@ -112,7 +112,7 @@ def expanded(path: str) -> Iterator[str]:
         width, step = max(map(len, bounds.groups())) if padded else 0, 1 if first <= last else -1
         words = (f"{number:0{width}d}" for number in range(first, last + step, step))
     for word in words:
-        for rest in expanded(path[found.end() :]):
+        for rest in expand_braces(path[found.end() :]):
             yield path[: found.start()] + word + rest
 
 

@@ -64,7 +64,7 @@ class Coding:
             row = numbers.index(-1)
             raise DataError(
                 f"{where(row)} is {words_in(cells)[row]!r}, which is no class of the training data"
-                f"{did_you_mean(words_in(cells)[row], self.names) or '.'} It has {listed(self.names)}"
+                f"{did_you_mean(words_in(cells)[row], self.names) or '.'} It has {join_names(self.names)}"
             )
         return torch.tensor(numbers, dtype=torch.int64)
 
@@ -145,7 +145,7 @@ def words_in(cells: Cells) -> list[str]:
     return [str(cell) for cell in cells.tolist()] if isinstance(cells, np.ndarray) else list(cells)
 
 
-def listed(names: Sequence[str], most: int = 20) -> str:
+def join_names(names: Sequence[str], most: int = 20) -> str:
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
 
 
@@ -156,7 +156,7 @@ def chosen_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
         if len(guesses) != 1:
             raise DataError(
                 f"{KEY}: name the column to predict, for example {KEY}={columns[-1]} ({KEY}={NO_TARGET} for inputs "
-                f"alone). Columns: {listed(columns)}"
+                f"alone). Columns: {join_names(columns)}"
             )
         return (guesses[0],)
     if target == NO_TARGET and NO_TARGET not in columns:
@@ -171,10 +171,10 @@ def named_columns(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, .
     for name in names:
         if name not in known:
             raise DataError(
-                f"{key}={name}: no such column{did_you_mean(name, columns) or ';'} columns: {listed(columns)}"
+                f"{key}={name}: no such column{did_you_mean(name, columns) or ';'} columns: {join_names(columns)}"
             )
     if not names:
-        raise DataError(f"{key}=[]: name at least one column; columns: {listed(columns)}")
+        raise DataError(f"{key}=[]: name at least one column; columns: {join_names(columns)}")
     return names
 
 
@@ -193,7 +193,9 @@ def chosen_inputs(
     return names
 
 
-def narrowed(values: np.ndarray[Any, Any], dtype: str, where: Callable[[int], str]) -> np.ndarray[Any, Any]:
+def narrow_numbers(
+    values: np.ndarray[Any, Any], dtype: str, where: Callable[[int], str]
+) -> np.ndarray[Any, Any]:
     """The values as `dtype`, if that loses no more than decimals. DataError: one of them becomes another number."""
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(dtype)

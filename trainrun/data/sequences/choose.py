@@ -19,13 +19,13 @@ import torch
 from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import is_integer
-from trainrun.data.engines.generators import takes
+from trainrun.data.engines.generators import has_parameter
 from trainrun.data.look import sequences_of
 from trainrun.data.order.sampler import Plan, StreamPlan
-from trainrun.data.sequences.collate import Packed, Padded, rounded
+from trainrun.data.sequences.collate import Packed, Padded, round_length
 from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of
 from trainrun.data.sequences.lengths import Measured, real_targets
-from trainrun.data.stream_options import COMPOSED, Collate, StreamOptions, fitting
+from trainrun.data.stream_options import COMPOSED, Collate, StreamOptions, plan_for
 from trainrun.data.tensor_dataset import Columns, columns_of, parts_of
 from trainrun.errors import DataError
 
@@ -61,7 +61,7 @@ def sequence_plan(source: Any, base: Plan, options: StreamOptions) -> SequencePl
     """
     if not options.training and options.padding in COMPOSED:
         options = replace(options, padding="longest", max_tokens=None)
-    check(options)
+    check_sequence_options(options)
     if not options.sequences_matter:
         return None
     if isinstance(source, IterableDataset):
@@ -77,7 +77,7 @@ def sequence_plan(source: Any, base: Plan, options: StreamOptions) -> SequencePl
     return _composed(source, found, base, options)
 
 
-def check(options: StreamOptions) -> None:
+def check_sequence_options(options: StreamOptions) -> None:
     """Raise DataError if options contradict each other."""
     needy = {"padding": ("pack", "token_budget"), "truncate": ("drop", "split")}
     for name, values in needy.items():
@@ -147,18 +147,18 @@ def _of_columns(columns: Columns, found: Measured, base: Plan, options: StreamOp
         values = tuple(value[:, part] if name in found.names else value for name, value in named)
         columns, length = replace(columns, values=values, again=None), size
         found = replace(found, lengths=np.minimum(found.lengths, size))
-    width = rounded(max(length, size or 0) if options.padding == "max" else length, options.pad_multiple)
+    width = round_length(max(length, size or 0) if options.padding == "max" else length, options.pad_multiple)
     if width != length or options.padding in ("pack", "token_budget"):
         return _composed(columns, found, base, replace(options, truncate="right"))
     if options.padding == "longest" and options.truncate == "right" and (size is None or not stay):
         return None  # `Preparation` cuts every column of integers
-    return SequencePlan(columns, fitting(base, len(columns), options.key), options.collate_fn, "")
+    return SequencePlan(columns, plan_for(base, len(columns), options.key), options.collate_fn, "")
 
 
 def _refuse_generators(source: Any, key: str) -> None:
     """Raise DataError if samples are drawn anew at each read: the pieces of a sample would not belong together."""
     for part in parts_of(source):
-        if takes(getattr(part, "__getitem__", None), "generator") or takes(
+        if has_parameter(getattr(part, "__getitem__", None), "generator") or has_parameter(
             getattr(part, "__getitems__", None), "generators"
         ):
             raise DataError(
@@ -169,7 +169,7 @@ def _refuse_generators(source: Any, key: str) -> None:
 
 def _composed(source: Any, found: Measured, base: Plan, options: StreamOptions) -> SequencePlan:
     size, lengths, kept = options.max_sequence_length, found.lengths, None
-    from trainrun.data.sequences.plans import SelectedPlan, epoch_of, verdict
+    from trainrun.data.sequences.plans import SelectedPlan, describe_padding, epoch_of
 
     _check_alike(source, found, base, options)
     before = found.seen
@@ -204,9 +204,9 @@ def _composed(source: Any, found: Measured, base: Plan, options: StreamOptions) 
         return SequencePlan(source, plan, collate, "", samples=samples)
     seen = before if lengths is None else lengths
     seen = seen if size is None else np.minimum(seen, size)
-    width = rounded(int(seen.max()) if size is None else size, options.pad_multiple)
+    width = round_length(int(seen.max()) if size is None else size, options.pad_multiple)
     epoch = epoch_of(seen, base, width, options.pad_multiple, options.max_tokens)
-    told = verdict(before, epoch.shares, options.padding, size, options.truncate, found.how)
+    told = describe_padding(before, epoch.shares, options.padding, size, options.truncate, found.how)
     known = lengths is not None and options.collate_fn is None
     positions = epoch.positions if known else {}
     return SequencePlan(source, plan, collate, f"{options.key}: {told}", positions, samples)
@@ -215,7 +215,7 @@ def _composed(source: Any, found: Measured, base: Plan, options: StreamOptions) 
 def _plan(base: Plan, lengths: Array | None, widest: int | None, options: StreamOptions) -> StreamPlan:
     key = options.key
     if options.padding not in COMPOSED:
-        return fitting(base, base.num_samples, key)
+        return plan_for(base, base.num_samples, key)
     from trainrun.data.sequences.plans import (
         BucketPlan,
         BudgetPlan,
@@ -228,10 +228,10 @@ def _plan(base: Plan, lengths: Array | None, widest: int | None, options: Stream
     assert lengths is not None
     assert widest is not None
     if options.padding == "bucket":
-        return BucketPlan(fitting(base, len(lengths), key), torch.from_numpy(lengths))
+        return BucketPlan(plan_for(base, len(lengths), key), torch.from_numpy(lengths))
     if options.padding == "pack":
-        rows = pack_rows(lengths, rounded(widest, options.pad_multiple), base.seed, base.shuffle)
-        return PackPlan(fitting(base, len(rows), f"{key}, packed into rows,"), rows)
+        rows = pack_rows(lengths, round_length(widest, options.pad_multiple), base.seed, base.shuffle)
+        return PackPlan(plan_for(base, len(rows), f"{key}, packed into rows,"), rows)
     assert options.max_tokens is not None
     widths = widths_of(lengths, options.pad_multiple)
     if widths.max() > options.max_tokens:
@@ -252,7 +252,7 @@ def _padding(found: Measured, options: StreamOptions, widest: int | None) -> Col
         return options.collate_fn if cut is None else CutThen(cut, options.collate_fn)
     if options.padding == "pack":
         assert widest is not None
-        return Packed(found.names, rounded(widest, options.pad_multiple), cut)
+        return Packed(found.names, round_length(widest, options.pad_multiple), cut)
     return Padded(names, widest if options.padding == "max" else None, options.pad_multiple, cut)
 
 

@@ -60,7 +60,7 @@ MASK = "attention_mask"
 PLAIN_PARTS = frozenset((Tensor, int, float, bool, str))
 
 
-def rounded(length: int, multiple: int | None) -> int:
+def round_length(length: int, multiple: int | None) -> int:
     """Round a length up to a multiple, and to at least one position, which kernels need."""
     length = max(length, 1)
     return length if multiple is None else -(-length // multiple) * multiple
@@ -88,7 +88,7 @@ class Padded:
             return self._padded(samples, [fields_of(sample) for sample in samples], self.names)
         if self.width is None and self.multiple is None:
             try:
-                return as_they_are(samples)
+                return stack_samples(samples)
             except RuntimeError:  # so torch says that shapes differ; a look ahead would cost every batch
                 rows = [fields_of(sample) for sample in samples]
                 names, differ = sequence_names([forms_of(row) for row in rows])
@@ -97,14 +97,14 @@ class Padded:
                 return self._padded(samples, rows, names)
         rows = [fields_of(sample) for sample in samples]
         names = self._short_names(rows)
-        return self._padded(samples, rows, names) if names else as_they_are(samples)
+        return self._padded(samples, rows, names) if names else stack_samples(samples)
 
     def _padded(self, samples: list[Any], rows: list[Fields], names: tuple[str, ...]) -> Any:
         check_same_fields(rows)
         batch = {
             name: self._column(name, [row[name] for row in rows])
             if name in names
-            else joined([row[name] for row in rows])
+            else collate_values([row[name] for row in rows])
             for name in rows[0]
         }
         lengths = {name: torch.tensor([len(row[name]) for row in rows]) for name in names}
@@ -122,7 +122,7 @@ class Padded:
             fill, dtype, longest = 0.0, field.values.dtype, int(field.lengths.max())
             if name in self.names:
                 empty = torch.from_numpy(np.empty(0, dtype))
-                fill, (like,) = filler(name, [empty], self.padding_value)
+                fill, (like,) = padding_of(name, [empty], self.padding_value)
                 dtype, longest = like.numpy().dtype, self._width(longest)
                 lengths[name] = torch.from_numpy(field.lengths)
             elif longest != field.lengths.min():
@@ -140,10 +140,10 @@ class Padded:
         return tuple(name for name in names if len(rows[0][name]) != self._width(len(rows[0][name])))
 
     def _width(self, longest: int) -> int:
-        return rounded(longest if self.width is None else max(longest, self.width), self.multiple)
+        return round_length(longest if self.width is None else max(longest, self.width), self.multiple)
 
     def _column(self, name: str, values: list[Tensor]) -> Tensor:
-        fill, values = filler(name, values, self.padding_value)
+        fill, values = padding_of(name, values, self.padding_value)
         together = pad_sequence(values, batch_first=True, padding_value=fill)
         missing = self._width(together.shape[1]) - together.shape[1]
         return pad(together, [0, 0] * (together.ndim - 2) + [0, missing], value=fill) if missing else together
@@ -182,24 +182,24 @@ class Packed:
         for name in rows[0]:
             values = [item[name] for item in rows]
             if name in self.names:
-                fill, values = filler(name, values, self.padding_value)
-                batch[name] = scattered(torch.cat(values), where, shape, fill)
+                fill, values = padding_of(name, values, self.padding_value)
+                batch[name] = scatter_values(torch.cat(values), where, shape, fill)
             else:
                 batch[name] = self._by_segment(name, values, row, slot)
-        segment_ids = scattered(torch.repeat_interleave(slot + 1, size), where, shape, 0)
-        beside = {"segment_ids": segment_ids, "position_ids": scattered(inside, where, shape, 0)}
+        segment_ids = scatter_values(torch.repeat_interleave(slot + 1, size), where, shape, 0)
+        beside = {"segment_ids": segment_ids, "position_ids": scatter_values(inside, where, shape, 0)}
         return like_samples(samples, batch, beside)
 
     def _by_segment(self, name: str, values: list[Any], row: Tensor, slot: Tensor) -> Any:
-        together = joined(values)
+        together = collate_values(values)
         num_rows, num_slots = int(row[-1]) + 1, int(slot.max()) + 1
         if not isinstance(together, Tensor):
             table: list[list[Any]] = [[] for _ in range(num_rows)]
             for number, value in zip(row.tolist(), values, strict=True):
                 table[number].append(value)
             return table
-        fill, (together,) = filler(name, [together], self.padding_value)
-        return scattered(together, row * num_slots + slot, (num_rows, num_slots), fill)
+        fill, (together,) = padding_of(name, [together], self.padding_value)
+        return scatter_values(together, row * num_slots + slot, (num_rows, num_slots), fill)
 
 
 def fields_beside(batch: Fields, lengths: dict[str, Tensor], first: Fields) -> Fields:
@@ -249,14 +249,14 @@ def next_fit(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
     return places
 
 
-def scattered(values: Tensor, where: Tensor, shape: tuple[int, int], fill: float) -> Tensor:
+def scatter_values(values: Tensor, where: Tensor, shape: tuple[int, int], fill: float) -> Tensor:
     """Return a tensor of this shape full of `fill`, with values (n, ...) at the flat positions `where` (n,)."""
     out = values.new_full((shape[0] * shape[1], *values.shape[1:]), fill)
     out[where] = values
     return out.view(*shape, *values.shape[1:])
 
 
-def filler(name: str, values: Sequence[Tensor], padding_value: float) -> tuple[float, list[Tensor]]:
+def padding_of(name: str, values: Sequence[Tensor], padding_value: float) -> tuple[float, list[Tensor]]:
     """Return the value that pads a field, and its tensors in one type that can hold the padding."""
     values = one_type(values)
     first = values[0]
@@ -286,14 +286,14 @@ def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
     return next(found, None)
 
 
-def as_they_are(samples: list[Any]) -> Any:
+def stack_samples(samples: list[Any]) -> Any:
     """Collate samples of one shape in the user's containers. Tuples stay tuples, unlike with torch's collate."""
     columns = plain_columns(samples)
     if columns:
-        return tuple([joined(column) for column in columns])
+        return tuple([collate_values(column) for column in columns])
     first = samples[0]
     samples = [map_leaves(sample, arrays_to_tensors, of_numbers) for sample in samples]
-    return with_tuples(first, joined(samples))
+    return with_tuples(first, collate_values(samples))
 
 
 def plain_columns(samples: list[Any]) -> list[tuple[Any, ...]]:
@@ -322,7 +322,7 @@ def with_tuples(sample: Any, batch: Any) -> Any:
     return type(batch)._make(parts) if hasattr(batch, "_make") else parts
 
 
-def joined(values: Sequence[Any]) -> Any:
+def collate_values(values: Sequence[Any]) -> Any:
     """Collate like torch's `default_collate`, but tensors of several number types get the widest of these types."""
     return collate(values, collate_fn_map=COLLATE_BY_TYPE)
 

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from trainrun.data.batch import as_tensor, is_numbers, is_tokens, of_numbers
-from trainrun.data.map_style import innermost, thread_safe
+from trainrun.data.map_style import find_innermost, thread_safe
 from trainrun.data.tensor_dataset import Columns
 from trainrun.interfaces import TARGET_KEYS
 
@@ -71,11 +71,11 @@ def is_target(name: str) -> bool:
 def fields_of(sample: Any) -> Fields:
     """Return the leaves by name, in their order; lists of numbers and NumPy arrays as tensors."""
     fields: Fields = {}
-    map_fields(sample, lambda name, value: fields.__setitem__(name, leaf(value)))
+    map_fields(sample, lambda name, value: fields.__setitem__(name, leaf_value(value)))
     return fields
 
 
-def leaf(value: Any) -> Any:
+def leaf_value(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return as_tensor(value) if value.dtype.kind in "biufc" else value
     return of_numbers(value)
@@ -162,7 +162,7 @@ class Pieces:
         number, cut = int(self.sample[index]), self._cut_of(index)
         if isinstance(self._source, Columns):
             return self._source.read_cut(number, [partial(cut, name) for name in self._column_names])
-        source, row = innermost(self._source, number)
+        source, row = find_innermost(self._source, number)
         read_cut = getattr(source, "read_cut", None)
         return read_cut(row, cut) if callable(read_cut) else map_fields(self._source[number], cut)
 

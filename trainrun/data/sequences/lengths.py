@@ -67,7 +67,7 @@ def learn_lengths(source: Any, key: str, seed: int, needs_all: bool) -> Measured
         names, varies = sequence_names(forms.values())
         if names and all(_longest(form, names) == said[index] for index, form in forms.items()):
             real = real_targets(fields_of(_read(source, 0, key, seed))) if needs_all else ()
-            return Measured(names, varies, said, said, "", aligned(forms.values(), names), real)
+            return Measured(names, varies, said, said, "", have_equal_lengths(forms.values(), names), real)
     return None if needs_all else _estimated(source, key, seed, spread)
 
 
@@ -157,7 +157,7 @@ def read_all_lengths(source: Any, key: str, seed: int, report: Callable[[str], N
     seconds = perf_counter() - started
     how = f"measured by reading {count} samples in {seconds:.1f} s; a source with .lengths needs none"
     real = real_targets(fields_of(_read(source, 0, key, seed)))
-    return Measured(names, varies, lengths, lengths, how, aligned(forms, names), real)
+    return Measured(names, varies, lengths, lengths, how, have_equal_lengths(forms, names), real)
 
 
 def _all_forms(source: Any, key: str, seed: int) -> Iterator[Forms]:
@@ -187,7 +187,7 @@ def _forms(source: Any, index: int, key: str, seed: int) -> Forms:
     return forms_of(fields_of(_read(source, index, key, seed)))
 
 
-def aligned(samples: Iterable[Forms], names: tuple[str, ...]) -> bool:
+def have_equal_lengths(samples: Iterable[Forms], names: tuple[str, ...]) -> bool:
     return all(len({forms[name].length for name in names}) == 1 for forms in samples)
 
 

@@ -19,12 +19,12 @@ from trainrun.data.order.sampler import (
     Plan,
     Share,
     StreamPlan,
+    apply_limit,
     behind_the_end,
     epoch_order,
-    limited,
     share_bounds,
 )
-from trainrun.data.sequences.collate import rounded
+from trainrun.data.sequences.collate import round_length
 from trainrun.seeding import derive_seed
 
 MEGA_BATCHES = 50  # global micro-batches that are sorted together
@@ -200,7 +200,7 @@ class PackPlan(Derived):
     @property
     def num_seen(self) -> int:
         """Samples seen in an epoch; an average if rows are left out."""
-        return seen(self.rows, self.base.num_seen, self.base.shuffle)
+        return count_seen(self.rows, self.base.num_seen, self.base.shuffle)
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
         return (
@@ -224,12 +224,12 @@ class BudgetPlan(Derived):
 
     @property
     def num_batches(self) -> int:
-        return limited(len(self.groups), self.base.limit)
+        return apply_limit(len(self.groups), self.base.limit)
 
     @property
     def num_seen(self) -> int:
         """Samples seen in an epoch; an average if the number of batches is limited."""
-        return seen(self.groups, self.num_batches, self.base.shuffle)
+        return count_seen(self.groups, self.num_batches, self.base.shuffle)
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
         of_groups = replace(
@@ -241,7 +241,7 @@ class BudgetPlan(Derived):
         )
 
 
-def seen(groups: Groups, number: int, shuffled: bool) -> int:
+def count_seen(groups: Groups, number: int, shuffled: bool) -> int:
     """Return the samples in `number` of the groups: in the first ones, or on average if they are shuffled."""
     if number == len(groups) or not shuffled:
         return int(groups.bounds[number])
@@ -299,7 +299,7 @@ def epoch_of(lengths: Array, base: Plan, width: int, multiple: int | None, max_t
 
 
 def padded_positions(lengths: Array, batches: list[Array], multiple: int | None) -> int:
-    return sum(len(batch) * rounded(int(lengths[batch].max()), multiple) for batch in batches)
+    return sum(len(batch) * round_length(int(lengths[batch].max()), multiple) for batch in batches)
 
 
 def batches_of(groups: Groups) -> list[Array]:
@@ -313,7 +313,7 @@ def widths_of(lengths: Array, multiple: int | None) -> Array:
     return widths
 
 
-def verdict(before: Array, shares: dict[str, float], chosen: str, size: int | None, truncate: str,
+def describe_padding(before: Array, shares: dict[str, float], chosen: str, size: int | None, truncate: str,
             how: str) -> str:  # fmt: skip
     """Return `lengths: 12 to 812, median 98; padding longest 61 %, bucket 4 %, pack 1 %; 0.3 % truncated`.
 
@@ -322,15 +322,15 @@ def verdict(before: Array, shares: dict[str, float], chosen: str, size: int | No
     shown = {mode: share for mode, share in shares.items() if mode in ("longest", "bucket", "pack", chosen)}
     parts = [
         f"lengths: {before.min()} to {before.max()}, median {np.median(before):g}",
-        "padding " + ", ".join(f"{mode} {percent(share)}" for mode, share in shown.items()),
+        "padding " + ", ".join(f"{mode} {format_percent(share)}" for mode, share in shown.items()),
     ]
     if size is not None:
         words = {"drop": "left out", "split": "split"}.get(truncate, "truncated")
-        parts.append(f"{percent(float((before > size).mean()))} {words}")
+        parts.append(f"{format_percent(float((before > size).mean()))} {words}")
     return "; ".join([*parts, f"data.padding={chosen}", *([how] if how else [])])
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """Format a share with two digits below ten percent; a small share is never 0."""
     value = 100 * share
     if value == 0 or value >= 9.95:

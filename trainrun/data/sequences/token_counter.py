@@ -18,7 +18,7 @@ from trainrun.data.stream_options import TokenCounter
 from trainrun.interfaces import Batches, MicroBatch, batch_fields
 
 
-def counted(batches: Batches, collate: Collate | None, tally: TokenCounter | None) -> Batches:
+def count_tokens(batches: Batches, collate: Collate | None, tally: TokenCounter | None) -> Batches:
     """Return the stream, counting the real positions of batches that know which of their positions are real."""
     says = isinstance(collate, Packed) or (isinstance(collate, Padded) and bool(collate.names))
     if tally is None or not says:

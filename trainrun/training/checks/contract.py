@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainrun.data.split_batch import num_rows, rows_of, twice
+from trainrun.data.split_batch import num_rows, repeat_rows, select_rows
 from trainrun.errors import PluginError
 from trainrun.interfaces import Counting, counts_before
 from trainrun.sums import OWN, check_names, flat_sums, metrics_of
@@ -131,17 +131,17 @@ def looks_at(run: Components, data: Any) -> Looks:
     rows = min(max(count // 2, 1), MOST_ROWS)
     num_whole = min(max(rows, LEAST_WHOLE), count)
     look = build_inspection_step(run)
-    few = rows_of(data, 0, rows, count)
-    looks = Looks([look(few)], [look(twice(few, rows))], [], rounding_of(run))
+    few = select_rows(data, 0, rows, count)
+    looks = Looks([look(few)], [look(repeat_rows(few, rows))], [], rounding_of(run))
     looks.once.append(look(few))
     if num_whole > 1:
         ends = ((0, num_whole), (0, num_whole // 2), (num_whole // 2, num_whole))
         with suppress(Exception):  # where not even fewer rows, or float32, will do: what is above decides
-            looks.parts.extend([look(rows_of(data, *pair, count), exact=True) for pair in ends])
+            looks.parts.extend([look(select_rows(data, *pair, count), exact=True) for pair in ends])
     if not all(same(*(seen[key][0] for seen in looks.once)) for key in looks.once[0]):
         for _ in range(REPEATS - 1):
             looks.once.append(look(few))
-            looks.twice.append(look(twice(few, rows)))
+            looks.twice.append(look(repeat_rows(few, rows)))
     return looks
 
 

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainrun.data.split_batch import cut, num_rows, rows_of
+from trainrun.data.split_batch import num_rows, select_rows, split_micro_batch
 from trainrun.errors import PluginError
 from trainrun.interfaces import KeepsState, MicroBatch, Parallel, Task, counts_before
 from trainrun.output import counted
@@ -211,13 +211,13 @@ class OomRetry:
     def _cut(self, window: list[MicroBatch]) -> list[MicroBatch]:
         if self.pieces == 1:
             return window
-        return [piece for batch in window for piece in cut(batch, self.pieces)]
+        return [piece for batch in window for piece in split_micro_batch(batch, self.pieces)]
 
     def _parts_of(self, batch: MicroBatch) -> list[MicroBatch]:
         if self._val_pieces == 1 or self.parallel.forward_is_collective:
             return [batch]
         try:
-            return cut(batch, self._val_pieces)
+            return split_micro_batch(batch, self._val_pieces)
         except ValueError:  # an earlier one could be cut; this one may fit whole
             return [batch]
 
@@ -284,7 +284,7 @@ def coupled(model: nn.Module, task: Task, batches: list[MicroBatch]) -> str:
     without parts.
     """
     for batch in batches:
-        pieces = cut(batch, num_rows(batch.data))
+        pieces = split_micro_batch(batch, num_rows(batch.data))
         if not counts_before(task):
             break  # the outputs of the pieces say their counts
         count_whole, parts = (
@@ -312,7 +312,7 @@ def coupling(model: nn.Module, task: Task, data: Any) -> str:
     try:
         with evaluating(model):
             first, other, both, again = (
-                float(task.step(model, rows_of(data, *rows, count)).loss_sum)
+                float(task.step(model, select_rows(data, *rows, count)).loss_sum)
                 for rows in ((0, 1), (1, 2), (0, 2), (0, 2))
             )
     except (PluginError, MemoryError, RuntimeError) as error:

@@ -19,7 +19,7 @@ from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.parts import Part, SplitRequest, check_groups
 from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles, splits_of_files
-from trainrun.data.readers.targets import Coding, coding_of, listed
+from trainrun.data.readers.targets import Coding, coding_of, join_names
 from trainrun.data.tensor_dataset import Arrays, Splits
 from trainrun.errors import DataError
 from trainrun.limits import Auto, BelowOne, HeldOutBy, TargetType
@@ -112,7 +112,7 @@ class Hdf5Reader:
 
     def read(self, indices: Sequence[int]) -> list[Any]:
         file = self._files[self._path]
-        parts = [read_rows(file, layout, indices) for layout in self._layouts]
+        parts = [read_hdf5_rows(file, layout, indices) for layout in self._layouts]
         if self._encoded is not None:
             parts.append([self._encoded[row] for row in indices])
         return list(zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
@@ -120,7 +120,7 @@ class Hdf5Reader:
     def read_whole(self, dataset: ReaderDataset) -> Arrays:
         """Return the samples of a data set of this reader in memory."""
         rows: Any = slice(None) if dataset.rows is None else dataset.rows
-        with open_file(self._path) as file, reading(file, "its data"):
+        with open_file(self._path) as file, describe_hdf5_errors(file, "its data"):
             parts = [file[layout.name][:][rows] for layout in self._layouts]
         parts += [] if self._encoded is None else [self._encoded[rows]]
         has_target = self._encoded is not None or len(self._layouts) > 1
@@ -133,17 +133,17 @@ class Hdf5Reader:
     def _lengths(self) -> np.ndarray[Any, Any]:
         """The lengths of ragged rows, found by reading them."""
         file = self._files[self._path]
-        rows = (read_rows(file, self._layouts[0], [row])[0] for row in range(len(self)))
+        rows = (read_hdf5_rows(file, self._layouts[0], [row])[0] for row in range(len(self)))
         return np.fromiter(map(len, rows), np.int64, len(self))
 
 
-def read_rows(file: Any, layout: Hdf5Layout, rows: Sequence[int]) -> list[np.ndarray[Any, Any]]:
+def read_hdf5_rows(file: Any, layout: Hdf5Layout, rows: Sequence[int]) -> list[np.ndarray[Any, Any]]:
     """One array for each row; rows in any order, also twice. Rows of one chunk are read with one call."""
     found: dict[int, np.ndarray[Any, Any]] = {}
     wanted = np.unique(rows)
     for block in np.split(wanted, np.flatnonzero(np.diff(wanted // layout.chunk)) + 1):
         first, last = int(block[0]), int(block[-1])
-        with reading(file, f"{layout.name!r} rows {first} to {last}"):
+        with describe_hdf5_errors(file, f"{layout.name!r} rows {first} to {last}"):
             values = file[layout.name][first : last + 1]
         found.update((row, np.array(values[row - first])) for row in block.tolist())
     return [found[row] for row in rows]
@@ -158,7 +158,7 @@ def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> H
         file.visititems(lambda item, value: names.append(item) if isinstance(value, h5py.Dataset) else None)
         raise DataError(
             f"{full}: no data set {split}/{name}, {name}_{split} or {name} in {file.filename}"
-            f"{did_you_mean(str(name), names) or ';'} it has {listed(names) or 'none'}"
+            f"{did_you_mean(str(name), names) or ';'} it has {join_names(names) or 'none'}"
         )
     data = file[found]
     words = h5py.check_string_dtype(data.dtype) is not None
@@ -187,7 +187,7 @@ def _cells(file: Any, layout: Hdf5Layout) -> Any:
         return None
     num_bytes = layout.shape[0] * layout.dtype.itemsize
     check_memory(num_bytes, f"{file.filename}: unpacked, {layout.name!r}", "name a file with fewer rows")
-    with reading(file, repr(layout.name)):
+    with describe_hdf5_errors(file, repr(layout.name)):
         return list(file[layout.name].asstr()[:]) if layout.words else file[layout.name][:]
 
 
@@ -202,7 +202,7 @@ def _one_file(files: Sequence[Path], setting: str) -> Path:
 
 
 def open_file(path: str) -> Any:
-    with reading(path, "it"):
+    with describe_hdf5_errors(path, "it"):
         return extra("h5py", "hdf5", "hdf5").File(path, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
 
 
@@ -211,7 +211,7 @@ def _close(file: Any) -> None:
 
 
 @contextmanager
-def reading(file: Any, what: str) -> Iterator[None]:
+def describe_hdf5_errors(file: Any, what: str) -> Iterator[None]:
     """Around every access to the file: HDF5 raises OSError, and KeyError or RuntimeError at damaged groups."""
     try:
         yield

@@ -229,7 +229,7 @@ def fault_of(error: BaseException) -> str:
     return f"damaged or cut short ({str(error) or type(error).__name__})"
 
 
-def decoded(content: bytes, form: Form, where: Any, into: Array | None = None) -> Tensor:
+def decode_picture(content: bytes, form: Form, where: Any, into: Array | None = None) -> Tensor:
     """As `Form.decode`, or as `Form.pixels` `into`. DataError: the picture is damaged. where: `() -> str` names it."""
     if form.only_bytes and has_16_bits(content):
         raise DataError(

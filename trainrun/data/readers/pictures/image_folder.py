@@ -23,7 +23,7 @@ from torch import Tensor
 from trainrun.data.readers.parts import SplitRequest, group_numbers, is_inside, rows_of
 from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.paths import existing_folder, fingerprint_of, folders_below
-from trainrun.data.readers.pictures.decode import Form, decoded, form_of_picture, has_16_bits
+from trainrun.data.readers.pictures.decode import Form, decode_picture, form_of_picture, has_16_bits
 from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_words
 from trainrun.data.readers.targets import Coding, coding_of, named_columns
 from trainrun.data.scale import Scale
@@ -80,7 +80,7 @@ class ImageFolder:
         if not 0 <= index < len(self):
             raise IndexError(index)
         path = self.describe(index)
-        return decoded(content_of(path), self.form, lambda: path, into)
+        return decode_picture(content_of(path), self.form, lambda: path, into)
 
     def _has_16_bits(self, index: int) -> bool:
         try:

@@ -27,7 +27,7 @@ from trainrun.data.readers.pictures.decode import Form, form_of_picture
 from trainrun.data.readers.reader_protocol import ReadFiles, splits_of_files
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
 from trainrun.data.readers.records.record_files import RecordReader, StoredIndex, load_references
-from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value, picture
+from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value, picture_value
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
@@ -127,7 +127,7 @@ def decode_entry(content: bytes | None, form: Form | None) -> Any:
         sample = decode_sample(content)
         is_picture = isinstance(sample, tuple) and isinstance(sample[0], bytes)
         if is_picture and sample[0].startswith(PICTURE_MAGICS):
-            return (picture(sample[0], form), *sample[1:])
+            return (picture_value(sample[0], form), *sample[1:])
         return sample
     if content.startswith((*PICTURE_MAGICS, NPY_MAGIC)):
         return guessed_value(content, form)

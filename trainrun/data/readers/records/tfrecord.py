@@ -77,7 +77,7 @@ def load(path: str | None, columns: Sequence[str] | None = None,
     return splits_of_files(found, read)
 
 
-def framed(content: bytes) -> bytes:
+def frame_record(content: bytes) -> bytes:
     """A record as it stands in a file."""
     length = struct.pack("<Q", len(content))
     return length + masked_crc32c(length) + content + masked_crc32c(content)

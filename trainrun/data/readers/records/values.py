@@ -35,19 +35,19 @@ def decode_value(extension: str, content: bytes, form: Form | None) -> Any:
             return json.loads(content)
         except RecursionError as error:
             raise ValueError("JSON that is nested too deeply") from error
-    return picture(content, form) if kind in PICTURES else guessed_value(content, form)
+    return picture_value(content, form) if kind in PICTURES else guessed_value(content, form)
 
 
 def guessed_value(content: bytes, form: Form | None) -> Any:
     """By the first bytes: a JPEG or PNG picture, a .npy array; all else as an array (L,) of uint8."""
     if content.startswith(PICTURE_MAGICS):
-        return picture(content, form)
+        return picture_value(content, form)
     if content.startswith(NPY_MAGIC):
-        return npy(content)
+        return read_npy(content)
     return np.frombuffer(bytearray(content), np.uint8)
 
 
-def picture(content: bytes, form: Form | None) -> Any:
+def picture_value(content: bytes, form: Form | None) -> Any:
     """Return a picture as a tensor; without a form the bytes of its file."""
     if form is None:
         return content
@@ -57,7 +57,7 @@ def picture(content: bytes, form: Form | None) -> Any:
         raise ValueError(f"a picture that is {fault_of(error)}") from error
 
 
-def npy(content: bytes) -> np.ndarray[Any, Any]:
+def read_npy(content: bytes) -> np.ndarray[Any, Any]:
     """The array of a .npy file. Memory that its header asks for beyond the bytes is never touched."""
     try:
         array: np.ndarray[Any, Any] = np.load(io.BytesIO(content), allow_pickle=False)

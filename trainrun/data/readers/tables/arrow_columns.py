@@ -18,7 +18,7 @@ from trainrun.data.readers.tables.stored_samples import (
     ONLY_PATH,
     SampleField,
 )
-from trainrun.data.readers.targets import narrowed
+from trainrun.data.readers.targets import narrow_numbers
 from trainrun.errors import DataError
 
 NameCell = Callable[[int], str]
@@ -116,7 +116,7 @@ def numbers_of(kind: Kind, column: Any, dtype: str, fill: float | None, where: N
         if fill is None:
             raise missing_cell(kind, where(int(empty.argmax())))
         values = np.where(empty, fill, values)
-    return narrowed(values, dtype, where)
+    return narrow_numbers(values, dtype, where)
 
 
 def write_ragged(kind: Kind, column: Any, dtype: str, name: str, begin: int, writer: ColumnWriter) -> None:

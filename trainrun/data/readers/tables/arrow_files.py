@@ -71,7 +71,7 @@ class ParquetFile:
             group = metadata.row_group(number)
             if number == 0:  # a list is the column `tokens.list.element`
                 parts = [group.column(k).path_in_schema.split(".") for k in range(group.num_columns)]
-                chosen = [k for k, path in enumerate(parts) if not wanted.isdisjoint(prefixes(path))]
+                chosen = [k for k, path in enumerate(parts) if not wanted.isdisjoint(dotted_prefixes(path))]
             for k in chosen:
                 column = group.column(k)
                 total += max(column.total_uncompressed_size, column.num_values * LEAST_BYTES)
@@ -79,7 +79,7 @@ class ParquetFile:
 
     def batches(self, columns: Sequence[str], at_once: int) -> Iterator[Any]:
         for group in range(self._file.metadata.num_row_groups):
-            with reading(self._path, self.name, f"row group {group}"):
+            with describe_read_errors(self._path, self.name, f"row group {group}"):
                 yield from self._file.iter_batches(at_once, row_groups=[group], columns=list(columns))
 
 
@@ -186,13 +186,13 @@ def objects_in(file: IO[bytes]) -> list[Any]:
     return rows
 
 
-def prefixes(parts: Sequence[str]) -> list[str]:
+def dotted_prefixes(parts: Sequence[str]) -> list[str]:
     """Return `a`, `a.b` and `a.b.c` of the parts of a dotted name."""
     return list(itertools.accumulate(parts, "{}.{}".format))
 
 
 @contextmanager
-def reading(path: Path, kind: str, what: str = "it") -> Iterator[None]:
+def describe_read_errors(path: Path, kind: str, what: str = "it") -> Iterator[None]:
     """Around every access to a file. Arrow's errors are ValueErrors, OSErrors and, some, RuntimeErrors."""
     try:
         yield
@@ -246,7 +246,7 @@ class ArrowTable:
         begin = 0
         at_once = max(1, min(ROWS_AT_ONCE, CELLS_AT_ONCE // max(1, len(columns))))
         for path in self.files:
-            with reading(path, self.open_file.name):
+            with describe_read_errors(path, self.open_file.name):
                 for batch in self.open_file(path).batches(columns, at_once):
                     if len(batch):
                         yield begin, batch
@@ -281,7 +281,7 @@ def table_of(files: Sequence[Path], open_file: type[TableFile]) -> ArrowTable:
     unlike: dict[str, str] = {}
     first, sizes = None, []
     for path in files:
-        with reading(path, open_file.name):
+        with describe_read_errors(path, open_file.name):
             file = open_file(path)
             schema, num_rows = file.schema, file.num_rows
         own = [kind_of(field) for field in schema]

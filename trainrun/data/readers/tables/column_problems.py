@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trainrun.data.readers.tables.table_choice import TableChoice
-from trainrun.data.readers.targets import DECIMAL_COMMA, is_missing, listed, numbers_in
+from trainrun.data.readers.targets import DECIMAL_COMMA, is_missing, join_names, numbers_in
 from trainrun.errors import DataError
 from trainrun.plugin_faults import did_you_mean
 
@@ -120,14 +120,14 @@ class InputFault(DataError):
         where = position_text(problem.words[word], by_rows)
         if problem.categories is not None:
             suggestion = did_you_mean(word, problem.categories) or "."
-            known = listed(problem.categories)
+            known = join_names(problem.categories)
             return f"{word!r} in {where} is no category of the training data{suggestion} It has {known}"
         kind = "whole number" if problem.whole else "number"
         if not problem.can_be_categories and len(problem.words) <= MOST_CATEGORIES:
             if problem.num_words == 1:
                 return f"{word!r} in {where} is not a {kind}"
             return f"{problem.num_words} cells are not {kind}s (first {word!r} in {where})"
-        examples = listed([repr(word) for word in problem.words][:MOST_WORDS])
+        examples = join_names([repr(word) for word in problem.words][:MOST_WORDS])
         if len(problem.words) > MOST_CATEGORIES:
             return f"more than {MOST_CATEGORIES} different words ({examples}, ...)"
         count = len(problem.words)
@@ -183,7 +183,7 @@ class InputFault(DataError):
 
 def describe_formatted(problems: Sequence[ColumnProblems]) -> str:
     """Return how to write the numbers of columns whose numbers have signs that no number has here."""
-    names = listed([problem.name for problem in problems], MOST_WORDS)
+    names = join_names([problem.name for problem in problems], MOST_WORDS)
     words = [word for one in problems for word in one.words if FORMATTED_NUMBER.fullmatch(word)]
     comma = next((word for word in words if DECIMAL_COMMA.fullmatch(word)), None)
     if comma is not None:

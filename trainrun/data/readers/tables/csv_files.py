@@ -51,9 +51,9 @@ from trainrun.data.readers.targets import (
     chosen_target,
     coding_of,
     is_missing,
-    listed,
+    join_names,
     named_columns,
-    narrowed,
+    narrow_numbers,
     numbers_in,
 )
 from trainrun.data.tensor_dataset import Splits
@@ -116,13 +116,13 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         if files == training:
-            return samples_of(read_training(), choice, shape)
+            return text_table_samples(read_training(), choice, shape)
         own = set(columns_in(files[0], dialect))
         own_choice = read_training().as_read(choice)._replace(group=None, is_open=False)
         if missing := [name for name in (*own_choice.inputs, *goal) if name not in own]:
             raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
         coding = read_training().coding if len(goal) == 1 else None
-        return samples_of(read_table(files, own_choice, coding), choice, shape)
+        return text_table_samples(read_table(files, own_choice, coding), choice, shape)
 
     return splits_of_files(found, read)
 
@@ -141,7 +141,7 @@ def first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
         return None
     parts: list[np.ndarray[Any, Any]] = []
     num_rows, most_rows = 0, max(1, CELLS_FOR_TASK // len(columns))
-    for block in blocks_of(training, TableChoice((), (), dialect=dialect), goal):
+    for block in iterate_cell_blocks(training, TableChoice((), (), dialect=dialect), goal):
         numbers = numbers_in(block.words[goal[0]])
         if numbers is None:
             return None
@@ -178,7 +178,9 @@ def without_words(
 def find_categories(files: Sequence[Path], choice: TableChoice) -> Categories:
     """Return the words of each column of categories, sorted. DataError: they are too many."""
     found: dict[str, set[str]] = {name: set() for name, words in choice.categories if not words}
-    for block in blocks_of(files, TableChoice((), (), dialect=choice.dialect), list(found)) if found else ():
+    for block in (
+        iterate_cell_blocks(files, TableChoice((), (), dialect=choice.dialect), list(found)) if found else ()
+    ):
         for name, words in found.items():
             words.update(filter(None, map(str.strip, block.words[name])))
             if len(words) > MOST_CATEGORIES:
@@ -250,7 +252,7 @@ def write_chosen(
     texts = {name: WordColumn() for name in words}
     lines, file_ends = array("q"), [0] * len(files)
     row_bytes = len(choice.input_names) * np.dtype(choice.dtype).itemsize + len(words) * WORD_BYTES
-    for block in blocks_of(files, choice, words):
+    for block in iterate_cell_blocks(files, choice, words):
         writer.add("inputs", block.numbers)
         lines.extend(block.lines)
         for name, column in texts.items():
@@ -328,7 +330,7 @@ class WordColumn:
         return int((self.codes == code).argmax())
 
 
-def samples_of(table: TextTable, choice: TableChoice, shape: Sequence[int] | None) -> ReadFiles:
+def text_table_samples(table: TextTable, choice: TableChoice, shape: Sequence[int] | None) -> ReadFiles:
     """Return the rows of a table as samples."""
     columns, coding = table.columns.arrays, table.coding
     inputs, target = columns["inputs"], columns.get("target")
@@ -358,8 +360,8 @@ def describe_inputs(table: TextTable, choice: TableChoice) -> str:
     dropped = [name for name in choice.inputs if name not in read.inputs]
     parts = {
         "inputs that stand for words": counts,
-        "missing cells become 0, marked by an input": listed(read.gaps),
-        f"left out, more than {MOST_CATEGORIES} different words": listed(dropped),
+        "missing cells become 0, marked by an input": join_names(read.gaps),
+        f"left out, more than {MOST_CATEGORIES} different words": join_names(dropped),
     }
     return "; ".join(f"{name}: {text}" for name, text in parts.items() if text)
 
@@ -432,7 +434,9 @@ class CellBlock(NamedTuple):
     lines: list[int]
 
 
-def blocks_of(files: Sequence[Path], choice: TableChoice, words: Sequence[str]) -> Iterator[CellBlock]:
+def iterate_cell_blocks(
+    files: Sequence[Path], choice: TableChoice, words: Sequence[str]
+) -> Iterator[CellBlock]:
     """Yield the chosen columns of all files. words: the text columns among them.
 
     DataError: names the file, line and column of what is wrong.
@@ -519,7 +523,7 @@ def read_words(
     """Return the words of two columns, and the lines on which the rows end. DataError: there is no row."""
     words: dict[str, list[str]] = {name: [] for name in columns}
     lines: list[int] = []
-    for block in blocks_of([file], TableChoice((), (), dialect=dialect), columns):
+    for block in iterate_cell_blocks([file], TableChoice((), (), dialect=dialect), columns):
         lines += block.lines
         for name, cells in words.items():
             cells += map(str.strip, block.words[name])
@@ -595,7 +599,7 @@ def _parsed(texts: Sequence[str], dtype: np.dtype[Any], fill: float | None, wher
     if values is None or (values.dtype.kind == "f" and (whole or np.isnan(values).any())):
         numbers = [_number(text, whole, fill) for text in texts]
         values = np.array(numbers, np.int64 if whole else np.float64)
-    return narrowed(values, str(dtype), where)
+    return narrow_numbers(values, str(dtype), where)
 
 
 def _number(text: str, whole: bool, fill: float | None) -> float:

@@ -32,7 +32,7 @@ from trainrun.data.readers.tables.arrow_files import (
     JsonFile,
     ParquetFile,
     TableFile,
-    reading,
+    describe_read_errors,
     row_in_files,
     table_of,
 )
@@ -78,7 +78,7 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
         paths, open_file = table_files(files, setting)
         stored = load_samples(paths, open_file, names, groups, groups if found.holds_out else None)
         return ReadFiles(
-            samples_of(paths, open_file, stored, names is None, form), stored.arrays.get("groups")
+            stored_samples(paths, open_file, stored, names is None, form), stored.arrays.get("groups")
         )
 
     return splits_of_files(found, read)
@@ -91,7 +91,7 @@ def load_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tup
     key = fingerprint_of(paths, VERSION, "samples", names, left_out, group)
     num_bytes = 0
     for path in paths:
-        with reading(path, open_file.name):
+        with describe_read_errors(path, open_file.name):
             num_bytes += open_file(path).count_bytes(names)
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     build = partial(write_samples, paths, open_file, names, left_out, group)
@@ -107,7 +107,7 @@ def write_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tu
         names = tuple(name for name in table.columns if name != left_out)
     if group is not None:
         named_columns(group, table.columns, "data.train.groups")
-    check_columns(table, names)
+    check_sample_columns(table, names)
     cells: list[str] = []
     for begin, block in table.blocks(list(dict.fromkeys([*names, *([] if group is None else [group])]))):
         for number, name in enumerate(names):
@@ -128,7 +128,7 @@ def write_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tu
     }
 
 
-def check_columns(table: ArrowTable, names: Sequence[str]) -> None:
+def check_sample_columns(table: ArrowTable, names: Sequence[str]) -> None:
     """Raise DataError if a column is missing, differs between files, or holds what no sample can have."""
     for name in names:
         if name not in table.kinds:
@@ -144,7 +144,7 @@ def check_columns(table: ArrowTable, names: Sequence[str]) -> None:
     table.check(names)
 
 
-def samples_of(paths: tuple[Path, ...], open_file: type[TableFile], stored: StoredColumns, as_dict: bool,
+def stored_samples(paths: tuple[Path, ...], open_file: type[TableFile], stored: StoredColumns, as_dict: bool,
                form: Form) -> StoredSamples:  # fmt: skip
     """Return the rows of stored columns as samples."""
     kinds: dict[str, str] = stored.facts["kinds"]

@@ -76,7 +76,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         if files == training.files:
-            return samples_of(training, choice, input_form, load_training())
+            return table_samples(training, choice, input_form, load_training())
         table = table_of(files, ParquetFile)
         table.check(table.unlike if inputs is None else chosen)
         check_like(table, training, chosen)
@@ -84,7 +84,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         if len(goal) == 1 and not has_list_target(choice, training):
             coding = coding_in(load_training())
         own_choice = choice._replace(group=None)
-        return samples_of(table, own_choice, input_form, read_table(table, own_choice, coding))
+        return table_samples(table, own_choice, input_form, read_table(table, own_choice, coding))
 
     return splits_of_files(found, read)
 
@@ -113,7 +113,9 @@ class InputForm(NamedTuple):
     has_pictures: bool
 
 
-def samples_of(table: ArrowTable, choice: TableChoice, form: InputForm, stored: StoredColumns) -> ReadFiles:
+def table_samples(
+    table: ArrowTable, choice: TableChoice, form: InputForm, stored: StoredColumns
+) -> ReadFiles:
     """Return the rows of a table as samples."""
     arrays, coding = stored.arrays, coding_in(stored)
     kinds = [table.kinds[name] for name in choice.inputs]
@@ -197,7 +199,7 @@ def write_columns(
         writer.report_progress(begin + len(block))
     coded = choice.usual_coding
     if choice.targets and not is_list:
-        columns = [joined(table.kinds[name], cells[name]) for name in choice.targets]
+        columns = [join_blocks(table.kinds[name], cells[name]) for name in choice.targets]
         if len(columns) == 1:
             coded = coding_of_table(table, choice, columns[0], coding)
         encoded = [
@@ -206,7 +208,7 @@ def write_columns(
         ]
         writer.add("target", (torch.cat(encoded, 1) if len(encoded) > 1 else encoded[0]).numpy())
     if choice.group is not None:
-        writer.add("groups", group_numbers(joined(table.kinds[choice.group], cells[choice.group])))
+        writer.add("groups", group_numbers(join_blocks(table.kinds[choice.group], cells[choice.group])))
     return {"coding": facts_of_coding(coded)}
 
 
@@ -235,7 +237,7 @@ def write_inputs(table: ArrowTable, choice: TableChoice, kinds: Sequence[Kind], 
             write_ragged(kind, column, choice.dtype, name, begin, writer)
 
 
-def joined(kind: Kind, parts: list[Any]) -> Any:
+def join_blocks(kind: Kind, parts: list[Any]) -> Any:
     return np.concatenate(parts) if kind.name == "number" else [word for part in parts for word in part]
 
 

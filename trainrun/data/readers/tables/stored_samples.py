@@ -14,7 +14,7 @@ from torch import Tensor
 from trainrun.data.batch import RaggedBatch, RaggedRows, as_tensor
 from trainrun.data.readers.column_store import Array
 from trainrun.data.readers.mapped_files import LengthCheck
-from trainrun.data.readers.pictures.decode import Form, decoded
+from trainrun.data.readers.pictures.decode import Form, decode_picture
 from trainrun.data.readers.reader_protocol import Info
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
@@ -113,7 +113,7 @@ class DecodePicture:
     form: Form
 
     def __call__(self, values: Array, where: Where) -> Any:
-        return decoded(values.tobytes(), self.form, where)
+        return decode_picture(values.tobytes(), self.form, where)
 
 
 def file_of(values: Array, where: Where) -> bytes:

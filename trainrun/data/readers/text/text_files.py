@@ -41,7 +41,7 @@ def is_packed(file: Path) -> bool:
         with file.open("rb") as opened:
             return opened.read(2) == GZIP_MAGIC
     except OSError as error:
-        raise unreadable(file, error) from error
+        raise unreadable_file(file, error) from error
 
 
 def chunks_of(files: Sequence[Path], max_bytes: int | None) -> Iterator[tuple[int, bytes]]:
@@ -62,8 +62,8 @@ def chunks_of(files: Sequence[Path], max_bytes: int | None) -> Iterator[tuple[in
                     yield number, content
                     left = None if left is None else left - len(content)
         except (OSError, EOFError, zlib.error) as error:
-            raise unreadable(file, error) from error
+            raise unreadable_file(file, error) from error
 
 
-def unreadable(file: Path, error: Exception) -> DataError:
+def unreadable_file(file: Path, error: Exception) -> DataError:
     return DataError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}")

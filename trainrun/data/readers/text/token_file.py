@@ -19,9 +19,9 @@ from trainrun.data.readers.column_store import ColumnWriter, open_or_build
 from trainrun.data.readers.free_space import check_memory, unpacked_bytes
 from trainrun.data.readers.mapped_files import map_bytes
 from trainrun.data.readers.paths import fingerprint_of
-from trainrun.data.readers.text.text_files import chunks_of, is_packed, unreadable
+from trainrun.data.readers.text.text_files import chunks_of, is_packed, unreadable_file
 from trainrun.data.readers.text.tokenizer import BYTES, Tokens, Values, encoded_chunk, open_tokenizer
-from trainrun.data.readers.text.trained_tokenizer import divided, training_end
+from trainrun.data.readers.text.trained_tokenizer import divide_chunks, training_end
 from trainrun.errors import DataError
 
 LOG = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def _file_itself(text: Text) -> TokenFile:
         size = size if text.max_bytes is None else min(size, text.max_bytes)
         ends = _line_ends(file, size) if text.kind == "lines" else np.array([size], np.int64)
     except OSError as error:
-        raise unreadable(file, error) from error
+        raise unreadable_file(file, error) from error
     samples = np.empty(0, np.int64) if text.kind == "blocks" else ends
     file_ends = np.array([size], np.int64)
     return TokenFile(map_bytes(str(file), size), size, BYTES.vocabulary, file_ends, samples)
@@ -133,7 +133,7 @@ def write_tokens(text: Text, tokens: Tokens, writer: ColumnWriter) -> dict[str, 
     end = None if text.held is None else training_end(text.files, text.kind, text.max_bytes, text.held)
     file_ends: dict[int, int] = {}
     line_ends = [np.empty(0, np.int64)]
-    for number, content, is_training in divided(chunks_of(text.files, text.max_bytes), end, text.kind):
+    for number, content, is_training in divide_chunks(chunks_of(text.files, text.max_bytes), end, text.kind):
         file, is_cut = text.files[number], text.max_bytes == num_bytes + len(content)
         values, lines = encoded_chunk(tokens, content, text.kind == "lines", is_cut, file)
         writer.add("tokens", values)

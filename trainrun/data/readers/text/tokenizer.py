@@ -76,14 +76,14 @@ def encoded_chunk(
         if len(values) and not (len(ends) and ends[-1] == len(values)):
             ends = np.append(ends, len(values))
         return values, ends if by_line else ends[:0]
-    lines = LINE.findall(decoded(content, is_cut, file))
+    lines = LINE.findall(decode_text_block(content, is_cut, file))
     pieces = tokens.encode(lines if by_line else _pieces(lines))
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     values = np.array([token for piece in pieces for token in piece], dtype=tokens.dtype)
     return values, ends if by_line else ends[:0]
 
 
-def decoded(content: bytes, is_cut: bool, file: Path) -> str:
+def decode_text_block(content: bytes, is_cut: bool, file: Path) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:

@@ -19,7 +19,7 @@ from typing import Any
 from trainrun.data.readers.optional_packages import extra
 from trainrun.data.readers.paths import fingerprint_of
 from trainrun.data.readers.text.text_files import chunks_of
-from trainrun.data.readers.text.tokenizer import LINE, decoded
+from trainrun.data.readers.text.tokenizer import LINE, decode_text_block
 from trainrun.errors import DataError
 
 VERSION = 1
@@ -77,10 +77,10 @@ def _trained(size: int, lines: Iterator[str]) -> str:
 
 def _lines(files: tuple[Path, ...], kind: str, max_bytes: int | None, held: float) -> Iterator[str]:
     end = training_end(files, kind, max_bytes, held)
-    for number, content, is_training in divided(chunks_of(files, max_bytes), end, kind):
+    for number, content, is_training in divide_chunks(chunks_of(files, max_bytes), end, kind):
         if not is_training:
             return
-        yield from LINE.findall(decoded(content, True, files[number]))
+        yield from LINE.findall(decode_text_block(content, True, files[number]))
 
 
 def training_end(files: tuple[Path, ...], kind: str, max_bytes: int | None, held: float) -> int:
@@ -93,7 +93,7 @@ def training_end(files: tuple[Path, ...], kind: str, max_bytes: int | None, held
     return sum(sizes.values()) - round(held * sum(sizes.values()))
 
 
-def divided(
+def divide_chunks(
     chunks: Iterable[tuple[int, bytes]], end: int | None, kind: str
 ) -> Iterator[tuple[int, bytes, bool]]:
     """The chunks, that in which the training part ends in two pieces; and whether each is of that part.
