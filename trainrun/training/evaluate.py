@@ -94,7 +94,7 @@ def even_batches(
     has another batch, and whether one of them is stopped. Raise EvaluationStopped on all ranks at the same batch.
     Without `is_stopped`, ranks agree only if forwards are collective.
     """
-    batches = stream.epoch(0)
+    batches = iter(stream.epoch(0))
     if is_stopped is None and not parallel.forward_is_collective:
         yield from batches
         return
