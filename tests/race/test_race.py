@@ -33,7 +33,7 @@ lr = float(next(word for word in request["words"] if word.startswith("optimizer.
 with open(folder.parent / "ran.txt", "a") as ran:
     ran.write(f"{lr:g}/{seed} ")
 with open(folder / "judged.jsonl", "w") as rows:
-    print(json.dumps({"began": 0.0, "every": judge["every"] or 40}), file=rows)  # no start: the clock of a test
+    print(json.dumps({"began": 0.0, "every": judge["every"] or 40}), file=rows)
     for look in range(1, 11):
         value = min(lr, look * lr / 5)
         row = {"samples": 40 * look, "step": look, "seconds": look + seed / 100, "value": value, "peak_bytes": 10**8}

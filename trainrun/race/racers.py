@@ -48,25 +48,25 @@ def read_racers(texts: Sequence[str], common: Sequence[str]) -> list[Racer]:
         )
     if len(texts) > len(LETTERS):
         raise ConfigError(f"race: takes {len(LETTERS)} racers at most, and there are {len(texts)}")
-    racers, faults = [], []
+    racers, faults, data = list[Racer](), list[str](), list[DataConfig]()
     for letter, text in zip(LETTERS, texts, strict=False):
         try:
             words = racer_words([*common], words_of(text))
             racers.append(Racer(letter, text, tuple(words)))
-            compose_racer(words)
+            data.append(compose_racer(words).config.data)
         except ConfigError as error:
             faults += [f"racer {letter} ({text}): {fault}" for fault in error.faults]
     if faults:
         raise ConfigError(*faults)
-    check_same_validation(racers)
+    check_same_validation(racers, data)
     return racers
 
 
-def check_same_validation(racers: Sequence[Racer]) -> None:
+def check_same_validation(racers: Sequence[Racer], data: Sequence[DataConfig]) -> None:
     """Raise ConfigError if racers have other validation data than the first."""
-    sets = [validation_sets(compose_racer(racer.words).config.data) for racer in racers]
-    for racer, own in zip(racers, sets, strict=True):
-        if own != sets[0]:
+    first = validation_sets(data[0])
+    for racer, own in zip(racers, data, strict=True):
+        if validation_sets(own) != first:
             raise ConfigError(
                 f"racer {racer.name} ({racer.about}): data.val is not that of A, so no judge can compare them; "
                 "give all racers the same data, as --with data=..."

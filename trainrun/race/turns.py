@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -126,6 +127,11 @@ class Race:
         }
         write_json(self.folder / RACE_FILE, {**facts, "racers": [*racers, *self.others]})
 
+    @cached_property
+    def _reads(self) -> dict[str, Any]:
+        """Return the settings with which the judge reads the validation data."""
+        return judge_reads(self.racers[0])
+
     def results(self) -> RaceResults:
         runs = {racer.name: self.seeds_of(racer.name) for racer in self.racers}
         return RaceResults(runs, self.goal.mode, self.margin)
@@ -188,7 +194,7 @@ class Race:
         judge = {
             "metric": self.goal.metric, "mode": self.goal.mode, "every": self.every, "target": self.goal.value,
             "most_seconds": LATE_FACTOR * median(times) if times else None,
-            "reads": judge_reads(self.racers[0]),
+            "reads": self._reads,
         }  # fmt: skip
         write_json(folder / REQUEST, {"words": racer.words, "seed": seed, "judge": judge})
         with (folder / OUTPUT).open("wb") as output:
