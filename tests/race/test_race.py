@@ -132,6 +132,22 @@ def test_a_failed_run_counts_and_is_shown(tmp_path: Path, capsys: pytest.Capture
     assert (standing.late, standing.ends, standing.bound) == (1, [], "at most")
 
 
+def test_a_run_that_the_race_ends_has_no_end(tmp_path: Path):
+    late = (
+        SCRIPT
+        + """
+with open(folder / "judged.jsonl", "a") as rows:
+    rows.write('{"late": true}')
+"""
+    )
+    race = race_in(tmp_path, ["lr=0.8", "lr=0.4"], seeds=1)
+    race.open()
+    race.run_all(StopRelay(), lambda folder: [sys.executable, "-S", "-c", late, str(folder)])
+    (run_of_b,) = race.seeds_of("B")
+    assert (run_of_b.arrived, run_of_b.end, len(run_of_b.curve)) == (None, None, 10)
+    assert race.results().standing("B", "A").equivalence is None
+
+
 def test_what_a_run_is_asked_for(tmp_path: Path):
     """From the second run on, those that take three times as long as A are ended."""
     race = race_in(tmp_path, ["lr=0.8", "lr=0.6"], seeds=1)
@@ -222,7 +238,8 @@ def test_a_judged_run_trains_as_ever_and_is_judged_on_all_of_the_validation_data
 
 def test_a_run_that_is_too_late_ends(workdir: Path):
     looks = judge(workdir / "judged", TRAINED, target=2.0, most_seconds=0.0)
-    assert [row["step"] for row in looks[1:]] == [7]
+    assert [row["step"] for row in looks if "step" in row] == [7]
+    assert looks[-1] == {"late": True}
     assert "too late" in (workdir / "judged" / "status.json").read_text()
 
 

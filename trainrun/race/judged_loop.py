@@ -154,6 +154,8 @@ class Judge:
             self._has_arrived = self._has_arrived or self._sign * value >= self._better
         late = not self._has_arrived and seconds > self._limit
         self.is_too_late = bool(run.parallel.gather(late)[0])
+        if self.is_too_late:
+            self._write({"late": True})
         self._away += time.perf_counter() - paused
 
     def _write(self, row: dict[str, Any]) -> None:

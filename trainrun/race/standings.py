@@ -26,7 +26,8 @@ class RaceRun:
     """One run of a racer.
 
     arrived: seconds of training until the target, None if it was never reached. start: seconds from the start of the
-    process to the first step. end: the metric after the training, with `seconds` of training. error: why it failed.
+    process to the first step. end: the metric after the training, with `seconds` of training; None where the race ended
+    it. error: why it failed.
     """
 
     seed: int

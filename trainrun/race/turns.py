@@ -218,15 +218,15 @@ class Race:
         rows = judged_rows(folder / JUDGED)
         if not rows:
             return RaceRun(seed, error="no step was made")
-        head, looks = rows[0], rows[1:]
+        head, looks = rows[0], [row for row in rows if "value" in row]
+        was_ended = any(row.get("late") for row in rows)  # it has no end of its own
         self.every = self.every or int(head["every"])
         arrived = next((row["seconds"] for row in looks if self.goal.is_reached(row["value"])), None)
         last = looks[-1] if looks else {}
         curve = [(row["samples"], row["seconds"], row["value"]) for row in looks]
-        return RaceRun(
-            seed, max(head["began"] - began, 0.0), arrived, last.get("value"), last.get("seconds", 0.0),
-            last.get("peak_bytes", 0), "", curve,
-        )  # fmt: skip
+        end = None if was_ended else last.get("value")
+        start, seconds = max(head["began"] - began, 0.0), last.get("seconds", 0.0)
+        return RaceRun(seed, start, arrived, end, seconds, last.get("peak_bytes", 0), "", curve)
 
     def _report(self, racer: Racer, run: RaceRun) -> None:
         seconds = run.time(with_start=True)
