@@ -32,9 +32,9 @@ START = (
     "data.batch_size=1 data.num_workers=2 precision=32-true monitor.log_every_n_steps=20 "
     "trainer.val_check_interval=0.05"
 )
-RECIPE = (
-    "data.batch_size=4 trainer.accumulate_grad_batches=4 precision=auto monitor.log_every_n_steps=100 "
-    "data.num_workers=4 trainer.val_check_interval=1.0"
+RECIPE = (  # the rate follows the batch
+    "data.batch_size=16 scheduler.lr_scaling=sqrt scheduler.base_batch_size=1 precision=auto "
+    "monitor.log_every_n_steps=100 trainer.val_check_interval=1.0"
 )
 SEQUENCES = "data.padding=bucket data.max_sequence_length=192"
 TEXT = "data=text data.path=book.txt task=language_modeling trainer.num_threads=1"
@@ -58,9 +58,9 @@ WORKS = {
         "trainer.num_threads=1", "val/acc=0.75", every=294,
     ),
     "bible": Work(f"{TEXT} data.train.kind=lines data.train.max_bytes=150000 model=lstm model.width=128 model.layers=1",
-                  "val/loss=2.6", SEQUENCES, every=128),
+                  "val/loss=2.0", SEQUENCES, (1, 3), every=128),
     "gpt": Work(f"{TEXT} data.train.block_size=128 data.train.max_bytes=150000 model=gpt model.layers=2 model.width=64 "
-                "model.heads=4", "val/loss=2.7", every=105),
+                "model.heads=4", "val/loss=2.5", "", (1, 3), every=105),
 }  # fmt: skip
 PAIRS = {  # two settings against each other: common settings, the racers, the target
     "threads": (WORKS["fashion"].common.replace("trainer.num_threads=1", "trainer.max_epochs=2"), "val/acc=0.7",

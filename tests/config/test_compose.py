@@ -46,26 +46,7 @@ def test_presets_do_what_their_names_say() -> None:
     assert (debug.trainer.deterministic, debug.monitor.log_every_n_steps, debug.trainer.limit_train_batches) == (
         True, 1, 10,
     )  # fmt: skip
-    assert (most.trainer.compile.scope, most.precision.matmul, most.data.batch_size) == ("auto", "high", 256)
-
-
-@pytest.mark.parametrize(
-    ("words", "base"),
-    [
-        ([], 32),
-        (["data=fashion_mnist", "model=cnn"], 128),
-        (["experiment=tabular"], 64),
-        (["data.batch_size=8"], 32),
-    ],
-)
-def test_a_larger_batch_scales_the_rate_from_the_batch_that_the_data_has(words: list[str], base: int) -> None:
-    """The factor would be twice too large for Fashion-MNIST, whose usual batch is 128, if 32 stood in the preset."""
-    config = compose_run(["preset=max-perf", *words]).config
-    assert config.scheduler is not None
-    assert (config.scheduler["lr_scaling"], config.scheduler["base_batch_size"]) == ("sqrt", base)
-    typed = compose_run(["preset=max-perf", *words, "scheduler.base_batch_size=16"]).config
-    assert typed.scheduler is not None
-    assert typed.scheduler["base_batch_size"] == 16
+    assert (most.trainer.compile.scope, most.precision.matmul) == ("auto", "high")
 
 
 @pytest.mark.parametrize(
@@ -298,9 +279,6 @@ def test_a_mistake_names_the_key_and_the_way_out(word: str) -> None:
 
 
 def test_a_preset_without_what_it_sets_something_of_names_the_way() -> None:
-    (fault,) = faults_of("preset=max-perf", "~scheduler")
-    assert fault.startswith("scheduler.lr_scaling=sqrt: belongs to a class")
-    assert "scheduler=constant" in fault
     (fault,) = faults_of("preset=memory-limited", "data.global_batch_size=64")
     assert fault.endswith("sets the accumulation itself; use trainer.accumulate_grad_batches=1")
 

@@ -36,7 +36,6 @@ from trainrun.instantiate import TARGET
 from trainrun.limits import ANY, NODES, fits_kind, parse_seconds
 from trainrun.model.choices import WORDS
 
-USUAL = "usual"  # of scheduler.base_batch_size, in a preset
 SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
 BOOLEANS = ("true", "false", "on", "off", "yes", "no", "y", "n", "t", "f", "1", "0")
 # Options of Hydra's own that no run reads; without them composing takes 0.8x its time.
@@ -101,16 +100,6 @@ def _register() -> None:
     ConfigStore.instance().store(name="trainrun_schema", node=node, provider="trainrun")
 
 
-def fill_usual_batch(cfg: DictConfig, choices: list[str], folders: list[Path]) -> None:
-    """Fill in `base_batch_size: usual` of a preset: the batch of the same data and experiment without the preset."""
-    scheduler = cfg.scheduler
-    if scheduler is None or scheduler.get("base_batch_size") != USUAL:
-        return
-    others = [choice for choice in choices if not choice.lstrip("+").startswith("preset=")]
-    without = _composed_choices([*others, "preset=none"], folders, [])
-    scheduler.base_batch_size = cfg.data.batch_size if without is None else without.data.batch_size
-
-
 def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
     """Return the config with all overrides in it that are right; `faults` gets a line for each that is not.
 
@@ -137,7 +126,6 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
     if cfg is not None:
         faults += base_60_faults(files, folders[:-1], [*choices, *LEFT_OUT]) if files else []
         fill_splits(cfg)
-        fill_usual_batch(cfg, choices, folders)
         if cfg.monitor.tracker is not None:
             add_trackers(cfg, cfg.monitor.tracker)
         for override in settings:
