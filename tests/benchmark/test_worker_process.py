@@ -18,6 +18,7 @@ from approved import refused
 
 from trainrun.benchmark.diagnose.ablations import ABLATIONS
 from trainrun.benchmark.measured_run import MeasuredRun
+from trainrun.benchmark.remote_loop import busy_seconds_of
 from trainrun.benchmark.worker_messages import Load, Save, Validate
 from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerProcess
 from trainrun.config.compose import compose_run
@@ -125,6 +126,18 @@ def test_between_two_messages_nothing_moves(worker: WorkerProcess) -> None:
         time.sleep(0.01)  # a signal is on its way
     time.sleep(0.05)
     assert found() == {psutil.STATUS_STOPPED}
+
+
+def test_time_in_the_queue_for_a_core_is_busy_time(tmp_path: Path) -> None:
+    """A process that gets a third of a core, and wants all of it, does not wait for a disk."""
+    process = psutil.Process()
+    for thread, counts in {"1": "1000000000 2000000000 7", "2": "500000000 0 1"}.items():
+        folder = tmp_path / str(process.pid) / "task" / thread
+        folder.mkdir(parents=True)
+        (folder / "schedstat").write_text(counts, encoding="ascii")
+    assert busy_seconds_of(process, tmp_path) == 3.5
+    times = process.cpu_times()
+    assert busy_seconds_of(process, tmp_path / "none") >= times.user + times.system
 
 
 def test_a_run_that_cannot_start_says_why(pool: WorkerPool) -> None:

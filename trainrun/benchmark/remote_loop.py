@@ -260,12 +260,12 @@ class Worker:
         for _ in islice(windows, max(message.warm, num_batches_ahead(self._own))):
             pass  # what was read ahead costs nothing any more
         settle(self._device)
-        began, cpu = time.perf_counter(), cpu_seconds()
+        began, busy = time.perf_counter(), busy_seconds()
         for window in islice(windows, message.batches):
             items += sum(batch.counted_by(task) for batch in window)
         settle(self._device)
         seconds = time.perf_counter() - began
-        return Turn(seconds, message.batches, items * self._own.parallel.world_size, cpu_seconds() - cpu)
+        return Turn(seconds, message.batches, items * self._own.parallel.world_size, busy_seconds() - busy)
 
     def _validate(self) -> Turn:
         assert self._own.val is not None
@@ -303,11 +303,20 @@ def suspend_workers(workers: list[psutil.Process]) -> Iterator[None]:
                 worker.resume()
 
 
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and its loader workers (theirs to 10 ms)."""
-    seconds = time.process_time()
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            spent = child.cpu_times()
-            seconds += spent.user + spent.system
-    return seconds
+def busy_seconds() -> float:
+    """Return the seconds in which this process and its loader workers computed, or waited for a core to compute on."""
+    me = psutil.Process()
+    return sum(busy_seconds_of(process) for process in (me, *me.children(recursive=True)))
+
+
+def busy_seconds_of(process: psutil.Process, folder: Path = Path("/proc")) -> float:
+    """Return the busy seconds of the threads of a process; without the waits where the system does not count them."""
+    with contextlib.suppress(OSError):  # a thread has just ended
+        files = [*(folder / str(process.pid) / "task").glob("*/schedstat")]
+        counts = [file.read_text(encoding="ascii").split() for file in files]
+        if counts:  # nanoseconds on a core and in the queue for one: Documentation/scheduler/sched-stats.rst
+            return sum(int(on_core) + int(in_queue) for on_core, in_queue, _ in counts) / 1e9
+    with contextlib.suppress(psutil.Error):
+        spent = process.cpu_times()
+        return float(spent.user + spent.system)
+    return 0.0

@@ -102,14 +102,14 @@ class Turn:
     """What one message took. seconds: wall clock, the device's work included. items: of all ranks. positions: of the
     batches that rank 0 read, padding included; 0 where no batch says it.
 
-    phases: seconds by name, of rank 0. cpu_seconds: of loading, rank 0 and its workers. peak_bytes: of the device, or
-    of the process on a CPU. compile_seconds: since the run began.
+    phases: seconds by name, of rank 0. busy_seconds: of loading, rank 0 and its workers, waits for a core included.
+    peak_bytes: of the device, or of the process on a CPU. compile_seconds: since the run began.
     """
 
     seconds: float
     steps: int
     items: float
-    cpu_seconds: float = 0.0
+    busy_seconds: float = 0.0
     peak_bytes: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     compile_seconds: float = 0.0

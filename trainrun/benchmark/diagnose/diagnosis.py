@@ -94,10 +94,8 @@ class Diagnosis:
     """All that was measured.
 
     speed: items per second of the loop. step_seconds: of a step, with its share of validation and checkpoints.
-    load_speed: of
-    loading alone, without training. load_cores: cores that loading keeps busy. overrides: of the run. untried: what
-    there
-    was no time for.
+    load_speed: of loading alone, without training. load_cores: cores that loading would keep busy on an idle machine.
+    overrides: of the run. untried: what there was no time for.
     """
 
     info: RunInfo
@@ -313,7 +311,7 @@ class Examination:
                 what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), about))
         return Diagnosis(
             info, 1 / rounds.base.each, step_seconds, what_ifs, load.items_per_second,
-            load.cpu_seconds / load.seconds, tuple(self._overrides), untried=tuple(dict.fromkeys(self._untried)),
+            load.busy_seconds / load.seconds, tuple(self._overrides), untried=tuple(dict.fromkeys(self._untried)),
         )  # fmt: skip
 
     def _ratios(self, rounds: Rounds) -> dict[str, Ratio]:
