@@ -257,12 +257,43 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Rows:
     return Rows(request.param(tmp_path))
 
 
-def test_training_and_validation_of_one_data_set_in_workers(rows: Rows) -> None:
+class Together:
+    """Handles that are read side by side: a sample is right if it is so in each of them."""
+
+    def __init__(self, folder: Path, kinds: list[Callable[[Path], Any]]) -> None:
+        self.handles = []
+        for number, kind in enumerate(kinds):
+            (folder / str(number)).mkdir()
+            self.handles.append(kind(folder / str(number)))
+
+    def read(self, index: int) -> Any:
+        found = [handle.read(index) for handle in self.handles]
+        wrong = [
+            type(handle).__name__
+            for handle, row in zip(self.handles, found, strict=True)
+            if not np.array_equal(row, row_of(index))
+        ]
+        assert not wrong
+        return found[0]
+
+
+# Workers are processes, and take a tenth of a second each: in them the handles of a group are read together.
+GROUPS = {
+    "plain": HANDLES[:1], "files": HANDLES[1:4], "maps": [Mapped, NumpyMap, Hdf5, Lmdb],
+    "objects": [Tar, Zip, Sqlite, OfAServer],
+}  # fmt: skip
+
+
+@pytest.fixture(params=GROUPS)
+def grouped_rows(request: pytest.FixtureRequest, tmp_path: Path) -> Rows:
+    return Rows(Together(tmp_path, GROUPS[request.param]))
+
+
+def test_training_and_validation_of_one_data_set_in_workers(grouped_rows: Rows) -> None:
     """Also a validation in the middle of an epoch, in workers that are started anew each time."""
-    train = opened(Subset(rows, range(64)), persistent_workers=False)
-    val = opened(
-        Subset(ConcatDataset([rows, rows]), range(64, 160)), False, train.read_by, persistent_workers=False
-    )
+    rows = ConcatDataset([grouped_rows, grouped_rows])
+    train = opened(Subset(grouped_rows, range(64)), persistent_workers=False)
+    val = opened(Subset(rows, range(64, 160)), False, train.read_by, persistent_workers=False)
     try:
         for epoch in range(2):
             batches = train.epoch(epoch)
@@ -276,8 +307,15 @@ def test_training_and_validation_of_one_data_set_in_workers(rows: Rows) -> None:
         val.close()
 
 
-@pytest.mark.parametrize("changes", [{"num_workers": 0}, {"num_workers": "auto"}])
-def test_other_numbers_of_workers(rows: Rows, changes: dict[str, Any]) -> None:
+def test_a_number_of_workers_that_is_chosen(grouped_rows: Rows) -> None:
+    check_other_numbers(grouped_rows, num_workers="auto")
+
+
+def test_no_workers(rows: Rows) -> None:
+    check_other_numbers(rows, num_workers=0)
+
+
+def check_other_numbers(rows: Rows, **changes: Any) -> None:
     train = opened(Subset(rows, range(64)), **changes)
     val = opened(Subset(rows, range(64, 96)), False, train.read_by, **changes)
     batches = train.epoch(0)
@@ -300,10 +338,18 @@ def test_nothing_of_the_data_set_is_opened_before_the_training(rows: Rows, tmp_p
     assert not [path for path in paths if path.is_relative_to(tmp_path)]
 
 
-@pytest.mark.parametrize("num_workers", [0, 4])
-def test_a_cache_is_filled_without_the_main_process(rows: Rows, num_workers: int) -> None:
+def test_a_cache_is_filled_by_workers_without_the_main_process(grouped_rows: Rows) -> None:
+    handles = grouped_rows.handle.handles
+    kept = [dict(vars(handle)) for handle in handles]
+    stream = opened(grouped_rows, cache="pool:8kB")
+    assert [vars(handle) for handle in handles] == kept
+    assert wrong_of(stream.epoch(0)) == (0, N)
+    stream.close()
+
+
+def test_a_cache_is_filled_without_the_main_process(rows: Rows) -> None:
     kept = dict(vars(rows.handle))
-    stream = opened(rows, cache="pool:8kB", num_workers=num_workers)
+    stream = opened(rows, cache="pool:8kB", num_workers=0)
     assert vars(rows.handle) == kept
     assert wrong_of(stream.epoch(0)) == (0, N)
     stream.close()

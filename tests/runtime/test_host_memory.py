@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from faults.forks import run_forked
 
 import trainrun as package
 
@@ -62,11 +62,12 @@ def test_what_is_kept_is_used_again_and_goes_back_at_the_end() -> None:
 @pytest.mark.parametrize("rule", ["keep", "libc", "return"])
 def test_a_run_is_the_same_bit_for_bit(workdir: Path, rule: str) -> None:
     words = ("model=cnn", "trainer.max_steps=3", "monitor.plots=false")
-    code = f"import trainrun; print(trainrun.train(*{words!r}, 'trainer.cpu_allocator={rule}').status['metrics'])"
-    root = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run(  # glibc cannot go back to its own rule
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300,
-        env=os.environ | {"PYTHONPATH": root},
-    )  # fmt: skip
+
+    def train_with_rule() -> int:
+        print(package.train(*words, f"trainer.cpu_allocator={rule}").status["metrics"])
+        return 0
+
+    # in a process of its own, as glibc cannot go back to its own rule
+    assert run_forked(train_with_rule, workdir / "output", timeout=300).code == 0
     plain = package.train(*words)
-    assert done.stdout.splitlines()[-1] == str(plain.status["metrics"])
+    assert (workdir / "output").read_text().splitlines()[-1] == str(plain.status["metrics"])
