@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import pickle
 import signal
@@ -75,6 +76,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -lanes.LANES.index(lanes.lane_of_item(item)))
 
 
+def session_folder(factory: pytest.TempPathFactory) -> Path:
+    """The folder that all processes of pytest-xdist share."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 def own_threads() -> None:
     """Name the threads that are there as the runner's: of pytest-xdist, or left by a test. No fork waits for them."""
     for thread in threading.enumerate():
@@ -140,17 +147,25 @@ def disk_is_not_waited_for() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def composed_once() -> None:
-    """Hydra composes each choice of options of ours once in this process; later ones read a copy (50 ms and 3 ms). The
-    working directory in it is that of the first, and nothing of ours reads it."""
-    compose, kept = overrides._hydra_compose, {}
+def composed_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Hydra composes each choice of options of ours once; all processes of these tests read copies later (95 ms and 1
+    ms). The working directory in it is that of the first, and nothing of ours reads it."""
+    compose, folder = overrides._hydra_compose, session_folder(tmp_path_factory) / "composed"
+    folder.mkdir(exist_ok=True)
+    kept: dict[str, bytes] = {}
 
     def copied(words: list[str], user_dirs: list[Path]) -> DictConfig:
         if user_dirs:
             return compose(words, user_dirs)
-        key = (overrides.conf_dir(), *words)
-        if key not in kept:
+        key = hashlib.sha256(repr((overrides.conf_dir(), words)).encode()).hexdigest()
+        file = folder / key
+        if key not in kept and file.exists():
+            kept[key] = file.read_bytes()
+        elif key not in kept:
             kept[key] = pickle.dumps(compose(words, user_dirs))
+            written = folder / f"{key}-{os.getpid()}"
+            written.write_bytes(kept[key])
+            written.rename(file)
         return pickle.loads(kept[key])
 
     overrides._hydra_compose = copied

