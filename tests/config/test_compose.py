@@ -637,3 +637,12 @@ def test_foreign_names_of_settings_are_read_with_a_note() -> None:
     config = found.config
     assert (config.trainer.val_check_interval, config.parallel.accelerator) == (7, "cuda")
     assert len(found.notes) == 2
+
+
+@pytest.mark.parametrize("text", ["seed: 3\n", "defaults: [_self_]\nseed: 3\n"])
+def test_a_root_config_without_the_groups_is_one_message(text: str, tmp_path: Path) -> None:
+    (tmp_path / "trainrun.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        compose_run([f"--config-dir={tmp_path}", "data=digits"])
+    (fault,) = caught.value.faults
+    assert fault.startswith(f"{tmp_path}/trainrun.yaml")

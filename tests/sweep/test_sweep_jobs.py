@@ -35,6 +35,9 @@ def test_the_first_word_varies_slowest():
         ("~data.test", ["~data.test"]),
         ("model=glob([m*p,c*])", ["model=cnn", "model=mlp"]),
         ("--config-dir=/x,y", ["--config-dir=/x,y"]),
+        ("path=${oc.env:X},b.csv", ["path=${oc.env:X}", "path=b.csv"]),
+        ("path=${oc.env:X,'/a'}/b,c", ["path=${oc.env:X,'/a'}/b", "path=c"]),
+        ("paths=[${oc.env:X},b],[c]", ["paths=[${oc.env:X},b]", "paths=[c]"]),
     ],
 )
 def test_words_of_one_kind_each(word: str, values: list[str]):
@@ -71,6 +74,8 @@ def test_folder_names_tell_what_varies_and_fit_a_file_system(tmp_path: Path):
         "2-lr=2-model=x_y",
         "3-lr=2-model=z",
     ]
+    alone = open_sweep([["--config-dir=/x", "data=digits", "model=mlp"]], tmp_path / "alone")
+    assert alone.jobs[0].folder == "0-data=digits"
     long, other = file_name_of(["key=" + "a" * 300]), file_name_of(["key=" + "a" * 299 + "b"])
     assert len(long) < 80
     assert long != other

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from trainrun.sweep.jobs import Sweep, open_sweep
 from trainrun.sweep.results import Result
 from trainrun.sweep.run_sweep import conclude
 from trainrun.sweep.sweep_page import longer_command, page_parts
+
+HAS_OPTUNA = find_spec("optuna") is not None
 
 
 def sweep_of(folder: Path, words: list[str], values: Sequence[float | None]) -> Sweep:
@@ -80,15 +84,46 @@ def test_points_are_means_over_seeds_with_intervals_a_line_for_each_other_settin
 def test_many_combinations_are_points_and_seeds_alone_have_a_chart(tmp_path: Path) -> None:
     words = [f"lr={','.join(str(number) for number in range(1, 13))}", "width=3,4"]
     many = charts_of(sweep_of(tmp_path / "many", words, [number / 100 for number in range(24)]))
-    assert [len(chart["series"]) for chart in many] == [2, 1, 24]
+    assert [len(chart["series"]) for chart in many] == [2, 1, 2, *([1] if HAS_OPTUNA else []), 24, 24]
     (points,) = many[1]["series"]
     assert points["dots"]
     assert len(points["y"]) == 24
-    assert many[2]["series"][0]["name"] == "job 23"
-    faint = [line.get("faint", False) for line in many[2]["series"]]
+    assert many[-1]["series"][0]["name"] == "job 23"
+    faint = [line.get("faint", False) for line in many[-1]["series"]]
     assert faint == [False] * 8 + [True] * 16  # the best have colours
     seeds = charts_of(sweep_of(tmp_path / "seeds", ["seed=1,2,3"], [0.1, 0.3, 0.2]))
     assert seeds[0]["series"][0]["x"] == {"seed": [1.0, 2.0, 3.0]}
+
+
+def chart_named(charts: list[dict[str, Any]], title: str) -> dict[str, Any]:
+    return next(chart for chart in charts if chart["title"] == title)
+
+
+def test_all_points_have_a_history_and_parallel_coordinates(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path / "s", ["lr=1e-3,1e-2,1e-1", "model=mlp,cnn"], [0.5, 0.4, 0.7, 0.6, 0.3, None])
+    charts = charts_of(sweep)
+    best, every = chart_named(charts, "val/acc in the order of the points")["series"]
+    assert best["y"] == [0.5, 0.5, 0.7, 0.7, 0.7]
+    assert every["y"] == [0.5, 0.4, 0.7, 0.6, 0.3]
+    lines = chart_named(charts, "Parallel coordinates, lowest to highest")
+    assert lines["names"] == ["lr", "model", "val/acc"]
+    assert lines["series"][0]["y"] == [0.5, 0.0, 1.0]  # lr=1e-2 in the middle of a logarithmic range
+    if HAS_OPTUNA:
+        importance = chart_named(charts, "Importance of settings")
+        assert sorted(importance["names"]) == ["lr", "model"]
+        assert sum(importance["series"][0]["y"]) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_two_objectives_have_a_front(tmp_path: Path) -> None:
+    sweep = sweep_of(tmp_path / "s", ["lr=1,2,3,4,5"], [0.9, 0.5, 0.8, 0.8, 0.3])
+    for num, seconds in enumerate([9.0, 2.0, 4.0, 5.0, 3.0]):
+        result = sweep.jobs[num].result
+        values = {"val/acc": result.value or 0.0, "-seconds": seconds}
+        sweep.note(num, replace(result, values=values))
+    front, points = chart_named(charts_of(sweep), "val/acc and seconds")["series"]
+    assert front["x"] == {"seconds": [2.0, 4.0, 9.0]}
+    assert front["y"] == [0.5, 0.8, 0.9]
+    assert len(points["y"]) == 5
 
 
 def test_names_are_escaped_and_failures_stay_in_the_table(tmp_path: Path) -> None:

@@ -29,21 +29,25 @@ def states(folder: Path) -> dict[str, str]:
 def test_a_pruned_job_is_stopped_and_stays_so_until_it_is_revived(
     tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["lr=0.9,0.1,0.2,0.95", "do=curve", "sweep.pruner=asha"]
+    words = [
+        "lr=0.1,0.2,0.9,0.95",
+        "do=curve",
+        "sweep.pruner=asha",
+    ]  # in a random order, which begins with 0.9
     assert run_sweep([words], tmp_path, command) == 0
     expected = {"0.9": "done", "0.1": "pruned", "0.2": "pruned", "0.95": "done"}
     assert states(tmp_path) == expected
-    assert json.loads((tmp_path / "1-lr=0.1" / "status.json").read_text())["state"] == "pruned"
+    assert json.loads((tmp_path / "0-lr=0.1" / "status.json").read_text())["state"] == "pruned"
     table = (tmp_path / "sweep.csv").read_text().splitlines()
     assert [row.split(",")[1] for row in table[1:]] == ["done", "done", "pruned", "pruned"]
     assert run_sweep([words], tmp_path, command) == 0  # the same words start none of them
     ran = (tmp_path / "ran.txt").read_text().split()
-    assert len(ran) == 4
+    assert ran == ["2-lr=0.9", "0-lr=0.1", "1-lr=0.2", "3-lr=0.95"]
     assert "resume" not in capsys.readouterr().out  # nothing is missing
     for _ in range(2):  # the best one, in all calls together
         assert run_sweep([[*words, "sweep.revive=best:1"]], tmp_path, command) == 0
         assert states(tmp_path) == expected | {"0.2": "done"}
-        assert (tmp_path / "ran.txt").read_text().split() == [*ran, "2-lr=0.2"]
+        assert (tmp_path / "ran.txt").read_text().split() == [*ran, "1-lr=0.2"]
 
 
 def write_rows(sweep: Sweep, num: int, rows: list[dict[str, object]]) -> None:

@@ -275,7 +275,7 @@ def test_a_signal_is_passed_on_once_and_ends_the_sweep(tmp_path: Path, number: s
 
 def test_a_job_that_does_not_obey_is_killed_by_the_third(tmp_path: Path):
     driver = Driver(tmp_path, ["do=hang", "obey=no"])
-    folder = tmp_path / "0-do=hang-obey=no"
+    folder = tmp_path / "0-do=hang"
     wait_for(folder / "hangs")
     for times in range(1, 3):
         driver.process.send_signal(signal.SIGINT)

@@ -37,6 +37,9 @@ from trainrun.instantiate import TARGET
 from trainrun.limits import ANY, NODES, fits_kind, parse_seconds
 from trainrun.model.choices import WORDS
 
+ROOT = "trainrun.yaml"  # in a config folder: which option of each group is used
+SECTIONS = ("data", "model", "task", "trainer", "scheduler", "monitor")  # that each root config must have
+
 SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
 BOOLEANS = ("true", "false", "on", "off", "yes", "no", "y", "n", "t", "f", "1", "0")
 # Options of Hydra's own that no run reads; without them composing takes 0.8x its time.
@@ -130,6 +133,9 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
         else:
             choices.append(str(override.input_line))
     cfg = _composed_choices(choices, folders, faults)
+    if cfg is not None and (fault := _root_fault(cfg, folders)):
+        faults[:] = [fault]  # the others follow from it
+        return None
     if cfg is not None:
         faults += base_60_faults(files, folders[:-1], [*choices, *LEFT_OUT]) if files else []
         fill_splits(cfg)
@@ -143,6 +149,18 @@ def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictCo
         faults += [fault for override in refused if (fault := _put(cfg, override, folders))]
         _fill_epochs(cfg)
     return cfg
+
+
+def _root_fault(cfg: DictConfig, folders: list[Path]) -> str:
+    """Return what is wrong with a root config of the user, which may lack sections; empty if nothing."""
+    lacking = [name for name in SECTIONS if name not in cfg]
+    roots = [folder / ROOT for folder in folders if (folder / ROOT).is_file()]
+    if not lacking:
+        return ""
+    return (
+        f"{roots[0]}: takes the place of trainrun's own {ROOT} and lacks {', '.join(lacking)}; "
+        "rename it, as experiment/mine.yaml in that folder, and add experiment=mine"
+    )
 
 
 SAME_SOURCE = "${data.train}"  # of data.val and data.test: another split of what data.train reads

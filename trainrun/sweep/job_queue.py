@@ -175,10 +175,13 @@ class JobQueue:
 
     def _take_new_jobs(self) -> None:
         """Wait for the jobs that this worker, or another one, has asked for since."""
-        for num in self._sweep.wanted[self._num_taken :]:
-            if not self._keep(num, "before"):
-                self._waiting.append(num)
-        self._num_taken = len(self._sweep.wanted)
+        jobs = self._sweep.wanted[self._num_taken :]
+        self._num_taken += len(jobs)
+        if self._study is not None and not self._sweep.search:
+            jobs = self._sweep.in_random_order(
+                jobs
+            )  # a pruner lets each job go on that is better than all before it
+        self._waiting += [num for num in jobs if not self._keep(num, "before")]
 
     def _look_at_other_workers(self) -> None:
         """Drop the jobs that they have ended, stop those that they prune, and try again to run those that they run."""

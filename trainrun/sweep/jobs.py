@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import re
 import secrets
 import shlex
@@ -24,7 +25,7 @@ from trainrun.output import counted, masked_words
 from trainrun.sweep.options import hide_password, read_options, split_options
 from trainrun.sweep.places.sweep_locks import SweepLocks
 from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_points
-from trainrun.sweep.results import Job, Result, short_numbers
+from trainrun.sweep.results import Job, Result, as_number, short_numbers
 from trainrun.sweep.space import (
     Dimension,
     dimensions_of,
@@ -38,6 +39,7 @@ from trainrun.sweep.space import (
 
 SEAL = "seal"  # in the file of a sweep: shows that this user wrote the words
 MOST_REPEATED = 100  # points that a search asks for one after the other, and that it had before
+LOG_RANGE = 10  # a decade crowds the small values of a linear axis
 NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still readable
 
 
@@ -148,7 +150,8 @@ class Sweep:
         for row in rows:
             num = known.setdefault(tuple(sorted(masked_words(row))), len(self.jobs))
             words = [word for word in row if key_of(word) in varied]
-            name = file_name_of(masked_words(words or row)) or "default"
+            words = words or [word for word in row if not word.startswith("-")][:1]
+            name = file_name_of(masked_words(words)) or "default"
             job = self.jobs.setdefault(num, Job(num, row, f"{num}-{name}"))
             if sorted(job.words) != sorted(row):  # its secrets are not in the file
                 self.jobs[num] = replace(job, words=row)
@@ -180,6 +183,13 @@ class Sweep:
     def _want(self, num: int) -> None:
         if num not in self.wanted:
             self.wanted.append(num)
+
+    def in_random_order(self, jobs: Sequence[int]) -> list[int]:
+        """Return the numbers of jobs with their points in a random order, which is always the same one."""
+        order = list(range(len(self.trials)))
+        random.Random(0).shuffle(order)
+        in_order = [num for number in order for num in self.trials[number] if num in jobs]
+        return list(dict.fromkeys([*in_order, *jobs]))
 
     @property
     def num_jobs(self) -> int:
@@ -246,6 +256,16 @@ class Sweep:
         """Return the keys whose value differs between jobs, in the order in which they were written."""
         keys = dict.fromkeys(key for job in self.jobs.values() for key in job.settings)
         return [key for key in keys if len({job.settings.get(key) for job in self.jobs.values()}) > 1]
+
+    def is_logarithmic(self, key: str) -> bool:
+        """Return whether numbers of a setting belong on a logarithmic axis: its interval says so, or a decade."""
+        for words in self.calls:
+            for dimension in dimensions_of(split_options(words)[1]):
+                if dimension.key == key and dimension.interval is not None:
+                    return dimension.interval.log
+        values = [as_number(job.settings[key]) for job in self.jobs.values() if key in job.settings]
+        numbers = [value for value in values if value is not None]
+        return len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= LOG_RANGE * min(numbers)
 
     def points(self) -> list[SweepPoint]:
         """Return the ways to train, the best first."""

@@ -200,3 +200,9 @@ def finite(value: Any) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return None
+
+
+def as_number(text: str) -> float | None:
+    with contextlib.suppress(ValueError):
+        return finite(float(text))
+    return None

@@ -221,7 +221,8 @@ def conclude(sweep: Sweep) -> None:
         except OSError as error:
             say(f"page: {sweep.folder / PAGE} cannot be written ({error.strerror})")
         say(f"best: {best_text(sweep.points()[0], best)}")
-        say(f"train the best longer: {longer_command(sweep, best)}")
+        if best.result.state == "done":
+            say(f"train the best longer: {longer_command(sweep, best)}")
     if any(sweep.jobs[num].result.state not in ENDED for num in sweep.wanted) or sweep.num_jobs > len(
         sweep.wanted
     ):

@@ -13,10 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override, ValueType
+from hydra.core.override_parser.types import (
+    Glob,
+    IntervalSweep,
+    Override,
+    Transformer,
+    ValueType,
+)
 from hydra.errors import HydraException
 
 from trainrun.config.argv import CUSTOM, conf_dir, options, user_conf_dirs
@@ -38,6 +44,7 @@ FORMS = {  # of values of a sweep: what each takes
     "glob": "a pattern of names, as glob(*)",
 }
 QUOTES = "\"'"
+REFERENCE: Final = re.compile(r"\$\\\{[^{}]*\\\}")  # in a list, as Hydra escapes it
 MOST_COUNTED = 100_000  # points of a space; one with more is taken as endless
 MOST_REPEATED = 1000  # draws one after the other that bring no new point
 
@@ -299,7 +306,7 @@ def choices_of_word(word: str) -> list[str]:
     if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
         return names_of_glob(word, override)
     try:
-        values = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        values = [f"{override.get_key_element()}={value}" for value in override.sweep_iterator(text_of_value)]
     except HydraException as error:
         raise ConfigError(explain_unreadable(word)) from error
     if not values:
@@ -311,6 +318,14 @@ def choices_of_word(word: str) -> list[str]:
             f"environment, as '{key}=${{oc.env:FIRST}},${{oc.env:SECOND}}'"
         )
     return list(dict.fromkeys(values))  # equal ones make one job
+
+
+def text_of_value(value: Any) -> Any:
+    """Return a value as it is typed. Hydra escapes also the braces and colons of a reference, as `${oc.env:NAME}`."""
+    if isinstance(value, str) and "${" in value:
+        return value
+    text: str = Transformer.str(value)
+    return REFERENCE.sub(lambda reference: reference[0].replace("\\", ""), text)
 
 
 def names_of_glob(word: str, override: Override) -> list[str]:

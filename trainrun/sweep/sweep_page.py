@@ -20,14 +20,14 @@ from trainrun.plots.history import read_config, read_history
 from trainrun.plots.series import curves_in
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_jobs
-from trainrun.sweep.results import Job
+from trainrun.sweep.results import Job, as_number
+from trainrun.sweep.search_charts import point_charts
 from trainrun.sweep.table import job_table, point_table, repeated_keys
 
 PAGE = "sweep.html"
 MOST_LINES = 8  # of a chart of one setting; with more combinations of the others it has dots alone
 MOST_NAMED = 8  # jobs whose curves have colours and names; those of the others are faint
 MOST_POINTS = 12_000  # of all curves of a chart: a browser draws them in a tenth of a second
-LOG_RANGE = 10  # a decade crowds the small values of a linear axis
 MOST_NAMES = 8  # with more curves than this, they are named by the numbers of their jobs
 BETTER = {"max": "higher is better", "min": "lower is better"}
 
@@ -50,9 +50,12 @@ def page_parts(sweep: Sweep) -> list[str]:
     best = best_job(points)
     if best is not None:
         parts.append(page.banner("best", best_text(points[0], best)))
-        parts.append(page.code("Train the best longer", longer_command(sweep, best)))
+        if best.result.state == "done":
+            parts.append(page.code("Train the best longer", longer_command(sweep, best)))
     if charts := charts_html(setting_charts(sweep)):
         parts += [page.heading("Settings"), page.paragraph(settings_note(sweep)), charts]
+    if charts := charts_html(point_charts(sweep, comparable_points(sweep))):
+        parts += [page.heading("All points"), charts]
     if repeated_keys(sweep):
         parts += [page.heading("Points"), page.table(*point_table(points))]
     links = [link_to_report(sweep, job) for job in jobs]
@@ -101,20 +104,25 @@ def settings_note(sweep: Sweep) -> str:
 def setting_charts(sweep: Sweep) -> list[Chart]:
     """Return a chart of the metric against each setting that was varied; of seeds, if nothing else was."""
     keys = [key for key in sweep.swept_keys() if key not in REPEATED]
-    points = [point for point in sweep.points() if point.mean is not None]
+    points = comparable_points(sweep)
     if not keys:
         keys = repeated_keys(sweep)
         points = [
             SweepPoint({key: job.settings[key] for key in keys}, (job,)) for point in points for job in point.jobs
             if job.result.value is not None
         ]  # fmt: skip
-    if points:  # another metric has another axis
-        monitor = points[0].jobs[0].result.monitor
-        points = [point for point in points if point.jobs[0].result.monitor == monitor]
-    return [chart for key in keys if (chart := setting_chart(key, points)) is not None]
+    return [
+        chart for key in keys if (chart := setting_chart(key, points, sweep.is_logarithmic(key))) is not None
+    ]
 
 
-def setting_chart(key: str, points: Sequence[SweepPoint]) -> Chart | None:
+def comparable_points(sweep: Sweep) -> list[SweepPoint]:
+    """Return the points with a mean of the first one's metric: another metric has another axis."""
+    points = [point for point in sweep.points() if point.mean is not None]
+    return [point for point in points if point.jobs[0].result.monitor == points[0].jobs[0].result.monitor]
+
+
+def setting_chart(key: str, points: Sequence[SweepPoint], is_log: bool) -> Chart | None:
     """Return the chart of one setting; None if it has one value.
 
     Of a grid it has a line for each combination of the other settings, and of points that were searched dots alone.
@@ -137,12 +145,11 @@ def setting_chart(key: str, points: Sequence[SweepPoint]) -> Chart | None:
     if is_dots:
         lines = {"all points": [point for line in lines.values() for point in line]}
         lines["all points"].sort(key=lambda point: places[point.settings[key]])
-    low, high = min(places.values()), max(places.values())
     result = points[0].jobs[0].result
     return Chart(
         f"{result.monitor} over {key}",
         [setting_curve(name, key, line, places, is_dots or bool(names)) for name, line in lines.items()],
-        log=False, log_x=not names and low > 0 and high / low >= LOG_RANGE, x_names=names,
+        log=False, log_x=is_log and not names, x_names=names,
     )  # fmt: skip
 
 
@@ -154,12 +161,6 @@ def setting_curve(
     means = np.asarray([point.mean for point in points], dtype=np.float64)
     halves = np.asarray([np.nan if point.half is None else point.half for point in points])
     return Curve(name, {key: x}, means, is_dots, halves)
-
-
-def as_number(text: str) -> float | None:
-    with suppress(ValueError):
-        return float(text) if np.isfinite(float(text)) else None
-    return None
 
 
 def job_charts(sweep: Sweep, jobs: Sequence[Job]) -> list[Chart]:
