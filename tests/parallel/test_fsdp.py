@@ -18,9 +18,12 @@ from exact_groups import BY_SETTINGS
 from exact_parts import parts_of, result
 from test_exactness import LOSS_TOLERANCES, TOKENS, TOLERANCES, difference, same_rows
 
+from trainrun.assemble.step_function import check_before_sharding
 from trainrun.checkpoint.files import folder_name
 from trainrun.checkpoint.load import is_intact_checkpoint, read_checkpoint
+from trainrun.errors import PluginError
 from trainrun.folder.run_folder import RunDir, read_json, write_json
+from trainrun.interfaces import StepOutput
 from trainrun.parallel.launch import launch_ranks
 from trainrun.train_state import TrainState
 from trainrun.training import loop
@@ -160,3 +163,22 @@ def test_a_flipped_bit_in_any_file_is_found(file: str, seen: dict[str, Any]) -> 
 def test_what_shards_cannot_do_is_refused(name: str, error: str, key: str, seen: dict[str, Any]) -> None:
     assert seen[name][0] == error
     assert key in seen[name][1]
+
+
+class MeanLoss:
+    """A task that returns a mean in the place of a sum."""
+
+    def count(self, batch: Any) -> int:
+        return len(batch[1])
+
+    def step(self, model: Any, batch: Any) -> StepOutput:
+        inputs, target = batch
+        return StepOutput(torch.nn.functional.cross_entropy(model(inputs), target))
+
+
+def test_a_custom_task_is_checked_while_the_model_is_whole() -> None:
+    run = parts_of((), batch_size=8)
+    with pytest.raises(PluginError):
+        check_before_sharding(
+            MeanLoss(), run.model, run.train, run.parallel, run.precision, run.counting, print
+        )

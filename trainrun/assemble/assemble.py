@@ -63,6 +63,7 @@ from trainrun.assemble.step_function import (
     build_counting,
     build_log,
     build_step,
+    check_before_sharding,
     checked_step,
 )
 from trainrun.assemble.unread_settings import check_nodes_are_read
@@ -245,7 +246,7 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
         config, data_sets.facts, context.parallel, context.init_from, notes.choices, notes.advice
     )
     config = prepare_model_and_numbers(config, context, data_sets, data, task, model, rhythm, notes)
-    update = build_update(config, context, model, rhythm, notes)
+    update = build_update(config, context, data, task, model, rhythm, notes)
     monitors = build_monitors(config, context, data, task, model, update, rhythm)
     checkpoints = build_checkpoints(config, context, data_sets, data, task, rhythm, monitors, notes)
     retry = build_retry(config, context, task, model, monitors)
@@ -255,7 +256,8 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
     compile_log = build_log(config, monitors, context.phases)
     step, own_step = build_step(config, task, calls, context.parallel.device, compile_log)
     step = add_layer_table(config, step)
-    step = checked_step(step, config.trainer.check_task and context.is_new, task, model)
+    is_checked = config.trainer.check_task and context.is_new and not context.parallel.forward_is_collective
+    step = checked_step(step, is_checked, task, model)
     hooks = build_hooks(config, context, unfreeze)
     check_nodes_are_read(context.typed, config, data_sets.sources)
     run = Components(
@@ -377,12 +379,17 @@ def prepare_model_and_numbers(
 
 
 def build_update(
-    config: RunConfig, context: RunContext, model: nn.Module, rhythm: Intervals, notes: Notes
-) -> UpdateParts:
+    config: RunConfig, context: RunContext, data: DataParts, task: Any, model: nn.Module, rhythm: Intervals,
+    notes: Notes,
+) -> UpdateParts:  # fmt: skip
     """Build the guarded update with its optimizer and schedule, one or several by name, and the averaged weights."""
     parallel, options = context.parallel, precision_options(config)
     guarded, lines = build_precision(options, model, parallel.device, context.phases, parallel)
     notes.choices.extend(lines)
+    if parallel.forward_is_collective and context.is_new and config.trainer.check_task and not config.step:
+        alone = build_precision(options, model, parallel.device, context.phases)[0]
+        counting = build_counting(config, model, task, parallel, context.phases)
+        check_before_sharding(task, model, data.train, parallel, alone, counting, notes.advice.append)
     wrapped = parallel.wrap(model)
     held = parallel.held(model)
     if not named_nodes(config.optimizer):

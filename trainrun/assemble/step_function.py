@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from trainrun.config.schema import RunConfig
-from trainrun.interfaces import Counting, Parallel, counts_before
+from trainrun.interfaces import Batches, Counting, Parallel, Precision, counts_before
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.runtime.collector import freeze_more
 from trainrun.timing.phases import COMPILE, PhaseTimer
@@ -86,6 +87,28 @@ def checked_step(step: Step, wanted: bool, *parts: Any) -> Step:
     from trainrun.training.checks.first_step import Checked
 
     return Checked(step)
+
+
+def check_before_sharding(
+    task: Any, model: nn.Module, train: Batches, parallel: Parallel, precision: Precision, counting: Counting,
+    note: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Make the checks of `checked_step` on the first batch, while each rank has the whole model."""
+    is_own = all(type(part).__module__.startswith("trainrun.") for part in (task, model))
+    if is_own or not getattr(train, "may_be_read_before", True):
+        return
+    from trainrun.training.checks.contract import check_task
+    from trainrun.training.checks.padding import check_padding
+    from trainrun.training.without_trace import first_batches
+
+    run: Any = SimpleNamespace(
+        model=model, task=task, optimizer=None, hooks=SimpleNamespace(by_key={}), parallel=parallel,
+        precision=precision, counting=counting, own_step=None, monitors=SimpleNamespace(note=note),
+    )  # fmt: skip
+    data = first_batches(train)[0]
+    if not type(task).__module__.startswith("trainrun."):
+        check_task(run, data)
+    check_padding(run, data)
 
 
 def add_layer_table(config: RunConfig, step: Step) -> Step:
