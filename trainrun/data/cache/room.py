@@ -1,8 +1,8 @@
 """Caches on disks: which there are, how much room they may take, and which go first.
 
-A cache is a folder of the column store, with a file `meta.json`. Who reads a file of one holds a shared lock of it,
-which ends with its process: a cache in use by a living process is never removed. Folders that hold caches are noted in
-`<cache home>/folders`. The limit is for all of them on one disk together.
+A cache is a folder of the column store, or of files of an object store, with a file `meta.json`. Who reads one holds a
+shared lock of it, which ends with its process: a cache in use by a living process is never removed. Folders that hold
+caches are noted in `<cache home>/folders`. The limit is for all of them on one disk together.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def note_folder(folder: Path) -> None:
 
 def known_folders() -> list[Path]:
     """Return the folders that hold caches, and still exist."""
-    found = {cache_home() / "text", cache_home() / "columns"}
+    found = {cache_home() / name for name in ("text", "columns", "stored")}
     for note in (cache_home() / "folders").glob("*"):
         with suppress(OSError, UnicodeDecodeError):
             found.add(Path(note.read_text(encoding="utf-8")))
@@ -76,7 +76,7 @@ def _caches_in(folder: Path) -> Iterator[DiskCache]:
         for path in sorted(folder.iterdir()):
             with suppress(OSError):  # gone meanwhile
                 if path.name[0] != "." and (path / META).is_file():
-                    size = sum(part.stat().st_size for part in path.iterdir())
+                    size = sum(part.stat().st_size for part in path.rglob("*") if part.is_file())
                     yield DiskCache(path, size, (path / META).stat().st_atime, (path / SOURCE).read_text())
 
 

@@ -270,8 +270,11 @@ def draft_folder(path: Path) -> Iterator[Path]:
             break
         os.close(descriptor)  # its builder has renamed it
     try:
-        for file in draft.iterdir():
-            file.unlink()
+        for path_inside in draft.iterdir():
+            if path_inside.is_dir():
+                shutil.rmtree(path_inside)
+            else:
+                path_inside.unlink()
         yield draft
     finally:
         if is_open_at(descriptor, draft):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import DataError
+from trainrun.limits import is_url
 
 Identity = tuple[int, int]
 MAX_FILES = 100_000
@@ -26,7 +27,13 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
     path: a file of any name, a pattern as `parts/*.csv`, a folder, in which files with one of the `endings` are looked
         for at any depth (see `folders_below`), or names with braces as in a shell, `shard-{000..009}.tar`, all of
         which must exist.
+
+    A URL of an object store, with the same patterns, gives local copies of its files.
     """
+    if path is not None and is_url(path):
+        from trainrun.data.readers.stored_files import local_files  # needs an optional package
+
+        return local_files(path, list(itertools.islice(expanded(path), MAX_FILES)), key, endings)
     if path is not None and BRACES.search(path) and not Path(path).expanduser().exists():
         names = list(itertools.islice(expand_braces(path), MAX_FILES + 1))
         if len(names) > MAX_FILES:

@@ -1,0 +1,121 @@
+"""Files of an object store as local files: `data.path=s3://bucket/shards`, `hf://datasets/USER/NAME/*.parquet`.
+
+All files of a URL are downloaded once a machine, into one folder of the cache: ranks and workers that come later wait,
+and then read the same files. The cache has a limit, see `cache/room.py`; files in use are never removed. Readers get
+local files, so the order of samples and a resume are those of files on the disk. A URL whose files changed (name, size,
+ETag) is downloaded again.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainrun.data.cache.room import META, SOURCE, cache_home, hold, make_room
+from trainrun.data.readers.column_store import draft_folder, sync_folder
+from trainrun.data.readers.records.record import META_NAME
+from trainrun.errors import DataError
+from trainrun.output import counted, quantity, say_note
+from trainrun.runtime.object_store import open_store
+
+VERSION_NAMES = (
+    "ETag",
+    "etag",
+    "blob_id",
+    "md5Hash",
+    "mtime",
+    "LastModified",
+    "created",
+)  # of different stores
+FOLDER = "files"  # in the folder of the cache
+TRIES = 3
+_held: dict[Path, int] = {}  # locks of the folders that this process reads; workers inherit them
+
+
+def local_files(url: str, names: Sequence[str], key: str, endings: Sequence[str]) -> tuple[Path, ...]:
+    """Return local copies of the files of a URL, in the order of their names.
+
+    names: what the braces of the URL stand for; the URL itself without any. key: the setting. endings: of the files of
+    a folder. Raise DataError if there are none, or if they cannot be read or have no room.
+    """
+    store, _ = open_store(names[0], key)
+    try:
+        store.invalidate_cache()
+        found = [list_files(store, open_store(name, key)[1], endings) for name in names]
+        if missing := [name for name, files in zip(names, found, strict=True) if not files]:
+            raise DataError(f"{key}={missing[0]}: no file is there, or none with {' or '.join(endings)}")
+        listed = {path: info for files in found for path, info in files.items()}
+        folder = downloaded(store, url, listed)
+    except DataError:
+        raise
+    except Exception as error:  # each store has its own
+        text = " ".join(str(error).split())[:300]
+        raise DataError(f"{key}={url}: cannot be read ({type(error).__name__}: {text})") from error
+    inside = relative_names(list(listed))
+    shown = [path for files in found for path in sorted(files, key=lambda path: Path(path).parts)]
+    return tuple(folder / FOLDER / inside[path] for path in shown if not path.endswith(META_NAME))
+
+
+def list_files(store: Any, root: str, endings: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return what the store says of each file of a path: a file, a pattern, or a folder."""
+    if glob.has_magic(root):
+        return {path: info for path, info in store.glob(root, detail=True).items() if info["type"] == "file"}
+    if store.isfile(root):
+        return {root: store.info(root)}
+    wanted = (*endings, META_NAME)  # also what `trainrun convert` writes beside shards
+    return {
+        path: info
+        for path, info in store.find(root, detail=True).items()
+        if path.lower().endswith(wanted) and not any(part.startswith(".") for part in path.split("/"))
+    }
+
+
+def relative_names(paths: Sequence[str]) -> dict[str, str]:
+    """Return the names of files below the folder in which all of them lie."""
+    together = os.path.commonpath([os.path.dirname(path) for path in paths])
+    return {path: os.path.relpath(path, together) for path in paths}
+
+
+def downloaded(store: Any, url: str, listed: dict[str, dict[str, Any]]) -> Path:
+    """Return the folder of the cache that holds the files, downloaded if it is not there."""
+    versions = [(path, info["size"], *map(info.get, VERSION_NAMES)) for path, info in sorted(listed.items())]
+    path = cache_home() / "stored" / hashlib.sha256(repr(versions).encode()).hexdigest()[:24]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(TRIES):
+        if path in _held or is_held(path):
+            return path
+        with draft_folder(path) as draft:
+            if not path.is_dir():
+                download(store, url, listed, draft)
+                os.rename(draft, path)
+                sync_folder(path.parent)
+    raise OSError(f"{path} is removed again and again")
+
+
+def is_held(path: Path) -> bool:
+    """Lock a finished folder against removal while this process lives; return whether it is there."""
+    descriptor = hold(path / META) if path.is_dir() else None
+    if descriptor is not None:
+        _held[path] = descriptor
+    return descriptor is not None
+
+
+def download(store: Any, url: str, listed: dict[str, dict[str, Any]], folder: Path) -> None:
+    """Download files into a folder, and write what describes it last."""
+    num_bytes = sum(info["size"] for info in listed.values())
+    make_room(folder.parent, num_bytes, url, say_note)
+    say_note(f"{url}: downloading {counted(len(listed), 'file')}, {quantity(num_bytes)}B, to {folder.parent}")
+    targets = {path: folder / FOLDER / name for path, name in relative_names(list(listed)).items()}
+    for target in targets.values():
+        target.parent.mkdir(parents=True, exist_ok=True)
+    store.get(list(targets), [str(target) for target in targets.values()])
+    for path, target in targets.items():
+        if (size := target.stat().st_size) != listed[path]["size"]:
+            raise OSError(f"{path}: {size:,} of {listed[path]['size']:,} bytes arrived")
+    (folder / SOURCE).write_text(url, encoding="utf-8")
+    (folder / META).write_text(json.dumps({"bytes": num_bytes}), encoding="utf-8")
