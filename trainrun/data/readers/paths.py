@@ -33,7 +33,7 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
     if path is not None and is_url(path):
         from trainrun.data.readers.stored_files import local_files  # needs an optional package
 
-        return local_files(path, list(itertools.islice(expanded(path), MAX_FILES)), key, endings)
+        return local_files(path, list(itertools.islice(expand_braces(path), MAX_FILES)), key, endings)
     if path is not None and BRACES.search(path) and not Path(path).expanduser().exists():
         names = list(itertools.islice(expand_braces(path), MAX_FILES + 1))
         if len(names) > MAX_FILES:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainrun.data.cache.room import META, SOURCE, cache_home, hold, make_room
+from trainrun.data.cache.room import META, SOURCE, cache_home, make_room, open_shared
 from trainrun.data.readers.column_store import draft_folder, sync_folder
 from trainrun.data.readers.records.record import META_NAME
 from trainrun.errors import DataError
@@ -99,7 +99,7 @@ def downloaded(store: Any, url: str, listed: dict[str, dict[str, Any]]) -> Path:
 
 def is_held(path: Path) -> bool:
     """Lock a finished folder against removal while this process lives; return whether it is there."""
-    descriptor = hold(path / META) if path.is_dir() else None
+    descriptor = open_shared(path / META) if path.is_dir() else None
     if descriptor is not None:
         _held[path] = descriptor
     return descriptor is not None
