@@ -31,7 +31,7 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
     A URL of an object store, with the same patterns, gives local copies of its files.
     """
     if path is not None and is_url(path):
-        from trainrun.data.readers.stored_files import local_files  # needs an optional package
+        from trainrun.data.cache.stored_files import local_files  # needs an optional package
 
         return local_files(path, list(itertools.islice(expand_braces(path), MAX_FILES)), key, endings)
     if path is not None and BRACES.search(path) and not Path(path).expanduser().exists():

@@ -16,8 +16,8 @@ import pyarrow.parquet
 from quiet_runs import QUIET, train, weights
 
 from trainrun.cli.main import main
+from trainrun.data.cache import stored_files
 from trainrun.data.cache.room import cache_home, caches_in, known_folders
-from trainrun.data.readers import stored_files
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.paths import files_of
 from trainrun.errors import DataError
