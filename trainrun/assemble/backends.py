@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import deterministic
 
 from trainrun.config.schema import RunConfig
+from trainrun.data.cache.room import cache_home
 from trainrun.interfaces import Parallel
 from trainrun.precision.autocast import describe_matmul_precision, is_tiny, set_matmul
 
@@ -87,6 +88,14 @@ def set_deterministic(wanted: bool, warn_only: bool) -> None:
         torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
 
 
+def keep_compiled_code() -> None:
+    """Let inductor keep its code in the user's cache, unless the environment names another folder.
+
+    Its own default lies below /tmp. So a restart, other ranks and the jobs of a sweep read what one of them compiled.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
+
+
 def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
     """Set the switches of the whole process: determinism, kernels, and the precision of float32 products."""
     trainer = config.trainer
@@ -102,6 +111,8 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
     torch.backends.cudnn.benchmark = trainer.benchmark
     if trainer.detect_anomaly:
         torch.autograd.set_detect_anomaly(True)
+    if trainer.compile.scope != "off":
+        keep_compiled_code()
     notes = [set_matmul(config.precision.matmul, parallel.device)]
     if parallel.device.type == "cuda":
         capability = torch.cuda.get_device_capability(parallel.device)

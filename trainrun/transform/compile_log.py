@@ -1,4 +1,4 @@
-"""What compiling cost: seconds, graphs, and how many were made again for another shape or mode."""
+"""What compiling cost: seconds, graphs, how many were made again for another shape or mode, or read from a cache."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ class CompileLog:
         self.seconds = 0.0
         self.graphs = 0
         self.again = 0
+        self.from_cache = 0
+        self._cache_counts = (0, 0)
 
     def begin(self) -> None:
         self._open.enter_context(self._booked())
+        self._cache_counts = count_cached_graphs()
         self._started = perf_counter()
 
     def end(self, what: str, again: bool) -> None:
@@ -32,7 +35,13 @@ class CompileLog:
         self.seconds += seconds
         self.graphs += 1
         self.again += again
-        self._tell(f"compile: {what} in {seconds:.1f} s{', once more' if again else ''}")
+        hits, misses = (
+            now - before for now, before in zip(count_cached_graphs(), self._cache_counts, strict=True)
+        )
+        is_cached = hits > 0 and misses == 0
+        self.from_cache += is_cached
+        source = ", from the cache" if is_cached else ""
+        self._tell(f"compile: {what} in {seconds:.1f} s{', once more' if again else ''}{source}")
 
     def listen(self) -> Callable[[], None]:
         """Watch every graph that `torch.compile` makes in this process. Return a function that ends the watch."""
@@ -59,4 +68,17 @@ class CompileLog:
         """Return the numbers for the summary of a run; empty if nothing was compiled."""
         if not self.graphs:
             return {}
-        return {"compile_seconds": self.seconds, "compiled_graphs": self.graphs, "recompiles": self.again}
+        return {
+            "compile_seconds": self.seconds, "compiled_graphs": self.graphs, "recompiles": self.again,
+            "graphs_from_cache": self.from_cache,
+        }  # fmt: skip
+
+
+def count_cached_graphs() -> tuple[int, int]:
+    """Return how many graphs inductor has read from its cache in this process, and how many it has not found there."""
+    try:
+        from torch._dynamo.utils import counters
+    except ImportError:  # a later version of torch
+        return 0, 0
+    whole, single = counters["aot_autograd"], counters["inductor"]
+    return whole["autograd_cache_hit"] + single["fxgraph_cache_hit"], single["fxgraph_cache_miss"]
