@@ -1,4 +1,4 @@
-"""How fast stored columns are read: CSV started again, shuffled Parquet rows, and lists of unequal lengths.
+"""How fast stored columns are read: CSV and tar shards started again, shuffled Parquet rows, lists of unequal lengths.
 
     python scripts/bench_columns.py [--epochs 5]
 
@@ -8,9 +8,11 @@ Seconds are of the processor, in one process with one thread. The stored columns
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import statistics
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from bench_kit import machine  # noqa: E402
 from pyarrow import csv  # noqa: E402
 
 from trainrun.data.pipeline import open_batches  # noqa: E402
+from trainrun.data.readers.records import webdataset  # noqa: E402
 from trainrun.data.readers.tables import csv_files, huggingface, parquet  # noqa: E402
 from trainrun.data.stream_options import StreamOptions  # noqa: E402
 
@@ -35,7 +38,8 @@ BATCH_SIZE = 64
 
 
 def write_files(folder: Path) -> None:
-    """Write a CSV of 200,000 x 21 cells, 100,000 rows of 128 tokens in row groups of 1,000, and 20,000 lists."""
+    """Write a CSV of 200,000 x 21 cells, 100,000 rows of 128 tokens in row groups of 1,000, 20,000 lists and a tar
+    shard of 30,000 samples of two members."""
     rng = np.random.default_rng(0)
     numbers = rng.standard_normal((200_000, 20))
     columns = {f"c{number}": numbers[:, number] for number in range(20)}
@@ -47,6 +51,12 @@ def write_files(folder: Path) -> None:
     values = pa.array(rng.integers(0, 50_000, ends[-1]))
     lists = pa.ListArray.from_arrays(pa.array([0, *ends], pa.int32()), values)
     pq.write_table(pa.table({"tokens": lists}), folder / "lists.parquet")
+    with tarfile.open(folder / "shard.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+        for number in range(30_000):
+            for ending, content in (("txt", b"x" * 100), ("cls", b"%d" % (number % 10))):
+                member = tarfile.TarInfo(f"{number:07d}.{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
 
 
 def loading_seconds(load: Callable[[], Any]) -> float:
@@ -76,12 +86,15 @@ def main() -> None:
         folder = Path(name)
         os.environ["XDG_CACHE_HOME"] = name
         write_files(folder)
-        path = folder / "table.csv"
-        seconds = [
-            loading_seconds(lambda: csv_files.load(str(path), target="y")["train"]) for _ in range(epochs)
-        ]
-        megabytes = path.stat().st_size / 1e6
-        print(f"CSV of {megabytes:.0f} MB: {seconds[0]:.2f} s, then {statistics.median(seconds[1:]):.3f} s")
+        table, shard = folder / "table.csv", folder / "shard.tar"
+        loads = {
+            table: lambda: csv_files.load(str(table), target="y")["train"],
+            shard: lambda: webdataset.load(str(shard))["train"],
+        }
+        for path, load in loads.items():
+            seconds = [loading_seconds(load) for _ in range(epochs)]
+            size = f"{path.stat().st_size / 1e6:.0f} MB"
+            print(f"{path.name} of {size}: {seconds[0]:.2f} s, then {statistics.median(seconds[1:]):.3f} s")
         rows = parquet.load(str(folder / "rows.parquet"), target="none")["train"]
         lists = huggingface.load(str(folder / "lists.parquet"), columns=["tokens"])["train"]
         for what, source in (("rows of 128 tokens", rows), ("lists of 16 to 511 tokens", lists)):

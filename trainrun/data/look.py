@@ -29,6 +29,7 @@ from trainrun.data.engines.batch_reader import (
     Recipe,
 )
 from trainrun.data.engines.generators import GLOBAL_GENERATORS, RecordDraws
+from trainrun.data.map_style import spread_indices
 from trainrun.data.same_samples import digest_of
 from trainrun.data.scale import Scale
 from trainrun.data.sequences.lengths import (
@@ -164,12 +165,6 @@ def reading_recipe(options: StreamOptions, scale: Scale | None = None) -> Recipe
                   options.transform_key)  # fmt: skip
 
 
-def rows_to_read(count: int) -> list[int]:
-    """Return indices spread over a source, the first and the last among them."""
-    rows: list[int] = np.unique(np.linspace(0, count - 1, ROWS_READ).astype(np.int64)).tolist()
-    return rows
-
-
 def _look(dataset: Any, options: StreamOptions) -> Look:
     raw, scale = as_bytes(dataset)
     recipe = reading_recipe(options, scale)
@@ -177,7 +172,7 @@ def _look(dataset: Any, options: StreamOptions) -> Look:
     if first is None:
         return Look(fault=fault)
     found = _SampleReads(raw, recipe, options.batch_size)
-    for row in rows_to_read(len(raw)):
+    for row in spread_indices(len(raw), ROWS_READ).tolist():
         found.read(row)
         send_sign()
         if found.total_seconds > READ_SECONDS:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
 from trainrun.data.batch import RaggedBatch
@@ -51,6 +52,11 @@ def find_innermost(dataset: Any, index: int) -> tuple[Any, int]:
             part = bisect_right(dataset.cumulative_sizes, index)
             dataset, index = dataset.datasets[part], index - ([0, *dataset.cumulative_sizes][part])
     return dataset, index
+
+
+def spread_indices(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return at most `most` of `count` indices, evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
 def name_of(dataset: Any) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
 from trainrun.data.facts import SharedRows
+from trainrun.data.map_style import spread_indices
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Column, Columns, columns_of, is_mapped, rows_in_memory
 
@@ -114,10 +115,10 @@ def source_and_rows(source: Any) -> tuple[Any, Numbers | None]:
 
 def shared_files(train: Any, other: Any) -> SharedRows:
     """Compare files by their size, and those of one size by their content."""
-    paths = [other.sample_file(int(row)) for row in spread(len(other), MOST_ROWS)]
+    paths = [other.sample_file(int(row)) for row in spread_indices(len(other), MOST_ROWS)]
     sizes = {path: count_bytes_of(path) for path in paths}
     wanted = {size for size in sizes.values() if size}
-    candidates = [train.sample_file(int(row)) for row in spread(len(train), MOST_FILES)]
+    candidates = [train.sample_file(int(row)) for row in spread_indices(len(train), MOST_FILES)]
     known = {digest_of_content(path) for path in candidates if count_bytes_of(path) in wanted}
     shared = sum(digest_of_content(path) in known for path in paths if sizes[path]) if known else 0
     return SharedRows(shared, len(paths), is_whole=len(candidates) == len(train))
@@ -146,8 +147,8 @@ def shared_in_columns(train: Columns, other: Columns) -> SharedRows | None:
     if forms[0] != forms[1] or not len(train) or not len(other):
         return None
     mapped = any(is_mapped(value) for value in (*train.values, *other.values))
-    train_rows = spread(len(train), MOST_MAPPED_ROWS if mapped else MOST_TRAINING_ROWS)
-    other_rows = spread(len(other), MOST_ROWS)
+    train_rows = spread_indices(len(train), MOST_MAPPED_ROWS if mapped else MOST_TRAINING_ROWS)
+    other_rows = spread_indices(len(other), MOST_ROWS)
     keys, other_keys = row_keys(train, train_rows), row_keys(other, other_rows)
     order = np.argsort(keys, kind="stable")
     begins = np.searchsorted(keys[order], other_keys, "left")
@@ -159,11 +160,6 @@ def shared_in_columns(train: Columns, other: Columns) -> SharedRows | None:
     counts = np.unique(keys, return_counts=True)[1]
     repeated = 1 - int((counts == 1).sum()) / len(keys)
     return SharedRows(shared, len(other_rows), repeated, len(train_rows) == len(train))
-
-
-def spread(number: int, most: int) -> Numbers:
-    """Return at most so many row numbers, evenly spread."""
-    return np.unique(np.linspace(0, number - 1, min(number, most)).astype(np.int64))
 
 
 def row_keys(columns: Columns, rows: Numbers) -> Numbers:
@@ -184,7 +180,7 @@ def some_numbers(value: Column, rows: Numbers) -> Any:
     width = int(np.prod(value.shape[1:]))
     if width == 0:
         return np.zeros((len(rows), 1), np.uint8)
-    places = spread(width, KEY_NUMBERS)
+    places = spread_indices(width, KEY_NUMBERS)
     if tensor is None:
         flat = np.asarray(value).reshape(len(value), width)
         return flat[rows[:, None], places]

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainrun.data.map_style import spread_indices
 from trainrun.data.readers.parts import SplitRequest, group_numbers, is_inside, rows_of
 from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.paths import existing_folder, fingerprint_of, folders_below
@@ -55,7 +56,9 @@ class ImageFolder:
         self.unused_arguments = unused_arguments
         self.groups: Any = None
         self.class_names, self.num_classes = coding.names, coding.num_classes
-        self._deep = form.dtype == "float32" and any(map(self._has_16_bits, spread(len(self._names))))
+        self._deep = form.dtype == "float32" and any(
+            map(self._has_16_bits, spread_indices(len(self._names), LOOKED_AT).tolist())
+        )
 
     def __len__(self) -> int:
         return len(self._names)
@@ -112,11 +115,6 @@ class ImageFolder:
     def fingerprint(self) -> str:
         files = (self.describe(index) for index in range(len(self)))
         return fingerprint_of(files, self.form, self.labels.tolist())
-
-
-def spread(number: int) -> list[int]:
-    """Up to `LOOKED_AT` of `number` indices, evenly spread."""
-    return np.unique(np.linspace(0, number - 1, LOOKED_AT).astype(np.int64)).tolist() if number else []
 
 
 def content_of(path: str) -> bytes:
