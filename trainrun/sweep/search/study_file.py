@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ JOURNAL = "study.log"  # in the folder of a sweep
 NAME_IN_JOURNAL = "sweep"
 GRPC = "grpc"  # scheme of the address of Optuna's proxy
 GRPC_PORT = 13000
+SERVER_SECONDS = 10  # for the proxy's server to answer
 
 
 class FileLock:
@@ -117,13 +119,21 @@ def shared_storage(url: str) -> BaseStorage:
     try:
         if address.scheme != GRPC:
             return optuna.storages.RDBStorage(url)
-        storage = optuna.storages.GrpcStorageProxy(
-            host=address.hostname or "localhost", port=address.port or GRPC_PORT
-        )
-        storage.wait_server_ready(timeout=10)
-        return storage
+        return proxy_storage(address.hostname or "localhost", address.port or GRPC_PORT)
     except ImportError as error:
         raise ConfigError(f"{shown}: needs a package that is not installed ({error})") from error
-    except Exception as error:  # of each database its own
+    except Exception as error:  # each database raises errors of its own
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(f"{shown}: cannot be reached ({reason})") from error
+
+
+def proxy_storage(host: str, port: int) -> BaseStorage:
+    """Return Optuna's proxy of a storage, once its server answers."""
+    from optuna.exceptions import ExperimentalWarning
+    from optuna.storages import GrpcStorageProxy
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)  # the user chose it by the address
+        storage = GrpcStorageProxy(host=host, port=port)
+    storage.wait_server_ready(timeout=SERVER_SECONDS)
+    return storage
