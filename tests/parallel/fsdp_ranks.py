@@ -36,6 +36,9 @@ SAVED = ("optimizer=adamw", "optimizer.lr=0.03", "data.train.count=44", "ema=tru
          "trainer.gradient_clip_val=0.5", "precision=64")  # fmt: skip
 
 
+BATCH = 8  # samples of all ranks
+
+
 def another(parallel: Fsdp, **options: Any) -> Fsdp:
     """Return a second backend of the same ranks."""
     group = Group(
@@ -99,7 +102,11 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
     folder = Path(sys.argv[1])
     scenarios = json.loads((folder / "scenarios.json").read_text())
     seen: dict[str, Any] = {
-        name: result(tuple(words), another(parallel, replicate=replicate, reshard=reshard))
+        name: result(
+            tuple(words),
+            another(parallel, replicate=replicate, reshard=reshard),
+            batch_size=BATCH // parallel.world_size,
+        )
         for name, (words, replicate, reshard) in scenarios.items()
     }
     seen["saved"] = save_at(parallel, folder / "checkpoints")

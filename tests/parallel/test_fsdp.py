@@ -15,7 +15,7 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 
 from exact_groups import BY_SETTINGS
-from exact_parts import parts_of, result
+from exact_parts import composed, parts_of, result
 from test_exactness import LOSS_TOLERANCES, TOKENS, TOLERANCES, difference, same_rows
 
 from trainrun.assemble.step_function import check_before_sharding
@@ -64,12 +64,9 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], int, bool]] = {
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 of `fsdp_ranks.py` saw; one start of the ranks for all tests of this file."""
     run = RunDir(tmp_path_factory.mktemp("fsdp"))
-    size = 8 // NUM_RANKS
-    scenarios = {
-        name: ([*words, f"data.batch_size={size}"], replicate, reshard)
-        for name, (words, replicate, reshard) in SCENARIOS.items()
-    }
-    write_json(run.root / "scenarios.json", scenarios)
+    write_json(run.root / "scenarios.json", SCENARIOS)
+    for words, _, _ in SCENARIOS.values():
+        composed(words)  # once for this process and the ranks that are forked from it
     env = dict(os.environ, PYTHONPATH=str(SCRIPT.parents[2]), OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
     command = [sys.executable, str(SCRIPT), str(run.root)]
     assert (
@@ -81,7 +78,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_ranks_with_shards_equal_one_process(name: str, seen: dict[str, Any]) -> None:
     words = SCENARIOS[name][0]
-    one = json.loads(json.dumps(result((*words, "data.batch_size=8"))))
+    one = json.loads(json.dumps(result(words, batch_size=8)))
     mode = "64-true" if DOUBLE in words else "bf16-mixed" if "bf16-mixed" in name else "32-true"
     ranks = seen[name]
     assert one["train"]
