@@ -41,7 +41,7 @@ from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runtime.machine import host_memory, set_allocator
+from trainrun.runtime.machine import read_host_memory, set_allocator
 from trainrun.train_state import SAVE_NONE, SAVE_NOW, TrainState
 
 ALONE = 6  # steps before a save
@@ -96,7 +96,7 @@ class Trainrun:
         self.durable_at, self._root, self._committed = 0.0, root, False
         self.keep = CheckpointManager(
             root, "bench", options, Single(choose_device(training.device)), dict, print,
-            lambda: host_memory().free, FileLayer(self._heard),
+            lambda: read_host_memory().free, FileLayer(self._heard),
         )  # fmt: skip
         self.keep.start(training, TrainState())
         self.keep.due(self.state)  # after the first step the memory for copies is made ready

@@ -18,8 +18,8 @@ from trainrun.assemble.monitors import Listeners
 from trainrun.config.compose import compose_run
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.run import new_run
-from trainrun.runtime.collector import collect_between_steps, kept_collector
+from trainrun.runs.run import create_run
+from trainrun.runtime.collector import collect_between_steps, restore_collector
 from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.timing.phases import PhaseTimer
@@ -103,7 +103,7 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Components], Mapp
     """The runner's `loop.fit` with all that its config switches on, and the hand-written loops in its pauses."""
     composition = compose_run([*words, on(device), f"seed={SEED}", f"output_dir={folder / 'run'}"])
     config = composition.config
-    run_dir = new_run(composition, words)
+    run_dir = create_run(composition, words)
     phases = PhaseTimer()
     listeners = Listeners(run_dir, config, phases)
     monitors = list(listeners.monitors)
@@ -111,7 +111,7 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Components], Mapp
     site = RunContext(run_dir, "bench", parallel, StopFlag(), monitors, *heard, phases=phases, measures=True)
     before = torch.get_num_threads()
     closing = contextlib.ExitStack()
-    closing.enter_context(kept_collector())
+    closing.enter_context(restore_collector())
     try:
         seed_everything(derive_seed(SEED))
         run, facts = build_components(config, site)

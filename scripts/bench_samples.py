@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from trainrun.assemble.assemble import RunContext, build_components  # noqa: E402
 from trainrun.config.compose import compose_run  # noqa: E402
 from trainrun.parallel.single import Single  # noqa: E402
-from trainrun.runs.run import new_run  # noqa: E402
+from trainrun.runs.run import create_run  # noqa: E402
 from trainrun.runtime.signals import StopFlag  # noqa: E402
 
 SAMPLES = 20_000
@@ -85,7 +85,9 @@ def measure(kind: type[Listed], epochs: int, batch_size: int, folder: Path) -> N
     ]  # fmt: skip
     composition = compose_run(words)
     with bench_kit.silence():
-        site = RunContext(new_run(composition, words), "bench", Single(torch.device("cpu")), StopFlag(), [])
+        site = RunContext(
+            create_run(composition, words), "bench", Single(torch.device("cpu")), StopFlag(), []
+        )
         run, _ = build_components(composition.config, site)
     loader = DataLoader(kind(), batch_size=batch_size, shuffle=True)  # type: ignore[arg-type]
     ours, theirs = [], []

@@ -168,9 +168,9 @@ def auto_chunks_beside_one_piece() -> dict[str, Any]:
     from trainrun.assemble.start_choices import limit_outputs
     from trainrun.model.gpt import Gpt
     from trainrun.parallel.single import Single
-    from trainrun.runtime.machine import settle
+    from trainrun.runtime.machine import wait_for_device
     from trainrun.task.language_modeling import LanguageModeling
-    from trainrun.timing.paired import Rules, compare_in_turns, turn_of
+    from trainrun.timing.paired import Rules, build_turn, compare_in_turns
 
     device = torch.device(DEVICE)
     sizes = (50304, 1024, 768) if device.type == "cuda" else (512, 16, 48)
@@ -187,9 +187,9 @@ def auto_chunks_beside_one_piece() -> dict[str, Any]:
             with torch.autocast(device.type, torch.bfloat16):
                 loss = task.step(model, (tokens[0], tokens[1])).loss_sum
             loss.backward()
-            settle(device)
+            wait_for_device(device)
 
-        return turn_of(step)
+        return build_turn(step)
 
     comparison = compare_in_turns(turn(1), {"auto": turn("auto")}, Rules(first_rounds=12, most_pairs=12))
     ratio = comparison.ratio("auto").inverse()

@@ -457,8 +457,8 @@ MUTANTS: Final = (
     Mutant(
         "an interval has the normal distribution's width",
         "trainrun/timing",
-        "half = student_t(confidence, count - 1) * stdev",
-        "half = student_t(confidence, 100_000) * stdev",
+        "half = student_quantile(confidence, count - 1) * stdev",
+        "half = student_quantile(confidence, 100_000) * stdev",
         ("tests/timing/test_coverage.py::test_interval_over_processes_covers_what_it_claims",),
     ),
     Mutant(

@@ -5,8 +5,8 @@ import sys
 
 import trainrun.timing.phases  # noqa: F401  (it looks at the clock)
 from trainrun.output import complain
-from trainrun.runtime.collector import freeze_objects, rest_while_starting
-from trainrun.runtime.signals import leave_at_interrupt
+from trainrun.runtime.collector import freeze_objects, suspend_collector
+from trainrun.runtime.signals import exit_at_interrupt
 from trainrun.runtime.streams import guard_streams
 
 # GNU's OpenMP counts looks, LLVM's and Intel's milliseconds
@@ -23,8 +23,8 @@ def entry() -> None:
     guard_streams()
     sys.excepthook = complain
     word = next(iter(sys.argv[1:]), "")
-    leave_at_interrupt(trains=word in TRAINING or not word.isidentifier())
-    rest_while_starting()
+    exit_at_interrupt(trains=word in TRAINING or not word.isidentifier())
+    suspend_collector()
     set_spin_wait()
     from trainrun.cli.main import main
 

@@ -33,7 +33,7 @@ def ranks(free_of_others: list[float]) -> Any:
 def test_half_of_what_the_update_leaves_free(
     monkeypatch: pytest.MonkeyPatch, others: list[float], expected: float
 ) -> None:
-    monkeypatch.setattr(start_choices, "free_bytes", lambda device: 8 * 10**9)
+    monkeypatch.setattr(start_choices, "read_free_bytes", lambda device: 8 * 10**9)
     task, chosen = LanguageModeling(), dict[str, str]()
     limit_outputs(task, nn.Linear(1000, 1, bias=False), ranks(others), chosen)
     assert (task.limit_bytes, chosen) == (expected, {"logits_bytes": str(int(expected))})
@@ -54,7 +54,7 @@ def test_resumed_run_takes_the_same_pieces(workdir: Path, monkeypatch: pytest.Mo
     words = ["data=text", "data.train.block_size=16", "data.train.max_bytes=20000", "model=gpt", "model.layers=1",
              "model.width=16", "model.heads=2", "task=language_modeling", "monitor=none", "data.val=null"]  # fmt: skip
     assert main([*words, "trainer.max_steps=2", "output_dir=run"]) == 0
-    monkeypatch.setattr(start_choices, "free_bytes", lambda device: 1)
+    monkeypatch.setattr(start_choices, "read_free_bytes", lambda device: 1)
     assert main(["resume", "run", "trainer.max_steps=4"]) == 0
     assert limits[0] == limits[1]
     assert json.loads(Path("run/RUN.json").read_text())["logits_bytes"] == str(limits[0])

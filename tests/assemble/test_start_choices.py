@@ -25,7 +25,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def choose(monkeypatch: pytest.MonkeyPatch, rule: str, coming: float, device: str = "cpu",
            ranks: int = 1) -> tuple[str, list[str]]:  # fmt: skip
     """Return the choice on a machine with 150 bytes. coming: bytes that a step takes."""
-    monkeypatch.setattr(start_choices, "free_bytes", lambda device: 150)
+    monkeypatch.setattr(start_choices, "read_free_bytes", lambda device: 150)
     monkeypatch.setattr(start_choices, "estimate_upper_bytes", lambda run: math.inf)
     forecast = SimpleNamespace(memory_forecast=lambda run, rough: ("", coming))
     monkeypatch.setattr(start_choices, "autotune", lambda lines: forecast)
@@ -79,7 +79,7 @@ def test_variables_of_the_environment_have_priority(
 ) -> None:
     for each in (*machine.GLIBC_VARIABLES, "GLIBC_TUNABLES"):
         monkeypatch.delenv(each, raising=False)
-    monkeypatch.setattr(machine, "glibc_function", lambda name: object())
+    monkeypatch.setattr(machine, "find_glibc_function", lambda name: object())
     monkeypatch.setenv(name, value)
     assert machine.can_set_allocator() is allowed
 
@@ -95,6 +95,6 @@ def test_an_old_glibc_keeps_memory_without_maps(
         made.append((parameter, value))
         return int(accepts or parameter != machine.M_MMAP_THRESHOLD)
 
-    monkeypatch.setattr(machine, "glibc_function", lambda name: mallopt)
+    monkeypatch.setattr(machine, "find_glibc_function", lambda name: mallopt)
     assert machine.set_allocator("keep")
     assert made == calls

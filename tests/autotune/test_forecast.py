@@ -107,7 +107,7 @@ def test_a_task_that_cannot_be_asked_ends_no_run(workdir: Path, monkeypatch: pyt
     def broken(*_: Any) -> None:
         raise ValueError("not with two samples")
 
-    monkeypatch.setattr(forecasts, "free_bytes", lambda device: 10_000)
+    monkeypatch.setattr(forecasts, "read_free_bytes", lambda device: 10_000)
     monkeypatch.setattr(forecasts, "forecast", broken)
     run = package.train(*WORDS)
     assert "memory: not forecast, ValueError: not with two samples" in choices(run)

@@ -156,7 +156,7 @@ def test_not_measured_where_it_may_not_or_need_not_be(
 
 def test_a_type_that_is_emulated_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autocast, "emulates_bfloat16", EMULATES)
-    monkeypatch.setattr(autocast, "cpu_has", lambda *features: False)
+    monkeypatch.setattr(autocast, "has_cpu_feature", lambda *features: False)
     monkeypatch.setattr(autocast, "is_x86", lambda: True)
     run = parts_of((), count=64)
     config, chosen, notes, spent = told(run, lambda: 0.001 if in_bfloat16() else 0.013, monkeypatch)
@@ -224,7 +224,9 @@ def test_what_breaks_in_a_trial_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_type_that_does_not_fit_into_memory_is_not_taken_and_ends_no_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainrun.precision.autocast.type_by_rule", lambda *_: ("bf16-mixed", "as on a GPU"))
+    monkeypatch.setattr(
+        "trainrun.precision.autocast.choose_mode_by_rule", lambda *_: ("bf16-mixed", "as on a GPU")
+    )
 
     def seconds() -> float:
         if not in_bfloat16():

@@ -154,7 +154,7 @@ def test_without_room_on_any_rank_nothing_is_kept(
 ) -> None:
     run = started()
     monkeypatch.setattr(snapshot, "SMALL_BYTES", 0)
-    monkeypatch.setattr(snapshot, "free_bytes", lambda device: 2**40 if not others else 1000)
+    monkeypatch.setattr(snapshot, "read_free_bytes", lambda device: 2**40 if not others else 1000)
     parallel = SimpleNamespace(
         local_world_size=1, gather=lambda mine: [mine, others], device=torch.device("cpu")
     )

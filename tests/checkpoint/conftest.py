@@ -114,7 +114,7 @@ class Run:
             "async_save": False,
         }
         if number := options.pop("every_n_train_steps", None):
-            options["periodic"] = Every(number, "step", Lengths(None)).passed
+            options["periodic"] = Every(number, "step", Lengths(None)).is_interval_end
         self.parallel = parallel or OneRank()
         self.folder, self.notes, self.now = folder, [], 0.0
         self.free_bytes = 2**40

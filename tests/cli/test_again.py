@@ -190,4 +190,4 @@ def test_what_is_not_committed_is_beside_the_environment(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["git.changed", "false", "true"] in rows
     monkeypatch.setattr(environment, "MOST_DIFF_BYTES", 20)
-    assert environment.uncommitted(workdir).endswith("\n[cut: more than 20 bytes]\n")
+    assert environment.read_uncommitted_changes(workdir).endswith("\n[cut: more than 20 bytes]\n")

@@ -17,7 +17,7 @@ from trainrun.cli.main import main
 from trainrun.errors import PluginError
 from trainrun.folder.run_folder import RunDir
 from trainrun.runs import predictions
-from trainrun.runs.restore_config import checkpoint_of
+from trainrun.runs.restore_config import choose_saved_checkpoint
 from trainrun.task.classification import Classification
 
 
@@ -54,7 +54,7 @@ def test_without_a_validation_the_last_checkpoint_is_taken_and_said(
 
 def test_a_run_without_checkpoints_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDir(tmp_path)
-    assert checkpoint_of(run, None) == "last"
+    assert choose_saved_checkpoint(run, None) == "last"
     assert capsys.readouterr().err == ""  # the error that follows says that there is none
 
 
@@ -156,7 +156,7 @@ def test_a_sample_that_is_a_bare_tensor_is_one_row(workdir: Path, capsys: pytest
 def test_there_are_no_predictions_of_padding(more: dict[str, torch.Tensor], hidden: bool) -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     given = {"prediction": torch.ones(2, 3).long(), "confidence": torch.ones(2, 3), "length": torch.ones(2)}
-    columns = predictions.without_padding(
+    columns = predictions.mask_padding(
         given | {name: more[name] for name in more.keys() & {"target"}}, {"attention_mask": mask, **more}
     )
     assert torch.equal(columns["prediction"] == -100, (mask == 0) & hidden)
@@ -188,7 +188,7 @@ def test_a_model_with_several_outputs_needs_a_predict_of_its_task() -> None:
             return x, x
 
     with refused(PluginError):
-        predictions.raw_output(Two(), torch.ones(2, 3))
+        predictions.predict_raw_output(Two(), torch.ones(2, 3))
 
 
 TOKENS = """

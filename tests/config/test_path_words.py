@@ -20,8 +20,8 @@ from trainrun.config.saved_config import load_config
 from trainrun.data.readers.path_contents import data_options
 from trainrun.data.readers.tables import csv_files
 from trainrun.errors import ConfigError
-from trainrun.folder.run_folder import RunDir, named_folder
-from trainrun.runs.run import new_run
+from trainrun.folder.run_folder import RunDir, resolve_folder
+from trainrun.runs.run import create_run
 from trainrun.sweep.space import expand
 
 NAMES = [
@@ -73,7 +73,7 @@ def test_relative_paths_lead_from_where_a_run_began_and_from_a_copy_of_the_proje
     monkeypatch.chdir("x")
     composition = compose_run(["data=csv", "data.path=table.csv", "seed=1"])
     for place in ("../y/run", "run"):
-        new_run(composition, [], RunDir(named_folder(place)))
+        create_run(composition, [], RunDir(resolve_folder(place)))
     shutil.copytree(tmp_path / "x", tmp_path / "z")
     for folder, began in (("y", "x"), ("z", "z")):
         monkeypatch.chdir(tmp_path / folder)
@@ -267,7 +267,7 @@ def test_a_path_of_the_environment_leads_from_where_a_run_began(
 ) -> None:
     monkeypatch.setenv("TABLE", "table.csv")
     Path("table.csv").touch()
-    new_run(compose_run(["data.path=${oc.env:TABLE}", "seed=1"]), [], RunDir(named_folder("run")))
+    create_run(compose_run(["data.path=${oc.env:TABLE}", "seed=1"]), [], RunDir(resolve_folder("run")))
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     data = load_config(tmp_path / "run/config.yaml", []).data

@@ -39,7 +39,7 @@ class Stream(IterableDataset):
 
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch):
-    monkeypatch.setattr(choice, "usable_cores", lambda: 4)
+    monkeypatch.setattr(choice, "count_usable_cores", lambda: 4)
 
 
 def options(**changes):
@@ -95,7 +95,7 @@ def test_the_rule_on_a_look(source, changes, read_by):
 )
 def test_reading_that_computes_takes_a_core_that_the_training_leaves(monkeypatch, cores, changes, number):
     """20 ms to load a batch and 30 ms to train on it take 30 ms together, not 50."""
-    monkeypatch.setattr(choice, "usable_cores", lambda: cores)
+    monkeypatch.setattr(choice, "count_usable_cores", lambda: cores)
     look = Look(FIRST, "", 0.2, 0.2)
     stream = open_batches(Samples(), options(look=look, **changes))[0]
     assert stream.read_by == ReadBy("workers", number)
@@ -175,7 +175,7 @@ def test_workers_whose_batches_do_not_fit_into_shared_memory(monkeypatch):
         "18.1MB free; make it larger (docker run --shm-size), or use fewer data.num_workers, a smaller "
         "data.prefetch_factor or data.engine=threads"
     )
-    monkeypatch.setattr(choice, "usable_cores", lambda: 8)
+    monkeypatch.setattr(choice, "count_usable_cores", lambda: 8)
     stream, line = open_batches(Large(), options(engine="workers"))
     assert line == "data.train: 4 loader workers (more do not fit into /dev/shm)"
     assert stream.read_by == ReadBy("workers", 4)

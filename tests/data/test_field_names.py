@@ -19,7 +19,7 @@ from trainrun.data.sequences.collate import Padded
 from trainrun.data.tensor_dataset import columns_of
 from trainrun.errors import DataError
 from trainrun.interfaces import IGNORED, INPUT_KEYS, TARGET_KEYS
-from trainrun.task.batches import inputs_and_target
+from trainrun.task.batches import split_inputs_and_target
 
 IMAGES = torch.rand(4, 3, 6, 6)
 LABELS = torch.tensor([0, 1, 2, 1])
@@ -28,7 +28,7 @@ LABELS = torch.tensor([0, 1, 2, 1])
 @pytest.mark.parametrize("key", INPUT_KEYS)
 def test_images_are_augmented_under_every_name_that_a_task_reads(key: str) -> None:
     batch = {"other": LABELS, key: IMAGES, "labels": LABELS}
-    assert images_of(batch) is IMAGES is inputs_and_target(batch)[0]
+    assert images_of(batch) is IMAGES is split_inputs_and_target(batch)[0]
     found = with_images(batch, IMAGES + 1)
     assert torch.equal(found[key], IMAGES + 1)
     assert list(found) == list(batch)
@@ -41,14 +41,14 @@ def test_images_are_augmented_under_every_name_that_a_task_reads(key: str) -> No
 def test_what_is_mixed_is_what_the_loss_reads(key: str, mix: Any) -> None:
     batch = {"pixel_values": IMAGES, key: LABELS}
     mixed = mix(batch, Draws(0, 0, torch.arange(4)))
-    assert inputs_and_target(mixed)[1].shape == (4, 3)
+    assert split_inputs_and_target(mixed)[1].shape == (4, 3)
     assert target_of(batch) is LABELS
 
 
 @pytest.mark.parametrize(("first", "second"), list(permutations(TARGET_KEYS, 2)))
 def test_of_two_targets_everybody_reads_the_same(first: str, second: str) -> None:
     batch = {"x": IMAGES, first: LABELS, second: LABELS + 1}
-    read = inputs_and_target(batch)[1]
+    read = split_inputs_and_target(batch)[1]
     columns = columns_of(batch, "data.train")
     assert columns is not None
     assert columns.target() is not None

@@ -64,7 +64,7 @@ def test_nothing_is_copied_and_nothing_said_of_write_protection(tmp_path, kind, 
 
 
 def test_the_file_itself_is_chosen_whatever_its_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(in_memory, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(in_memory, "read_free_bytes", lambda device: 0)
     array, mapped = stored(tmp_path, "float32")
     stream, line = opened(mapped)
     assert stream.read_by.engine == "resident"

@@ -65,7 +65,7 @@ RESIDENT, MAIN = ReadBy("resident", 0), ReadBy("workers", 0)
     ],
 )  # fmt: skip
 def test_choices_and_their_reasons(monkeypatch, source, changes, read_by, line):
-    monkeypatch.setattr(choice, "usable_cores", lambda: 4)
+    monkeypatch.setattr(choice, "count_usable_cores", lambda: 4)
     stream, note = opened(source, **changes)
     assert stream.read_by == read_by
     assert note == f"data.train: {line}"
@@ -73,7 +73,7 @@ def test_choices_and_their_reasons(monkeypatch, source, changes, read_by, line):
 
 @pytest.mark.parametrize(("free", "here", "read_by"), [(320, 1, RESIDENT), (319, 1, MAIN), (639, 2, MAIN)])
 def test_resident_up_to_half_of_the_free_memory(monkeypatch, free, here, read_by):
-    monkeypatch.setattr(in_memory, "free_bytes", lambda device: free)
+    monkeypatch.setattr(in_memory, "read_free_bytes", lambda device: free)
     source = np.zeros((10, 2)), torch.zeros(10, dtype=torch.int64)  # 80 bytes as float32, and 80
     stream, note = opened(source, world_size=2, local_world_size=here)
     assert stream.read_by == read_by

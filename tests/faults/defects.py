@@ -45,7 +45,7 @@ def random_state_before_iter() -> None:
 
 def no_position() -> None:
     """A resume begins its epoch again."""
-    restore.position = lambda run, place, shared: 0
+    restore.convert_position = lambda run, place, shared: 0
 
 
 def no_optimizer_state() -> None:
@@ -112,7 +112,7 @@ def begun_anew() -> None:
         run.config.unlink()
         return True
 
-    runner.forget_failure = forget
+    runner.remove_failed_run = forget
 
 
 DEFECTS: dict[str, Callable[[], None]] = {

@@ -24,7 +24,7 @@ from trainrun.cli.main import main
 from trainrun.config import compose
 from trainrun.config.compose import Composition, compose_run
 from trainrun.errors import TrainrunError
-from trainrun.runtime.signals import leave_at_interrupt
+from trainrun.runtime.signals import exit_at_interrupt
 
 TIMEOUT = 60.0
 AGAIN_TIMEOUT = 180.0  # of ranks that start again, up to twelve times
@@ -276,7 +276,7 @@ def _strikes(fault: Fault | None, rank: int) -> bool:
 
 def enter(run: Path, subject: Subject, composition: Composition, by_resume: bool = False) -> int:
     """The command that a user would type now, with the signals of its first lines."""
-    leave_at_interrupt()
+    exit_at_interrupt()
     own = {**composition.own, "hydra.run.dir": str(run)}
     compose.compose_run = lambda words: replace(composition, own=own, notes=[])  # type: ignore[assignment]
     words = [*subject.words, f"output_dir={run}"]

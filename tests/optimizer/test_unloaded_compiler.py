@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainrun.precision.gradients import backward
+from trainrun.precision.gradients import run_backward
 
 pytestmark = pytest.mark.process
 
@@ -60,8 +60,8 @@ class Own(torch.Tensor):
 def test_the_gradient_is_multiplied_and_subclasses_keep_their_own_backward() -> None:
     weight = torch.linspace(-1, 1, 5, dtype=torch.float64, requires_grad=True)
     for number in (1, 2):
-        backward(weight.pow(2).sum(), torch.tensor(0.25, dtype=torch.float64))
+        run_backward(weight.pow(2).sum(), torch.tensor(0.25, dtype=torch.float64))
         torch.testing.assert_close(weight.grad, number * 0.5 * weight.detach(), rtol=0, atol=0)
     own = torch.ones(()).as_subclass(Own)
-    backward(own, torch.ones(()))
+    run_backward(own, torch.ones(()))
     assert own.asked

@@ -43,7 +43,7 @@ def test_number_of_ranks(mode: str, accelerator: str, wanted: object, num_gpus: 
 def test_a_cpu_gets_two_ranks_where_it_has_the_cores(
     cores: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "usable_cores", lambda: cores)
+    monkeypatch.setattr(devices, "count_usable_cores", lambda: cores)
     assert choose_num_devices("ddp", "cpu", "auto")[0] == count
     assert str(cores) in choose_num_devices("ddp", "auto", "auto", num_gpus=0)[1]
 

@@ -60,7 +60,7 @@ WITHOUT_FOLDER = """
     }
     rank = os.environ["RANK"]
     try:
-        told = send_config(payload, sys.argv[1:], 60.0) if rank == "0" else external_run.follow_run()
+        told = send_config(payload, sys.argv[1:], 60.0) if rank == "0" else external_run.train_as_other_rank()
     except ConfigError as error:
         told = error.faults[0]
     write_json(run.root / f"seen{rank}.json", str(told))

@@ -148,7 +148,7 @@ def test_places_and_logs_of_the_ranks(
 
 
 def test_threads_share_the_cores_unless_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainrun.parallel.launch.usable_cores", lambda: 8)
+    monkeypatch.setattr("trainrun.parallel.launch.count_usable_cores", lambda: 8)
     assert rank_environment({}, 0, 3, Path("s"))["OMP_NUM_THREADS"] == "2"
     assert rank_environment({}, 0, 16, Path("s"))["OMP_NUM_THREADS"] == "1"
     assert rank_environment({"OMP_NUM_THREADS": "5"}, 0, 2, Path("s"))["OMP_NUM_THREADS"] == "5"

@@ -31,7 +31,9 @@ def test_a_seed_that_was_drawn_is_kept(workdir: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torchrun, "read_previous_folder", lambda seconds: str(run.root))
     seen = []
     monkeypatch.setattr(
-        runner, "execute", lambda run, config, order: seen.append((run, config.seed, order.resume)) or 0
+        runner,
+        "train_in_ranks",
+        lambda run, config, order: seen.append((run, config.seed, order.resume)) or 0,
     )
     assert train_command.train_one(words, [], *prepare_command_line(words, workdir)) == 0
     assert seen == [(run, drawn, True)]

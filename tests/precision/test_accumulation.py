@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from trainrun.config.schema import PRECISIONS
-from trainrun.precision.autocast import PrecisionOptions, build_precision, data_float_dtype, prepare_model
+from trainrun.precision.autocast import PrecisionOptions, build_precision, choose_data_dtype, prepare_model
 from trainrun.precision.update import Update
 
 FIXED = [mode for mode in PRECISIONS if mode != "auto"]  # which is one of the others
@@ -30,7 +30,7 @@ def network() -> nn.Module:
 
 def data(mode: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(ITEMS, 6, generator=generator, dtype=torch.float64).to(data_float_dtype(mode))
+    x = torch.randn(ITEMS, 6, generator=generator, dtype=torch.float64).to(choose_data_dtype(mode))
     return x, torch.randint(4, (ITEMS,), generator=generator)
 
 

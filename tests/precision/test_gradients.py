@@ -9,10 +9,10 @@ from torch import nn
 from trainrun.precision.gradients import (
     GradientLists,
     clip_norm_,
+    compute_total_norm,
     is_uniform,
-    mark_by_largest,
     mark_nonfinite,
-    total_norm,
+    mark_nonfinite_by_largest,
 )
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_groups_have_one_type_each() -> None:
 
 def test_the_norm_is_not_rounded_to_sixteen_bits() -> None:
     params = parameters(*[torch.bfloat16] * 3)
-    norm = total_norm(GradientLists(params).groups(), CPU)
+    norm = compute_total_norm(GradientLists(params).groups(), CPU)
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx((2 * (1 + 4 + 9)) ** 0.5, rel=1e-6)
 
@@ -44,7 +44,7 @@ def test_the_norm_is_not_rounded_to_sixteen_bits() -> None:
 def test_clipping_never_scales_up() -> None:
     params = parameters(torch.float32, torch.float32)
     groups = GradientLists(params).groups()
-    clip_norm_(params, total_norm(groups, CPU), limit=100.0)
+    clip_norm_(params, compute_total_norm(groups, CPU), limit=100.0)
     assert [grad.tolist() for grad in groups[0]] == [[1.0, 1.0], [2.0, 2.0]]
 
 
@@ -70,8 +70,8 @@ def test_complex_gradients_are_clipped_and_checked_as_torch_does(kinds: tuple[to
     torch_says = [param.grad.clone() for param in params]
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in torch_says]))
     groups = GradientLists(params).groups()
-    assert total_norm(groups, CPU).item() == pytest.approx(norm.item(), rel=1e-6)
-    clip_norm_(params, total_norm(groups, CPU), limit=1.0)
+    assert compute_total_norm(groups, CPU).item() == pytest.approx(norm.item(), rel=1e-6)
+    clip_norm_(params, compute_total_norm(groups, CPU), limit=1.0)
     for param, before in zip(params, torch_says, strict=True):
         torch.testing.assert_close(param.grad, before * (1.0 / (norm.item() + 1e-6)))
     found, one = torch.zeros(()), torch.ones(())
@@ -86,9 +86,9 @@ def test_complex_gradients_are_clipped_and_checked_as_torch_does(kinds: tuple[to
 def test_the_largest_values_tell_the_same(bad: float) -> None:
     found, huge = torch.zeros(()), torch.finfo(torch.bfloat16).max  # whose square is not finite
     good = [torch.full((3,), huge, dtype=torch.bfloat16), torch.empty(0, dtype=torch.bfloat16)]
-    mark_by_largest(good, found)
-    mark_by_largest(good[1:], found)
+    mark_nonfinite_by_largest(good, found)
+    mark_nonfinite_by_largest(good[1:], found)
     assert found.item() == 0
-    mark_by_largest([*good, torch.tensor([1.0, bad], dtype=torch.bfloat16)], found)
-    mark_by_largest(good, found)
+    mark_nonfinite_by_largest([*good, torch.tensor([1.0, bad], dtype=torch.bfloat16)], found)
+    mark_nonfinite_by_largest(good, found)
     assert found.item() == 1

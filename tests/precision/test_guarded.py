@@ -19,9 +19,9 @@ from trainrun.parallel.single import Single
 from trainrun.precision.autocast import (
     PrecisionOptions,
     build_precision,
+    describe_mode,
     prepare_model,
     set_matmul,
-    type_notes,
 )
 from trainrun.precision.update import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Update
 
@@ -282,12 +282,12 @@ def test_set_matmul_sets_both_switches_and_says_so() -> None:
 
 
 def test_notes_name_the_mode_and_impossible_types_are_refused() -> None:
-    assert type_notes("32-true", CPU) == []
-    assert type_notes("64-true", CPU) == []
-    assert all(line.startswith("precision=16-mixed: this CPU") for line in type_notes("16-mixed", CPU))
-    assert any("bf16-mixed keeps it" in line for line in type_notes("bf16-true", CPU))
+    assert describe_mode("32-true", CPU) == []
+    assert describe_mode("64-true", CPU) == []
+    assert all(line.startswith("precision=16-mixed: this CPU") for line in describe_mode("16-mixed", CPU))
+    assert any("bf16-mixed keeps it" in line for line in describe_mode("bf16-true", CPU))
     with refused(ConfigError):
-        type_notes("64-true", torch.device("mps"))
+        describe_mode("64-true", torch.device("mps"))
 
 
 @pytest.mark.parametrize(

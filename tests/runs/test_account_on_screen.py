@@ -32,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run that began with its command, not with the process of the tests; and what it said."""
     folder = tmp_path_factory.mktemp("account") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "command_start", perf_counter)
+        patch.setattr(run, "measure_command_start", perf_counter)
         assert main([*WORDS[:3], "trainer.max_epochs=4", f"output_dir={folder}"]) == 0
     return folder, (folder / "run.log").read_text()
 

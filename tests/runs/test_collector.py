@@ -11,7 +11,7 @@ import torch
 from knotted import Knot, most, seen
 
 import trainrun as package
-from trainrun.runtime.collector import BETWEEN, STARTING, Tidy, kept_collector, rest_while_starting
+from trainrun.runtime.collector import BETWEEN, STARTING, Tidy, restore_collector, suspend_collector
 
 SHORT = ("model=knotted.Knotted", "trainer.max_epochs=100", "monitor.plots=false", "trainer.num_threads=1")
 STEPS, EVERY = 60, 10
@@ -22,7 +22,7 @@ AT_START = gc.get_freeze_count()  # 375 on Python 3.12
 def _fresh(real_collector: None) -> Iterator[None]:
     most.clear()
     seen.clear()
-    with kept_collector():
+    with restore_collector():
         yield
 
 
@@ -82,7 +82,7 @@ def test_log_points_collect_what_is_young_and_enough():
 
 def test_imports_are_not_interrupted_and_the_run_ends_that(workdir: object):
     usual = gc.get_threshold()
-    rest_while_starting()
+    suspend_collector()
     assert gc.get_threshold() == STARTING
     gc.freeze()  # of the user's own, so the runner sets nothing more
     package.train(*SHORT, f"trainer.max_steps={STEPS}")

@@ -25,7 +25,7 @@ from trainrun.seeding import derive_seed, seed_everything
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
-from trainrun.training.loop import windows_from
+from trainrun.training.loop import iterate_windows
 
 FIXED = [mode for mode in PRECISIONS if mode != "auto"]  # which is one of the others
 
@@ -170,7 +170,7 @@ def test_an_epoch_is_every_sample_once(
     every = exact_parts.samples(count)[0].float()
     orders = []
     for epoch in (0, 1):
-        windows = windows_from(run, TrainState(epoch=epoch))
+        windows = iterate_windows(run, TrainState(epoch=epoch))
         seen = []
         while True:
             seen.append(next(windows))

@@ -131,7 +131,7 @@ def test_ranks_that_still_import_are_not_shown_as_crashed(project: Path, trainru
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGUSR1", 75)])
 def test_until_a_run_begins_the_process_leaves_on_the_spot(project: Path, number: str, code: int) -> None:
     program = (
-        "import os, signal\nfrom trainrun.runtime.signals import leave_at_interrupt\nleave_at_interrupt(True)\n"
+        "import os, signal\nfrom trainrun.runtime.signals import exit_at_interrupt\nexit_at_interrupt(True)\n"
         f"try:\n    os.kill(os.getpid(), signal.{number})\n    print('goes on')\nexcept BaseException:\n    pass\n"
     )
     done = subprocess.run(

@@ -17,7 +17,7 @@ from approved import approve_error, refused
 
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
-from trainrun.folder.lock import RunBusy, only_writer, passed_on, take_over
+from trainrun.folder.lock import RunBusy, hold_inherited_lock, inherited_lock, lock_folder
 from trainrun.folder.run_folder import RunDir
 
 pytestmark = pytest.mark.process
@@ -35,7 +35,7 @@ def holder(run: RunDir, then: str) -> subprocess.Popen[str]:
     code = (
         "import os, sys, time; from pathlib import Path\n"
         "from trainrun.folder.run_folder import RunDir; from trainrun.folder.lock import *\n"
-        f"with only_writer(RunDir(Path({str(run.root)!r}))):\n    {then}\n"
+        f"with lock_folder(RunDir(Path({str(run.root)!r}))):\n    {then}\n"
     )
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(
@@ -58,7 +58,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 def is_free(run: RunDir) -> bool:
     try:
-        with only_writer(run):
+        with lock_folder(run):
             return True
     except RunBusy:
         return False
@@ -71,7 +71,7 @@ def test_the_second_is_told_who_is_first_and_kill_9_frees_the_folder(
     began = time.monotonic()
     with (
         pytest.raises(RunBusy, match=rf"process {process.pid} on \S+ trains there") as caught,
-        only_writer(run),
+        lock_folder(run),
     ):
         pass
     assert caught.value.exit_code == 75
@@ -94,16 +94,17 @@ def test_a_child_that_outlives_a_killed_process_holds_no_lock(run: RunDir) -> No
 def test_a_rank_holds_the_lock_of_its_launcher(run: RunDir) -> None:
     told, go = [], run.root / "go"
     rank = (
-        "import os, time; from trainrun.folder.lock import take_over; take_over(); print('there', flush=True); "
+        "import os, time; from trainrun.folder.lock import hold_inherited_lock; hold_inherited_lock(); "
+        "print('there', flush=True); "
         f"[time.sleep(0.1) for _ in range(600) if not os.path.exists({str(go)!r})]"
     )
     start = (
-        "lock, word = passed_on(); import subprocess; "
+        "lock, word = inherited_lock(); import subprocess; "
         f"subprocess.Popen([sys.executable, '-c', {rank!r}], pass_fds=lock, env=os.environ | word); time.sleep(60)"
     )
     process = holder(run, start)
     kill(process)
-    with only_writer(run, note=lambda text: (told.append(text), go.touch())):  # waits for the rank
+    with lock_folder(run, note=lambda text: (told.append(text), go.touch())):  # waits for the rank
         pass
     assert [f"what is left of process {process.pid}" in text for text in told] == [True]
 
@@ -112,15 +113,15 @@ def test_no_file_of_the_lock_stays_open(run: RunDir) -> None:
     gc.collect()  # files that nobody closed
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
     for _ in range(3):
-        with only_writer(run):
-            assert passed_on()[0]
-            with pytest.raises(RunBusy), only_writer(run):
+        with lock_folder(run):
+            assert inherited_lock()[0]
+            with pytest.raises(RunBusy), lock_folder(run):
                 pass
-    assert passed_on()[0] == []
+    assert inherited_lock()[0] == []
     if sys.platform == "linux":
         assert len(os.listdir("/proc/self/fd")) <= before
     env = {"TRAINRUN_LOCK": ""}
-    take_over(env)
+    hold_inherited_lock(env)
     assert env == {}
 
 
@@ -131,7 +132,7 @@ def test_where_there_are_no_locks_that_is_said(
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with only_writer(run):
+    with lock_folder(run):
         pass
     monkeypatch.undo()
     approve_error(capsys.readouterr().err)
@@ -140,18 +141,18 @@ def test_where_there_are_no_locks_that_is_said(
 def test_resume_and_a_sweep_are_held_off_too(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data=digits", "model=mlp", "output_dir=run", *QUIET]) == 0
     before = (workdir / "run" / "status.json").read_bytes()
-    with only_writer(RunDir(workdir / "run")):
+    with lock_folder(RunDir(workdir / "run")):
         assert main(["resume", "run", "trainer.max_steps=5"]) == 75
     assert (workdir / "run" / "status.json").read_bytes() == before
     (workdir / "sweep").mkdir()
-    with only_writer(RunDir(workdir / "sweep")):
+    with lock_folder(RunDir(workdir / "sweep")):
         assert main(["-m", "seed=1,2", "output_dir=sweep", *QUIET]) == 75
     assert capsys.readouterr().err.count("trains there") == 2
 
 
 def test_a_copy_of_the_open_file_does_not_keep_the_folder(run: RunDir) -> None:
-    with only_writer(run):
-        copy = os.dup(passed_on()[0][0])
+    with lock_folder(run):
+        copy = os.dup(inherited_lock()[0][0])
     try:
         assert is_free(run)
     finally:
@@ -160,7 +161,7 @@ def test_a_copy_of_the_open_file_does_not_keep_the_folder(run: RunDir) -> None:
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_name_another_one(run: RunDir) -> None:
     run.lock.mkdir()
-    with refused(ConfigError) as told, only_writer(run):
+    with refused(ConfigError) as told, lock_folder(run):
         pass
     assert "hydra.run.dir" not in str(told.value)
 
@@ -172,6 +173,6 @@ def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_is_written_there(
     target = tmp_path / "precious"
     target.write_text("kept")
     run.lock.symlink_to(target)
-    with refused(ConfigError), only_writer(run):
+    with refused(ConfigError), lock_folder(run):
         pass
     assert target.read_text() == "kept"

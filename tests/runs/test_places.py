@@ -20,7 +20,7 @@ from trainrun.config.saved_config import placed
 from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
 from trainrun.runs.resume import KILLED
-from trainrun.runtime.signals import leave_at_interrupt
+from trainrun.runtime.signals import exit_at_interrupt
 
 pytestmark = [
     pytest.mark.process,
@@ -216,7 +216,7 @@ def test_an_interrupt_ahead_of_a_resume_leaves_no_run_at_running(
 
     def work() -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        leave_at_interrupt()
+        exit_at_interrupt()
         return main(["resume", "run"])
 
     code, _ = forked(work, workdir)

@@ -11,7 +11,7 @@ import torch
 
 import trainrun as package
 from trainrun.plots.prediction_pictures import read_samples, read_task_pictures
-from trainrun.task.segmentation import iou_of_picture
+from trainrun.task.segmentation import compute_picture_iou
 
 pytestmark = pytest.mark.train
 
@@ -97,8 +97,8 @@ def test_a_segmentation_shows_input_target_and_prediction_with_iou(workdir: Path
 def test_iou_of_a_picture_is_the_mean_of_its_classes() -> None:
     target, predicted = torch.tensor([[0, 0, 1, 2]]), torch.tensor([[0, 1, 1, 5]])
     valued = torch.tensor([[True, True, True, False]])
-    assert iou_of_picture(target, predicted, valued) == pytest.approx((1 / 2 + 1 / 2) / 2)
-    assert math.isnan(iou_of_picture(target, predicted, ~(valued | True)))
+    assert compute_picture_iou(target, predicted, valued) == pytest.approx((1 / 2 + 1 / 2) / 2)
+    assert math.isnan(compute_picture_iou(target, predicted, ~(valued | True)))
 
 
 def test_captions_are_as_many_as_pictures(tmp_path: Path) -> None:

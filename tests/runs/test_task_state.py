@@ -378,19 +378,19 @@ def test_evaluation_has_the_state_of_the_task(own: Path, capsys: pytest.CaptureF
 
 
 def test_checksums_tell_contents_apart() -> None:
-    from trainrun.runtime.held_state import state_text
+    from trainrun.runtime.held_state import format_state
 
     one = {"a": torch.ones(3), "b": [1, 2.0, None]}
-    assert state_text(one, set()) == state_text({"a": torch.ones(3), "b": [1, 2.0, None]}, set())
-    assert state_text(one, set()) != state_text({"a": torch.ones(3), "b": [1, 2.5, None]}, set())
-    assert state_text(one, set()) != state_text({"a": torch.zeros(3), "b": [1, 2.0, None]}, set())
+    assert format_state(one, set()) == format_state({"a": torch.ones(3), "b": [1, 2.0, None]}, set())
+    assert format_state(one, set()) != format_state({"a": torch.ones(3), "b": [1, 2.5, None]}, set())
+    assert format_state(one, set()) != format_state({"a": torch.zeros(3), "b": [1, 2.0, None]}, set())
     large = torch.zeros(3, 1 << 20)
-    assert state_text(large, set()) == state_text(large.clone(), set())
-    assert state_text(large, set()) != state_text(large + 1e-6, set())
+    assert format_state(large, set()) == format_state(large.clone(), set())
+    assert format_state(large, set()) != format_state(large + 1e-6, set())
 
 
 def test_what_holds_more_than_can_be_looked_at_soon_is_not_told() -> None:
-    from trainrun.runtime.held_state import state_text
+    from trainrun.runtime.held_state import format_state
 
     class Item(float):
         looked = 0
@@ -399,6 +399,6 @@ def test_what_holds_more_than_can_be_looked_at_soon_is_not_told() -> None:
             Item.looked += 1
             return "item"
 
-    assert state_text([[Item()] * 90] * 100, set())
-    assert not state_text([[[Item()] * 100] * 900] * 100, set())
+    assert format_state([[Item()] * 90] * 100, set())
+    assert not format_state([[[Item()] * 100] * 900] * 100, set())
     assert Item.looked < 20_000

@@ -142,13 +142,16 @@ def test_all_seconds_add_up_and_errors_close_their_account():
         interrupted(phases, clock)
     clock.now = 2.5
     assert phases.read() == {"start-up": 3.5, "plots": 2.0}
-    phases.move(ACCOUNTS.index("plots"), ACCOUNTS.index("compile"), 5.0)  # no account goes below nothing
+    phases.move_seconds(
+        ACCOUNTS.index("plots"), ACCOUNTS.index("compile"), 5.0
+    )  # no account goes below nothing
     assert phases.read() == {"start-up": 3.5, "compile": 2.0}
 
 
 def test_what_a_script_did_before_its_exec_is_not_the_runs_time():
     code = (
-        "from time import *; from trainrun.timing.phases import *; print(process_start() - command_start())"
+        "from time import *; from trainrun.timing.phases import *; "
+        "print(measure_process_start() - measure_command_start())"
     )
     words = ["sh", "-c", f"sleep 0.5; exec {sys.executable} -c '{code}'"]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])

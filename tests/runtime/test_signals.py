@@ -15,7 +15,7 @@ from trainrun.runtime.signals import (
     StopFlag,
     block_stop_signals,
     catch_signals,
-    stop_deadline,
+    limit_stop_time,
 )
 
 
@@ -110,7 +110,7 @@ class Expired:
 
 def test_it_expires_while_the_main_thread_sits_in_c_code() -> None:
     expired, flag = Expired(), StopFlag()
-    with catch_signals(flag), stop_deadline(lambda: 0.1, expired):
+    with catch_signals(flag), limit_stop_time(lambda: 0.1, expired):
         os.kill(os.getpid(), signal.SIGTERM)
         began = time.monotonic()
         hashlib.pbkdf2_hmac("sha256", b"x", b"y", 1_500_000)
@@ -127,7 +127,7 @@ def test_every_stop_signal_starts_the_clock_and_others_do_not(number: int) -> No
     expired = Expired()
     before = signal.signal(signal.SIGWINCH, lambda number, frame: None)
     try:
-        with catch_signals(StopFlag()), stop_deadline(lambda: 0.05, expired):
+        with catch_signals(StopFlag()), limit_stop_time(lambda: 0.05, expired):
             os.kill(os.getpid(), signal.SIGWINCH)
             time.sleep(0.15)
             assert expired.calls == []
@@ -144,7 +144,7 @@ def test_a_second_sigterm_ends_it_at_once_but_one_that_was_passed_on_twice_does_
     again = "trainrun.runtime.signals.AGAIN_SECONDS"
     monkeypatch.setattr(again, 60.0)  # no pause between two signals is as long
     expired = Expired()
-    with catch_signals(StopFlag()), stop_deadline(lambda: 60, expired):
+    with catch_signals(StopFlag()), limit_stop_time(lambda: 60, expired):
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             os.kill(os.getpid(), number)
         time.sleep(1.0)

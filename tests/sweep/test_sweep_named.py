@@ -15,7 +15,7 @@ from trainrun.cli import main as cli
 from trainrun.cli.report_command import find_run
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
-from trainrun.folder.status import named_run
+from trainrun.folder.status import find_named_run
 from trainrun.runs.run import open_run
 from trainrun.sweep import run_sweep as runner
 from trainrun.sweep.jobs import Sweep, open_sweep
@@ -39,7 +39,9 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     return found
 
 
-@pytest.mark.parametrize("resolve", [named_run, open_run, find_run, lambda word: trainrun.load(word).files])
+@pytest.mark.parametrize(
+    "resolve", [find_named_run, open_run, find_run, lambda word: trainrun.load(word).files]
+)
 def test_a_sweep_stands_for_its_best_run(
     sweep: Sweep, resolve: Callable[[str], object], capsys: pytest.CaptureFixture[str]
 ) -> None:

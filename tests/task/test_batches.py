@@ -16,23 +16,28 @@ from trainrun.model.mlp import Mlp
 from trainrun.model.resnet import ResNet
 from trainrun.model.sequence_vae import SequenceVae
 from trainrun.model.vae import Vae
-from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
-from trainrun.task.dict_batches import asked_for
+from trainrun.task.batches import (
+    extract_output_tensor,
+    run_model,
+    split_inputs_and_optional_target,
+    split_inputs_and_target,
+)
+from trainrun.task.dict_batches import select_dict_arguments
 
 X, Y = torch.zeros(3, 2), torch.tensor([0, 1, 0])
 
 
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], {"x": X, "y": Y}, {"images": X, "id": 4, "labels": Y}])
 def test_pairs_and_dicts_are_read(batch: Any) -> None:
-    assert inputs_and_target(batch) == (X, Y)
-    assert inputs_and_maybe_target(batch) == (X, Y)
+    assert split_inputs_and_target(batch) == (X, Y)
+    assert split_inputs_and_optional_target(batch) == (X, Y)
 
 
 @pytest.mark.parametrize("batch", [X, (X,), [X], {"x": X}])
 def test_without_a_target_one_can_predict_and_not_train(batch: Any) -> None:
-    assert inputs_and_maybe_target(batch) == (X, None)
+    assert split_inputs_and_optional_target(batch) == (X, None)
     with refused(DataError):
-        inputs_and_target(batch)
+        split_inputs_and_target(batch)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +45,7 @@ def test_without_a_target_one_can_predict_and_not_train(batch: Any) -> None:
     [(X, Y, Y), {"y": Y}, "xy"],
 )
 def test_other_forms_are_named(batch: Any) -> None:
-    for read in (inputs_and_target, inputs_and_maybe_target):
+    for read in (split_inputs_and_target, split_inputs_and_optional_target):
         with refused(DataError):
             read(batch)
 
@@ -51,13 +56,13 @@ def test_other_forms_are_named(batch: Any) -> None:
 )
 def test_other_outputs_are_named(output: Any) -> None:
     with refused(PluginError):
-        output_tensor(output)
+        extract_output_tensor(output)
 
 
 def test_16_bits_become_float32_and_others_stay() -> None:
-    assert output_tensor(X.half()).dtype is torch.float32
-    assert output_tensor({"logits": X.bfloat16()}).dtype is torch.float32
-    assert output_tensor(X.double()).dtype is torch.float64
+    assert extract_output_tensor(X.half()).dtype is torch.float32
+    assert extract_output_tensor({"logits": X.bfloat16()}).dtype is torch.float32
+    assert extract_output_tensor(X.double()).dtype is torch.float64
 
 
 @pytest.mark.parametrize(
@@ -154,14 +159,14 @@ Z = torch.ones(3, 2)
     ],
 )
 def test_a_model_of_several_inputs_gets_each(model: nn.Module, batch: Any) -> None:
-    inputs, target = inputs_and_target(batch)
+    inputs, target = split_inputs_and_target(batch)
     left, right = run_model(model, inputs, batch)
     assert (left is X, right is Z, target is Y) == (True, True, True)
 
 
 def test_the_only_field_of_a_dict_is_the_input_whatever_its_name() -> None:
     batch = {"picture": X, "label": Y}
-    assert run_model(AsOne(), inputs_and_target(batch)[0], batch) is X
+    assert run_model(AsOne(), split_inputs_and_target(batch)[0], batch) is X
 
 
 @pytest.mark.parametrize(
@@ -169,7 +174,7 @@ def test_the_only_field_of_a_dict_is_the_input_whatever_its_name() -> None:
 )
 def test_inputs_that_a_forward_does_not_find_are_told(batch: Any) -> None:
     with refused(PluginError, "Two.forward"):
-        run_model(Two(), inputs_and_target(batch)[0], batch)
+        run_model(Two(), split_inputs_and_target(batch)[0], batch)
 
 
 class ByPlace(Named):
@@ -216,7 +221,7 @@ class PassesOn(nn.Module):
 
 def test_a_forward_that_takes_any_gets_what_is_an_input() -> None:
     batch = {"x": torch.ones(2), "mask": torch.ones(2), "y": torch.ones(2), "target_weight": 1, "index": 2}
-    _, named = asked_for(PassesOn(), batch["x"], batch)
+    _, named = select_dict_arguments(PassesOn(), batch["x"], batch)
     assert set(named) == {"mask"}
 
 

@@ -16,7 +16,7 @@ from trainrun.model.gpt import Gpt
 from trainrun.model.lstm import Lstm
 from trainrun.precision.autocast import computes_lstm
 from trainrun.task import chunked_loss as chunked_module
-from trainrun.task.chunked_loss import num_chunks
+from trainrun.task.chunked_loss import choose_num_chunks
 from trainrun.task.language_modeling import LanguageModeling
 from trainrun.transform.lora import lora
 
@@ -113,15 +113,15 @@ GIB = 2**30
 def test_auto_makes_pieces_only_where_memory_needs_them(
     tokens: int, vocabulary: int, limit: int | None, expected: int
 ) -> None:
-    pieces = num_chunks("auto", tokens, vocabulary, limit)
+    pieces = choose_num_chunks("auto", tokens, vocabulary, limit)
     assert pieces == expected
     if limit is not None and 1 < pieces < tokens:  # they fit
         assert 16 * -(-tokens // pieces) * vocabulary <= 1.01 * limit / 2
 
 
 def test_number_of_pieces_that_is_named_is_taken() -> None:
-    assert num_chunks(8, 4096, 50257, 10**15) == 8
-    assert num_chunks(8, 3, 50257, 0) == 3
+    assert choose_num_chunks(8, 4096, 50257, 10**15) == 8
+    assert choose_num_chunks(8, 3, 50257, 0) == 3
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(16 * 80 * VOCABULARY, 0), (16 * 80 * VOCABULARY - 1, 1)])
@@ -134,9 +134,9 @@ def test_step_takes_one_piece_up_to_the_limit(
     def counted(*arguments: Any) -> StepOutput:
         nonlocal calls
         calls += 1
-        return LanguageModeling.chunked(task, *arguments)
+        return LanguageModeling.step_in_chunks(task, *arguments)
 
-    monkeypatch.setattr(task, "chunked", counted)
+    monkeypatch.setattr(task, "step_in_chunks", counted)
     task.limit_memory(limit)
     out = task.step(gpt(), (BATCH, IGNORED))
     assert calls == expected

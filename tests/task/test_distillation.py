@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.errors import ConfigError
-from trainrun.task.distillation import Distillation, Teacher, distance, outputs_of
+from trainrun.task.distillation import Distillation, Teacher, collect_outputs, measure_distance
 
 
 class Net(nn.Module):
@@ -40,7 +40,7 @@ X, Y = some(5, 6), torch.tensor([0, 3, 1, 1, 2])
 
 def student(**words: Any) -> tuple[Distillation, Net, Teacher]:
     task, teacher = Distillation(**words), Teacher(Net(8, 1), None, list(words.get("hidden", {}).values()))
-    task.learn_from(teacher, None)
+    task.set_teacher(teacher, None)
     return task, Net(8, 2).eval(), teacher
 
 
@@ -84,7 +84,7 @@ def test_kept_answers_are_those_of_the_teacher_and_ignored_places_count_nothing(
     answers = {
         name: torch.empty_like(rows).index_copy_(0, order, rows) for name, rows in teacher((X, Y)).items()
     }
-    task.learn_from(teacher, answers)
+    task.set_teacher(teacher, answers)
     assert task.teacher is None
     kept = task.step(model, {"input": X, "target": Y, "index": order}).loss_sum
     torch.testing.assert_close(kept, asked, rtol=0, atol=0)
@@ -100,9 +100,9 @@ def test_maps_of_other_channels_are_compared_by_where_they_are_active() -> None:
     left, right = some(3, 2, 4, 4), some(3, 5, 4, 4)
     maps = [(one.square().mean(1)).flatten(1) for one in (left, right)]
     maps = [one / one.norm(dim=1, keepdim=True) for one in maps]
-    torch.testing.assert_close(distance(left, right, "k"), (maps[0] - maps[1]).square().sum(1))
+    torch.testing.assert_close(measure_distance(left, right, "k"), (maps[0] - maps[1]).square().sum(1))
     with refused(ConfigError, "task.hidden"):
-        distance(some(3, 2), some(3, 5), "task.hidden={a: b}")
+        measure_distance(some(3, 2), some(3, 5), "task.hidden={a: b}")
 
 
 def test_a_teacher_computes_in_its_own_precision_and_leaves_the_student_alone() -> None:
@@ -111,7 +111,7 @@ def test_a_teacher_computes_in_its_own_precision_and_leaves_the_student_alone() 
         full, half = Teacher(network, None, [])((X, Y))[""], Teacher(network, torch.bfloat16, [])((X, Y))[""]
     torch.testing.assert_close(full, network.eval()(X), rtol=0, atol=0)
     assert 0 < float((half - full).abs().max()) < 0.05
-    with outputs_of(network, ["layers.1"]) as seen:
+    with collect_outputs(network, ["layers.1"]) as seen:
         network(X)
     assert set(seen) == {"layers.1"}
     assert not network.layers[1]._forward_hooks
@@ -121,7 +121,7 @@ def test_a_run_goes_on_with_its_own_teacher_alone() -> None:
     task, _, _ = student()
     state = task.state_dict()
     task.load_state_dict(state)
-    task.learn_from(Teacher(Net(8, 3), None, []), None)
+    task.set_teacher(Teacher(Net(8, 3), None, []), None)
     with refused(ConfigError, "task.teacher"):
         task.load_state_dict(state)
     Distillation().load_state_dict(state)  # to evaluate needs no teacher

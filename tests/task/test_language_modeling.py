@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.errors import DataError, PluginError
-from trainrun.task.language_modeling import LanguageModeling, shifted_targets
+from trainrun.task.language_modeling import LanguageModeling, shift_targets
 
 
 class Table(nn.Module):
@@ -44,7 +44,7 @@ def test_the_loss_is_a_sum_over_the_tokens_that_count() -> None:
 
 def test_without_targets_the_tokens_are_moved_by_one() -> None:
     wanted = torch.tensor([[2, 3, 4, -100], [3, 2, 1, -100]])
-    assert shifted_targets(TOKENS, None).tolist() == wanted.tolist()
+    assert shift_targets(TOKENS, None).tolist() == wanted.tolist()
     assert LanguageModeling().count(TOKENS) == 6
     assert LanguageModeling().count({"input_ids": TOKENS}) == 6
 
@@ -58,7 +58,7 @@ def test_without_targets_the_tokens_are_moved_by_one() -> None:
     ],
 )
 def test_no_target_crosses_a_border(key: str, marks: list[Any], wanted: list[int]) -> None:
-    assert shifted_targets(TOKENS[:1], torch.tensor(marks)).tolist() == [wanted]
+    assert shift_targets(TOKENS[:1], torch.tensor(marks)).tolist() == [wanted]
     batch = {"input_ids": TOKENS[:1], key: torch.tensor(marks)}
     assert LanguageModeling().count(batch) == sum(one >= 0 for one in wanted)
 
@@ -83,11 +83,11 @@ def test_labels_of_transformers_are_shifted_where_it_is_said() -> None:
     assert task.step(Table(), batch).loss_sum == LanguageModeling().step(Table(), plain).loss_sum
     assert task.count(batch) == LanguageModeling().count(plain)
     labels[0, :3] = -100
-    assert task.pair(batch)[1].tolist()[0] == [-100, -100, *TOKENS[0, 3:].tolist(), -100]
+    assert task.split_batch(batch)[1].tolist()[0] == [-100, -100, *TOKENS[0, 3:].tolist(), -100]
     padded = batch | {
         "attention_mask": torch.ones_like(TOKENS).index_fill(1, torch.tensor([TOKENS.shape[1] - 1]), 0)
     }
-    assert (task.pair(padded)[1][:, -2:] == -100).all()
+    assert (task.split_batch(padded)[1][:, -2:] == -100).all()
 
 
 @pytest.mark.parametrize("ignored", [0, 2])

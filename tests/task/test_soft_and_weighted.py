@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainrun.data.facts import facts_of
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.task.classification import Classification
-from trainrun.task.losses import balanced_weights
+from trainrun.task.losses import compute_balanced_weights
 
 
 class Same(nn.Module):
@@ -56,7 +56,7 @@ def test_balanced_is_scikit_learns(as_array: bool) -> None:
     counts = facts_of((some(10, 2), target)).class_counts
     assert counts == (3, 2, 5)
     wanted = compute_class_weight("balanced", classes=np.arange(3), y=labels)
-    assert balanced_weights(counts) == pytest.approx(list(wanted))
+    assert compute_balanced_weights(counts) == pytest.approx(list(wanted))
 
 
 def test_a_data_set_that_lists_its_targets_is_counted() -> None:
@@ -90,9 +90,9 @@ def test_what_is_no_weight_of_a_class_is_refused(wrong: Any) -> None:
 
 def test_a_mistake_is_said() -> None:
     with refused(ConfigError):
-        balanced_weights(())
+        compute_balanced_weights(())
     with refused(ConfigError):
-        balanced_weights((3, 0, 2))
+        compute_balanced_weights((3, 0, 2))
     with refused(ConfigError, "task.loss"):
         Classification(loss=nn.CrossEntropyLoss(), class_weights=[1.0, 2.0])
     with refused(ConfigError):

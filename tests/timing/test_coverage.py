@@ -18,7 +18,7 @@ from trainrun.timing.paired import (
     ratio_of_processes,
     ratio_of_totals,
     ratio_of_turns,
-    student_t,
+    student_quantile,
 )
 
 NOISE = 0.02  # of one turn
@@ -38,7 +38,7 @@ def holds(ratio: Ratio, truth: float) -> bool:
     ],
 )  # fmt: skip
 def test_students_t_is_that_of_the_tables(confidence: float, degrees: int, expected: float) -> None:
-    assert student_t(confidence, degrees) == pytest.approx(expected, abs=6e-4)
+    assert student_quantile(confidence, degrees) == pytest.approx(expected, abs=6e-4)
 
 
 @pytest.mark.parametrize("processes", [3, 7])

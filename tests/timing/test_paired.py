@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trainrun.timing.paired import BASE, Comparison, Rules, Turn, compare_in_turns, remaining_candidates
+from trainrun.timing.paired import BASE, Comparison, Rules, Turn, choose_remaining, compare_in_turns
 
 
 class World:
@@ -105,7 +105,7 @@ def test_what_fails_leaves_and_a_base_that_fails_ends_it():
 
 def test_candidates_that_are_surely_no_better_than_the_base_all_leave():
     found = Comparison({"a": [(1.0, 0.9)] * 3, "b": [(1.0, 0.5)] * 3})
-    assert remaining_candidates(found, ["a", "b"], Rules()) == []
+    assert choose_remaining(found, ["a", "b"], Rules()) == []
 
 
 def test_the_same_answers_lead_to_the_same_turns():

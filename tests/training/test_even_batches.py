@@ -12,7 +12,7 @@ import torch
 
 from trainrun.data.order.sampler import Plan
 from trainrun.interfaces import Agreed, MicroBatch
-from trainrun.training.evaluate import EvaluationStopped, even_batches
+from trainrun.training.evaluate import EvaluationStopped, iterate_even_batches
 
 
 class ThreadRank:
@@ -57,7 +57,7 @@ def batches_of_ranks(
         parallel: Any = ThreadRank(rank, barrier, slots, collective)
         stream = stream_of(num_samples, batch_size, rank, 2)
         try:
-            for batch in even_batches(parallel, stream, lambda: is_stopped(rank, len(results[rank]))):
+            for batch in iterate_even_batches(parallel, stream, lambda: is_stopped(rank, len(results[rank]))):
                 results[rank].append(batch)
         except Exception as error:
             results[rank] = error, len(results[rank])

@@ -152,7 +152,7 @@ def validate(built: Triggers, losses: list[float]) -> TrainState:
     state = TrainState()
     for loss in losses:
         state.step, state.epoch = state.step + 10, state.epoch + 1
-        built.note_validation(state, {"val/loss": loss})
+        built.record_validation(state, {"val/loss": loss})
         if state.early_stop:
             break
     return state
@@ -186,7 +186,7 @@ def test_no_early_stop_before_the_least_number_of_epochs() -> None:
     state = TrainState()
     for epoch in range(1, 6):
         state.step, state.epoch = 10 * epoch, epoch
-        built.note_validation(state, {"val/loss": float(epoch)})
+        built.record_validation(state, {"val/loss": float(epoch)})
         assert bool(state.early_stop) == (epoch >= 4)
 
 
@@ -195,7 +195,7 @@ def test_an_extra_validation_at_the_end_is_not_heard_by_early_stopping() -> None
         watch=MetricTracker("val/loss", "min", patience=1), best=MetricTracker("val/loss", "min")
     )
     state = TrainState(step=3, batches=3, stop_reason="trainer.max_steps=3 reached")
-    assert not built.note_validation(state, {"val/loss": 0.5})  # nor by hooks
+    assert not built.record_validation(state, {"val/loss": 0.5})  # nor by hooks
     assert (state.watched_metric, heard.losses) == (None, [])
     assert (state.best_metric, state.best_step) == (0.5, 3)
 
@@ -205,7 +205,7 @@ def test_best_ignores_what_is_not_finite_and_keeps_the_earlier_of_equals() -> No
     state = TrainState()
     for step, value in ((10, 0.5), (20, math.nan), (30, 0.9), (40, 0.9), (50, math.inf)):
         state.step, state.epoch = step, step // 10
-        built.note_validation(state, {"val/acc": value, "val/loss": 0.0})
+        built.record_validation(state, {"val/acc": value, "val/loss": 0.0})
     assert (state.best_metric, state.best_step) == (0.9, 30)
 
 
@@ -214,7 +214,7 @@ def test_what_is_remembered_of_another_metric_is_forgotten() -> None:
     built, _, _ = triggers(watch=acc, best=acc)
     state = TrainState(step=10, epoch=1)
     built.start(state)
-    built.note_validation(state, {"val/acc": 0.1, "val/loss": 3.0})
+    built.record_validation(state, {"val/acc": 0.1, "val/loss": 3.0})
     state.bad_validations = 1
     built.start(state)
     assert (state.best_metric, state.watched_metric, state.bad_validations) == (0.1, 0.1, 1)
@@ -223,7 +223,7 @@ def test_what_is_remembered_of_another_metric_is_forgotten() -> None:
     assert (state.best_metric, state.best_step) == (3.0, 10)
     assert (state.watched_metric, state.bad_validations) == (None, 0)
     state.step, state.epoch = 20, 2
-    other.note_validation(state, {"val/acc": 0.2, "val/loss": 2.0})
+    other.record_validation(state, {"val/acc": 0.2, "val/loss": 2.0})
     assert (state.best_metric, state.watched_metric, state.early_stop) == (2.0, 2.0, "")
     built.start(state, best=(10, 0.1))
     assert (state.best_metric, state.best_step) == (0.2, 20)
@@ -232,4 +232,4 @@ def test_what_is_remembered_of_another_metric_is_forgotten() -> None:
 def test_an_unknown_metric_is_named_with_those_there_are() -> None:
     built, _, _ = triggers(best=MetricTracker("val/f1", "max"))
     with refused(ConfigError, "checkpoint.monitor"):
-        built.note_validation(TrainState(step=10, epoch=1), {"val/loss": 1.0, "val/seconds": 0.1})
+        built.record_validation(TrainState(step=10, epoch=1), {"val/loss": 1.0, "val/seconds": 0.1})

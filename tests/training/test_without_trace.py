@@ -239,7 +239,7 @@ def test_an_error_of_a_trial_is_raised_and_leaves_nothing() -> None:
 
 def test_without_memory_for_a_copy_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(without_trace, "can_fork", lambda: False)
-    monkeypatch.setattr(without_trace, "free_bytes", lambda device: 100)
+    monkeypatch.setattr(without_trace, "read_free_bytes", lambda device: 100)
     with pytest.raises(NoTrial, match="memory"):
         run_trial(lambda: pytest.fail("tried"), CPU, Net())
     monkeypatch.setattr(without_trace, "MOST_OBJECTS", 10)

@@ -1,4 +1,4 @@
-"""Build the `Components` of one rank from its config. `build_components` lists the stages."""
+"""Build the `Components` of one rank from its config. `build_components` is the list of stages."""
 
 from __future__ import annotations
 
@@ -95,17 +95,17 @@ from trainrun.optimizer.plain_step import switching_optimizers
 from trainrun.precision.autocast import PrecisionOptions, build_precision
 from trainrun.precision.update import Update
 from trainrun.runtime.collector import Tidy
-from trainrun.runtime.machine import host_memory
+from trainrun.runtime.machine import read_host_memory
 from trainrun.runtime.signals import StopFlag
 from trainrun.scheduler.build_schedule import LENGTHS
 from trainrun.scheduler.schedule import Schedule
-from trainrun.task.losses import balanced_weights
+from trainrun.task.losses import compute_balanced_weights
 from trainrun.task.metrics.directions import describe_assumed_direction
 from trainrun.timing.phases import COPY, PhaseTimer
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.named_optimizers import JoinedOptimizers, JoinedPrecision, JoinedSchedules
-from trainrun.training.recovery.nonfinite import BadSteps, likely_cause
+from trainrun.training.recovery.nonfinite import BadSteps, find_likely_cause
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.task_calls import Hooks, Place, TaskCalls
 from trainrun.training.trained_parameters import TrainedParameters
@@ -120,10 +120,10 @@ LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
 
 @dataclass(frozen=True)
 class RunContext:
-    """The surroundings that a run is built in: its folder, its ranks, what stops it, and the monitors of rank 0.
+    """The surroundings of a run: its folder, its ranks, its stop flag, and the monitors of rank 0.
 
-    chosen: what the run began with, and after the build what was chosen for it. measures: whether by a clock.
-    is_new: nothing of the run has been trained before, so its task is checked. trains: false to evaluate alone.
+    chosen: the automatic choices; at first those of an earlier session. measures: whether choices may be measured.
+        is_new: whether nothing was trained before, so that the task is checked. trains: False for an evaluation.
     """
 
     run: RunDir
@@ -146,7 +146,7 @@ class RunContext:
 
 
 def check_targets(config: RunConfig) -> None:
-    """Bind every open node to its target's signature; raise ConfigError with all faults together."""
+    """Bind every open node to its target's signature. Raise ConfigError with all faults."""
     data = config.data
     transforms = {name: getattr(data, name) for name in ("transform", "val_transform", "test_transform")}
     nodes: dict[str, Any] = {
@@ -184,7 +184,7 @@ def check_targets(config: RunConfig) -> None:
 
 
 def _one_or_named(key: str, node: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return (key, node) of a single node, or of each of several named nodes."""
+    """Return (key, node) of a single node, or of each named node."""
     return [(f"{key}.{name}", inner_node) for name, inner_node in named_nodes(node).items()] or [
         (key, node or {})
     ]
@@ -192,7 +192,7 @@ def _one_or_named(key: str, node: Any) -> list[tuple[str, dict[str, Any]]]:
 
 @dataclass(frozen=True)
 class Notes:
-    """Lines for the start of a run. choices: what was decided. advice: what a user should know, or may change."""
+    """Lines for the start of a run. choices: automatic decisions. advice: what a user should know or may change."""
 
     choices: list[str]
     advice: list[str] = field(default_factory=list)
@@ -200,7 +200,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class DataSets:
-    """The data sets by split. drawn: how often training samples come. splits: how each split is read."""
+    """The data sets by split. drawn: how often training samples are drawn. splits: how each split is read."""
 
     sources: dict[str, Any]
     drawn: Drawn | None
@@ -210,7 +210,7 @@ class DataSets:
 
 @dataclass(frozen=True)
 class DataParts:
-    """The batches of each split. tokens: counts those of training. places: states of the sources of training."""
+    """The batches of each split. tokens: the counter of training tokens. places: the states of the training sources."""
 
     train: Batches
     validation: dict[str, Batches]
@@ -221,8 +221,11 @@ class DataParts:
 
 @dataclass(frozen=True)
 class UpdateParts:
-    """What changes the weights. wrapped: the model as the backend calls it. held: as this rank holds it. optimizers:
-    several by name, else empty."""
+    """The parts that change the weights.
+
+    wrapped: the model as the backend calls it. held: the model as this rank holds it. optimizers: named ones, else
+        empty.
+    """
 
     wrapped: nn.Module
     held: nn.Module
@@ -234,7 +237,7 @@ class UpdateParts:
 
 
 def build_components(config: RunConfig, context: RunContext) -> tuple[Components, RunFacts]:
-    """Build everything of one rank, stage by stage. Return it with the facts for the first lines on the screen."""
+    """Build all parts of one rank, stage by stage. Return them with the facts for the first lines on the screen."""
     notes = Notes(choices=set_backends(config, context.parallel))
     check_targets(config)
     config = resolve_data_settings(config, context, notes)
@@ -278,7 +281,7 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
 
 
 def resolve_data_settings(config: RunConfig, context: RunContext, notes: Notes) -> RunConfig:
-    """Return the config with the micro-batches of a step, and with the tokenizer that is trained for the run."""
+    """Return the config with the number of micro-batches and, if needed, a tokenizer trained for the run."""
     config = with_accumulation(config, context.parallel.world_size)
     if "bpe:" not in str(config.data.train):
         return config
@@ -288,7 +291,7 @@ def resolve_data_settings(config: RunConfig, context: RunContext, notes: Notes) 
 
 
 def load_data_sets(config: RunConfig, context: RunContext, notes: Notes) -> DataSets:
-    """Load the data sets, and look at one sample of each. Refuse splits whose inputs are of different kinds."""
+    """Load the data sets and examine one sample of each. Raise ConfigError if splits have inputs of different kinds."""
     sources, drawn = build_sources(config, notes.advice, context.trained)
     report = report_to([monitor.on_note for monitor in context.monitors])
     splits = options_of_splits(config, context.parallel, sources, report, drawn)
@@ -301,7 +304,7 @@ def load_data_sets(config: RunConfig, context: RunContext, notes: Notes) -> Data
 
 
 def with_trained_classes(facts: DataFacts, context: RunContext) -> DataFacts:
-    """Return facts with the classes, or the number of outputs, of the training where the data has no targets."""
+    """Return facts with the classes, or number of outputs, of the training if the data has no targets."""
     trained = context.trained
     if trained is None or facts.class_names:
         return facts
@@ -338,7 +341,7 @@ def open_data(
 def plan_steps(
     config: RunConfig, context: RunContext, data_sets: DataSets, data: DataParts, task: Any
 ) -> tuple[RunConfig, Intervals]:
-    """Return the config with its warm-up in steps, and the intervals of the run in steps of its data."""
+    """Return the config with its warm-up in steps, and the intervals of the run."""
     parallel = context.parallel
     lengths = lengths_of(config, data.train, data_sets.sources["train"], task, parallel.world_size)
     rhythm = build_rhythm(config, lengths, task, bool(data.validation), parallel.rank)
@@ -351,7 +354,7 @@ def prepare_model_and_numbers(
     config: RunConfig, context: RunContext, data_sets: DataSets, data: DataParts, task: Any, model: nn.Module,
     rhythm: Intervals, notes: Notes,
 ) -> RunConfig:  # fmt: skip
-    """Apply the built-in techniques to the model in place. Return the config with every `auto` decided."""
+    """Apply the built-in techniques to the model in place. Return the config with every `auto` resolved."""
     parallel, device, total_steps = context.parallel, context.parallel.device, rhythm.total_steps
     if config.trainer.compile.scope == "auto":
         num_weights = sum(parameter.numel() for parameter in model.parameters())
@@ -412,7 +415,9 @@ def build_update(
 
 
 def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Ema | OwnAverage | None:
-    """Return the averaged weights that are evaluated: of `trainer.ema`, else of an optimizer that averages itself."""
+    """Return the averaged weights for evaluations: of `trainer.ema`, else of an optimizer that averages itself, else
+    None.
+    """
     switching, wanted = switching_optimizers(optimizer), config.trainer.ema
     for switching_optimizer in switching:
         switching_optimizer.train()
@@ -427,12 +432,12 @@ def build_monitors(
     config: RunConfig, context: RunContext, data: DataParts, task: Any, model: nn.Module, update: UpdateParts,
     rhythm: Intervals,
 ) -> MetricLogger:  # fmt: skip
-    """Build the logger of metrics, which hands its rows to the monitors of rank 0."""
+    """Build the metric logger, which sends its rows to the monitors of rank 0."""
 
     def find_nan_cause() -> str:
         average = update.average
         with nullcontext() if average is None else average.in_model():
-            return likely_cause(model, next(iter(data.validation.values())))
+            return find_likely_cause(model, next(iter(data.validation.values())))
 
     return MetricLogger(
         context.parallel, context.monitors, lambda: update.schedule.rates, rhythm.steps_per_epoch, rhythm.accumulate,
@@ -446,7 +451,7 @@ def build_checkpoints(
     config: RunConfig, context: RunContext, data_sets: DataSets, data: DataParts, task: Any, rhythm: Intervals,
     monitors: MetricLogger, notes: Notes,
 ) -> CheckpointManager:  # fmt: skip
-    """Build what saves and restores the run. Add advice on the metric that chooses the best checkpoint."""
+    """Build the checkpoint manager. Add advice about the metric that chooses the best checkpoint."""
     default_metric = default_monitor(task, list(data.validation))
     notes.advice.extend(describe_validation(config, context.trains, default_metric, list(data.validation)))
     keep = keep_options(config, default_metric, rhythm.lengths, task)
@@ -462,14 +467,14 @@ def build_checkpoints(
         mirror = ObjectStoreMirror(url, config.checkpoint.mirror_keep, context.run_id)
     return CheckpointManager(
         context.run.checkpoints, context.run_id, keep, context.parallel, fingerprint, monitors.note,
-        lambda: host_memory().free, before_commit=context.before_commit, mirror=mirror,
+        lambda: read_host_memory().free, before_commit=context.before_commit, mirror=mirror,
     )  # fmt: skip
 
 
 def describe_validation(
     config: RunConfig, trains: bool, default_metric: str | None, names: list[str]
 ) -> list[str]:
-    """Return what a user should know of the validation: that there is none, or which metric is the best."""
+    """Return advice about the validation: that there is none, or which metric chooses the best checkpoint."""
     if trains and not names and config.trainer.limit_val_batches == 0:
         return ["trainer.limit_val_batches=0: nothing is validated, so there is no best"]
     if trains and not names:
@@ -481,7 +486,7 @@ def describe_validation(
 def build_retry(
     config: RunConfig, context: RunContext, task: Any, model: nn.Module, monitors: MetricLogger
 ) -> OomRetry:
-    """Build what repeats a step in smaller micro-batches when memory runs out."""
+    """Build the runner that repeats a step in smaller micro-batches when memory runs out."""
     trainer = config.trainer
     mends = trainer.nan_policy == "skip"
     return OomRetry(trainer.out_of_memory, model, task, context.parallel, monitors.note, mends=mends)
@@ -491,7 +496,7 @@ def build_triggers(
     config: RunConfig, context: RunContext, data: DataParts, task: Any, update: UpdateParts, rhythm: Intervals,
     checkpoints: CheckpointManager, monitors: MetricLogger, retry: OomRetry,
 ) -> Triggers:  # fmt: skip
-    """Build what decides, step by step, whether to log, validate, save or stop."""
+    """Build the triggers, which decide after each step whether to log, validate, save or stop."""
     default_metric = default_monitor(task, list(data.validation))
     return Triggers(
         build_limits(config, rhythm.lengths, task), rhythm, build_watch(config, default_metric),
@@ -504,7 +509,7 @@ def build_triggers(
 def build_on_bad(
     config: RunConfig, context: RunContext, precision: Precision, retry: OomRetry, note: Callable[[str], None]
 ) -> Callable[[TrainState, str], None]:
-    """Return what handles a step whose loss or gradients are not finite."""
+    """Return the function that handles a step whose gradients are not finite."""
     trainer = config.trainer
 
     @cache
@@ -516,7 +521,7 @@ def build_on_bad(
 
 
 def build_task_calls(config: RunConfig, context: RunContext, task: Any, model: nn.Module) -> TaskCalls:
-    """Build what calls the methods of the task. Rank 0 writes its pictures."""
+    """Build the caller of the task's optional methods. Rank 0 writes its images."""
     parallel = context.parallel
     place = Place(config.seed or 0, parallel.rank, parallel.device)
     file = None if parallel.rank else context.run.pictures
@@ -524,7 +529,7 @@ def build_task_calls(config: RunConfig, context: RunContext, task: Any, model: n
 
 
 def build_hooks(config: RunConfig, context: RunContext, unfreeze: Unfreeze | None) -> Hooks:
-    """Build the hooks of the config, and those that settings stand for."""
+    """Build the hooks of the config and those that other settings imply."""
     hooks = {f"hook.{name}": build(node, f"hook.{name}") for name, node in config.hook.items()}
     if unfreeze is not None:
         hooks["model.freeze"] = unfreeze
@@ -540,13 +545,15 @@ def build_hooks(config: RunConfig, context: RunContext, unfreeze: Unfreeze | Non
 
 
 def build_task(config: RunConfig, facts: DataFacts) -> Any:
-    """Build the task. The data fills in `bytes_per_token` and balanced `class_weights`."""
+    """Build the task. The data provides `bytes_per_token` and balanced `class_weights`. Raise PluginError without
+    `step`.
+    """
     node = dict(config.task)
     takes = "bytes_per_token" in node or node.get("_target_") == LANGUAGE_MODELING
     if takes and node.get("bytes_per_token") is None:
         node["bytes_per_token"] = facts.bytes_per_token
     if node.get("class_weights") == "balanced":
-        node["class_weights"] = balanced_weights(facts.class_counts)
+        node["class_weights"] = compute_balanced_weights(facts.class_counts)
     task = build(node, "task")
     if not callable(getattr(task, "step", None)):
         raise PluginError(
@@ -557,7 +564,9 @@ def build_task(config: RunConfig, facts: DataFacts) -> Any:
 
 
 def unit_of(task: Any) -> str:
-    """Return what the task counts: its attribute `unit` (samples, tokens or pixels), else samples."""
+    """Return the unit of the task's items (samples, tokens or pixels), from its attribute `unit`; samples by
+    default.
+    """
     unit = getattr(task, "unit", "samples")
     if unit not in ("samples", "tokens", "pixels"):
         raise PluginError(
@@ -567,7 +576,7 @@ def unit_of(task: Any) -> str:
 
 
 def precision_options(config: RunConfig) -> PrecisionOptions:
-    """Return the settings of the number type and of the guarded update."""
+    """Return the settings of precision and guarded update."""
     trainer = config.trainer
     clip_algorithm = "norm" if trainer.gradient_clip_val is None else trainer.gradient_clip_algorithm
     return PrecisionOptions(
@@ -576,7 +585,7 @@ def precision_options(config: RunConfig) -> PrecisionOptions:
 
 
 def sum_of_known(numbers: Sequence[int | None]) -> int | None:
-    """Return the sum; None if there are no numbers, or if one of them is not known."""
+    """Return the sum; None if there are no numbers or one of them is unknown."""
     known_numbers = [number for number in numbers if number is not None]
     return sum(known_numbers) if numbers and len(known_numbers) == len(numbers) else None
 

@@ -1,4 +1,4 @@
-"""Switches of the whole process: threads, determinism, kernels, rounding of products."""
+"""Process-wide settings of torch: threads, determinism, kernels, precision of products."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROUNDING = (
 
 @contextmanager
 def kept_backends() -> Iterator[None]:
-    """Restore at the end what `set_backends` and `set_threads` change: a notebook runs on."""
+    """Restore at the end of the block what `set_backends` and `set_threads` change, for a notebook that continues."""
     determined, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = DETERMINISM.fill_uninitialized_memory
@@ -51,9 +51,10 @@ def kept_backends() -> Iterator[None]:
 
 
 def kept_rounding() -> Callable[[], None]:
-    """Put back what float32 products may round to, in torch's two ways to say it (the newer since 2.9).
+    """Return a function that restores the current precision of float32 products, by both of torch's APIs (newer
+    since 2.9).
 
-    Torch refuses to read the older one where a user has set both.
+    Torch refuses to read the older setting if a user has set both.
     """
     older: str | None = None
     tf32: bool | None = None
@@ -82,7 +83,7 @@ def has_attribute(name: str) -> bool:
 
 
 def set_deterministic(wanted: bool, warn_only: bool) -> None:
-    """Only where it is a change: torch loads its compiler for this call, 1 to 2 s that few runs need."""
+    """Set deterministic algorithms only if that is a change: the call loads torch's compiler, which takes 1 to 2 s."""
     now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if now != (wanted, warn_only):
         torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
@@ -97,7 +98,7 @@ def keep_compiled_code() -> None:
 
 
 def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
-    """Set the switches of the whole process: determinism, kernels, and the precision of float32 products."""
+    """Set determinism, kernels, and the precision of float32 products for the process. Return notes."""
     trainer = config.trainer
     if parallel.device.type == "cuda":
         # Torch asks once, at the first product of the process, whether this is set, so a deterministic run that comes
@@ -121,12 +122,14 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
 
 
 def set_threads(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
-    """Threads of one operation on the CPU, by a rule and not by a clock: they change the last bits of sums.
+    """Set the number of CPU threads of one operation, by a rule, not by measurement: it changes the last bits of
+    sums.
 
-    A step of a few dense layers is too small to share, unless their weights are many: with batches of one, two threads
-    took 1.7x, 1.2x and 1.0x the time of one with 10, 85 and 301 thousand weights, and 0.76x, 0.73x and 0.60x with 0.6,
-    1.1 and 4.3 million, whose update is most of the step (two quiet cores of an Intel Xeon; measured again by
-    `trainrun diagnose data=synthetic data.shape=[64] model.hidden=[1024,512] data.batch_size=1 trainer.num_threads=1`).
+    A step of a few dense layers is too small to share unless it has many weights: with batches of one, two threads
+    took 1.7x, 1.2x and 1.0x the time of one with 10, 85 and 301 thousand weights, and 0.76x, 0.73x and 0.60x with
+    0.6, 1.1 and 4.3 million, whose update is most of the step (two quiet cores of an Intel Xeon; measured again by
+    `trainrun diagnose data=synthetic data.shape=[64] model.hidden=[1024,512] data.batch_size=1
+    trainer.num_threads=1`).
     """
     wanted = config.trainer.num_threads
     if wanted != "auto":

@@ -1,4 +1,4 @@
-"""From the section `data` to the streams of a run."""
+"""Build the streams of a run from the config section `data`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainrun.data.tensor_dataset import SplitBuilder
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import build, named_nodes
 from trainrun.interfaces import IGNORED, DataFacts, Parallel
-from trainrun.precision.autocast import data_float_dtype
+from trainrun.precision.autocast import choose_data_dtype
 
 if TYPE_CHECKING:
     from trainrun.data.augment.augmented import NamedAugmentation
@@ -43,7 +43,7 @@ CLASSIFIERS = ("trainrun.task.classification.Classification", "trainrun.task.dis
 
 @dataclass(frozen=True)
 class TrainingNames:
-    """The names of the classes, in their order, and of the input columns that a run was trained with."""
+    """The names of the classes, in order, and of the input columns with which a run was trained."""
 
     classes: Sequence[str] = ()
     inputs: Mapping[str, str] = field(default_factory=dict)
@@ -52,8 +52,11 @@ class TrainingNames:
 def build_sources(
     config: RunConfig, notes: list[str], trained: TrainingNames | None = None
 ) -> tuple[dict[str, Any], Drawn | None]:
-    """The data sets by split, and how often training samples come. Where the targets of a table may be class numbers
-    or real ones, the task says which. trained: names that the data sets must have, as a checkpoint holds them."""
+    """Return the data sets by split, and how often training samples are drawn.
+
+    If the targets of a table may be class numbers or real numbers, the task decides. trained: the names from a
+    checkpoint that the data sets must have.
+    """
     data, task = config.data, config.task or {}
     named = {f"train.{name}": node for name, node in named_nodes(data.train).items()} or {"train": data.train}
     validation = (validation_nodes(data) or {"val": None}) if data.folds is None else {}
@@ -82,7 +85,7 @@ def build_sources(
 
 
 def fold_groups(data: DataConfig) -> str | None:
-    """Return the attribute whose values folds keep together: as typed, or what our formats make of `groups`."""
+    """Return the attribute whose values stay in one fold: as typed, or `groups` of a built-in format."""
     node = data.train or {}
     is_ours = str(node.get("_target_")).startswith("trainrun.data.")
     return "groups" if data.fold_groups is None and is_ours and node.get("groups") else data.fold_groups
@@ -91,7 +94,7 @@ def fold_groups(data: DataConfig) -> str | None:
 def describe_sources(
     config: RunConfig, sources: Mapping[str, Any], splits: Mapping[str, StreamOptions], is_new: bool
 ) -> list[str]:
-    """Return what a user should know of the samples before the training; nothing where the run goes on.
+    """Return advice about the samples before a new training; [] for a resumed one.
 
     splits: how each split is read.
     """
@@ -124,17 +127,17 @@ def with_training_names(sources: dict[str, Any], trained: TrainingNames | None) 
 
 
 def split_key(split: str) -> str:
-    """Return the setting that names the samples of a split: `data.val.day` for `val/day`."""
+    """Return the setting of a split's samples: `data.val.day` for `val/day`."""
     return f"data.{split.replace('/', '.')}"
 
 
 def split_kind(split: str) -> str:
-    """Return `train`, `val` or `test`; the kind of a named set such as `val/day` is its first part."""
+    """Return `train`, `val` or `test`: the first part of a name such as `val/day`."""
     return split.partition("/")[0].partition(".")[0]
 
 
 def split_limit(config: RunConfig, name: str) -> int | float:
-    """Return how much of a split an epoch reads: a fraction of it, or a number of batches; 0 leaves it out."""
+    """Return how much of a split an epoch reads: a fraction or a number of batches; 0 for nothing."""
     trainer = config.trainer
     limits = {"train": trainer.limit_train_batches, "val": trainer.limit_val_batches}
     limit: int | float = limits.get(split_kind(name), 1.0)
@@ -145,7 +148,9 @@ def open_split(
     config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report,
     drawn: Drawn | None = None,
 ) -> OpenedStream | None:  # fmt: skip
-    """Return the batches of a split, if it has data; `notes` takes lines about them. drawn: as in `stream_options`."""
+    """Return the batches of a split; None without data. `notes` gets lines about them. drawn: as in
+    `stream_options`.
+    """
     if source is None or split_limit(config, name) == 0:
         return None
     options = stream_options(config, parallel, name, report, drawn)
@@ -157,7 +162,7 @@ def open_split(
 def options_of_splits(
     config: RunConfig, parallel: Parallel, sources: dict[str, Any], report: Report, drawn: Drawn | None
 ) -> dict[str, StreamOptions]:
-    """Return how each split that has data is read, with a look at its samples."""
+    """Return how each split with data is read, including facts from one of its samples."""
     options_by_split = {}
     for name, source in sources.items():
         if source is not None and split_limit(config, name) != 0:
@@ -172,7 +177,7 @@ def options_of_splits(
 def stream_options(
     config: RunConfig, parallel: Parallel, name: str, report: Report, drawn: Drawn | None = None
 ) -> StreamOptions:
-    """Return the settings of a split's stream. drawn: how often training samples come."""
+    """Return the options of a split's stream. drawn: how often training samples are drawn."""
     data, training = config.data, name == "train"
     assert config.seed is not None
     return StreamOptions(
@@ -201,7 +206,7 @@ def stream_options(
         device=parallel.device,
         drawn=drawn if training else None,
         shuffle_buffer=data.shuffle_buffer if training else None,
-        float_dtype=data_float_dtype(config.precision.mode),
+        float_dtype=choose_data_dtype(config.precision.mode),
     )
 
 
@@ -222,7 +227,7 @@ def augmentations_of(config: RunConfig) -> tuple[NamedAugmentation, ...]:
 
 
 def transform_key(config: RunConfig, split: str) -> str | None:
-    """Return the setting whose transform the samples of a split go through: `data.transform` is of training alone."""
+    """Return the setting of a split's transform; None without one. `data.transform` is for training only."""
     data, name = config.data, "transform"
     if split != "train":
         name = "test_transform" if split == "test" and data.test_transform is not None else "val_transform"
@@ -236,7 +241,7 @@ def build_transform(config: RunConfig, split: str) -> Any:
 
 
 def describe_transforms(config: RunConfig, sources: Mapping[str, Any]) -> str:
-    """Return a line on the transforms of each split, in the order in which they act; "" if there are none."""
+    """Return a line about the transforms of each split, in the order in which they act; "" without any."""
     splits = {"training": "train", "validation": "val", "test": "test"}
     changes = {}
     for name, split in splits.items():
@@ -253,7 +258,9 @@ def describe_transforms(config: RunConfig, sources: Mapping[str, Any]) -> str:
 
 
 def check_same_inputs(config: RunConfig, sources: dict[str, Any], splits: dict[str, StreamOptions]) -> None:
-    """Refuse inputs that become floats in training alone: a conversion there belongs to validation as well."""
+    """Raise ConfigError if a transform changes the dtype of training inputs only: validation needs the same
+    conversion.
+    """
     for split, options in splits.items():
         kind = split_kind(split)
         if not config.data.transform or kind == "train" or transform_key(config, kind):
@@ -269,17 +276,19 @@ def check_same_inputs(config: RunConfig, sources: dict[str, Any], splits: dict[s
 
 
 def is_classifier(config: RunConfig) -> bool:
-    """Return whether the task is one of this package that needs classes as targets."""
+    """Return whether the task is a built-in one that needs classes as targets."""
     return (config.task or {}).get("_target_") in CLASSIFIERS
 
 
 def is_table(config: RunConfig) -> bool:
-    """Return whether the training data has settings that choose the column of the targets, and its type."""
+    """Return whether the training data is a table, whose settings choose the target column and its type."""
     return "target_dtype" in (config.data.train or {})
 
 
 def check_labels_fit(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:
-    """Check that all labels lie within the number of classes, which is set or follows from the training data."""
+    """Raise ConfigError or DataError if a label is outside the number of classes, which is set or comes from the
+    training data.
+    """
     if is_classifier(config):
         check_targets_are_classes(sources["train"], "data.train", is_table(config))
     model, task = config.model or {}, config.task or {}

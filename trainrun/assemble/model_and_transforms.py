@@ -1,4 +1,4 @@
-"""The model of one rank: built from its node, then changed by the techniques that act once."""
+"""Build the model of one rank from its node, and apply the techniques that change it once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EXAMPLES = {
 def build_model(
     config: RunConfig, facts: DataFacts, materialize: Callable[[Callable[[], nn.Module]], nn.Module]
 ) -> nn.Module:
-    """Build the model.
+    """Build the model. Raise ConfigError if an argument is unknown.
 
     Arguments `in_shape`, `num_classes` or `vocab_size` with the value null come from the data.
     """
@@ -80,9 +80,10 @@ def build_model(
 
 
 def give_sizes(model: nn.Module, shape: Sequence[int] | None) -> None:
-    """Send one sample of zeros through the model, in evaluation mode; the new weights are drawn from the global seed.
+    """Run one sample of zeros through the model, so that lazy layers get their shapes. New weights use the global
+    seed.
 
-    shape: of one input, without the batch. ValueError: it is not known, or zeros do not go through.
+    shape: of one input, without the batch. Raise ValueError if it is unknown, or if the forward fails.
     """
     if shape is None:
         raise ValueError(
@@ -108,7 +109,7 @@ def build_transformed_model(
 ) -> tuple[nn.Module, Unfreeze | None, FrozenBase | None]:  # fmt: skip
     """Build the model, load its initial weights, and apply all transforms.
 
-    Return the model, what unfreezes parameters later, and the frozen weights that checkpoints leave out.
+    Return the model, the hook that unfreezes parameters later, and the frozen weights that checkpoints leave out.
     """
     model, initial = build_model(config, facts, parallel.materialize), None
     if init_from is not None:
@@ -126,9 +127,9 @@ def build_transformed_model(
 
 
 def split_model_settings(node: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the model's node into its arguments and our own settings (`WORDS`, as `freeze`).
+    """Split the model's node into its arguments and trainrun's own settings (`WORDS`, such as `freeze`).
 
-    A name that is an argument of the model's class belongs to the arguments.
+    A name that is an argument of the model's class counts as its argument.
     """
     if not (names := WORDS.keys() & node):
         return dict(node), {}
@@ -138,7 +139,7 @@ def split_model_settings(node: dict[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def check_model_settings(config: RunConfig) -> list[str]:
-    """Return a message for each of our own settings in the model's node (`WORDS`) with a wrong value.
+    """Return a message for each of trainrun's own settings in the model's node (`WORDS`) with a wrong value.
 
     The model's `_target_` must be importable.
     """
@@ -154,7 +155,7 @@ def check_model_settings(config: RunConfig) -> list[str]:
 
 
 def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfreeze | None:
-    """Freeze what `model.freeze` names, and return the hook that trains it later."""
+    """Freeze the parameters of `model.freeze`. Return the hook that unfreezes them later, if any."""
     words = split_model_settings(config.model)[1]
     if not words.get("freeze"):
         return None
@@ -174,9 +175,7 @@ def checked(model: object, key: str, way_out: str = "") -> nn.Module:
 
 
 def convert_to_precision(model: nn.Module, config: RunConfig) -> nn.Module:
-    """Convert the model to the number type of the run, and apply the guard against a fault of torch's
-    convolutions.
-    """
+    """Convert the model to the run's dtype, and guard it against a bug in torch's convolutions."""
     prepare_model(model, config.precision.mode)
     if any(isinstance(layer, nn.Conv2d) for layer in model.modules()):
         guard_convolutions(model)
@@ -186,7 +185,7 @@ def convert_to_precision(model: nn.Module, config: RunConfig) -> nn.Module:
 def apply_transforms(
     config: RunConfig, model: nn.Module, device: torch.device, notes: list[str] | None = None
 ) -> nn.Module:
-    """Apply the nodes of `transform` in their order, in training and when a run is loaded."""
+    """Apply the nodes of `transform` in order, in a training or when a run is loaded."""
     for name, node in config.transform.items():
         key = f"transform.{name}"
         changed = checked(build(node, key, model), f"{key}._target_={node['_target_']}", "; return the model")
@@ -199,10 +198,9 @@ def apply_transforms(
 
 
 def apply_built_in(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
-    """Apply our own techniques that change a model once, in place; compilation is the last of them. Raise
-    ConfigError.
+    """Apply the built-in techniques that change a model once, in place; compilation is last. Raise ConfigError.
 
-    notes: gets a line on what each of them chose.
+    notes: gets a line about each choice.
     """
     trainer = config.trainer
     if faults := needs_gpu(config, device.type):
@@ -237,7 +235,7 @@ GPU_LEAST_WEIGHTS = 1_000_000  # a step of fewer does not take as long as that
 def chosen_scope(
     config: RunConfig, num_weights: int, total_steps: int | None, device: torch.device, problem: str = ""
 ) -> tuple[str, str]:
-    """Return the scope for this run, and a line that says why. problem: what the compiler lacks here."""
+    """Return the compile scope for this run, and a line with the reason. problem: what the compiler lacks here."""
 
     def off(why: str) -> tuple[str, str]:
         return "off", f"compile: off (auto), {why}"
@@ -266,7 +264,7 @@ def chosen_scope(
 def with_scope(
     config: RunConfig, num_weights: int, total_steps: int | None, device: torch.device, notes: list[str]
 ) -> RunConfig:
-    """Return the config with `auto` decided."""
+    """Return the config with `trainer.compile.scope=auto` resolved."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     problem = (
         gpu_compiler_problem(capability)
@@ -285,7 +283,9 @@ NO_BLOCKS = (
 
 
 def checkpoint_gradients(model: nn.Module, config: RunConfig) -> str:
-    """Wrap blocks in activation checkpointing, and return a line on it. `auto` leaves recorded steps alone."""
+    """Wrap blocks in activation checkpointing. Return a line about it. `auto` does nothing for compiled or recorded
+    steps.
+    """
     from trainrun.transform.gradient_checkpointing import gradient_checkpointing
 
     trainer, key = config.trainer, "trainer.gradient_checkpointing"
@@ -302,7 +302,7 @@ def checkpoint_gradients(model: nn.Module, config: RunConfig) -> str:
 
 
 def use_compiler(model: nn.Module, config: RunConfig, device: torch.device) -> None:
-    """Compile the model alone or its blocks; a whole step is compiled elsewhere."""
+    """Compile the model or its blocks. A whole step is compiled elsewhere."""
     wanted = config.trainer.compile
     sizes = {config.data.batch_size, config.data.val_batch_size or config.data.batch_size}
     with raise_as_config_error():

@@ -1,4 +1,4 @@
-"""Who listens to a run on rank 0: the screen, the log, the metrics file, and trackers; and what makes rows of it."""
+"""The monitors of rank 0: screen, log, metrics file and trackers, and the sources of their rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import RunConfig
-from trainrun.folder.run_folder import RunDir, check_there
+from trainrun.folder.run_folder import RunDir, check_folder_exists
 from trainrun.instantiate import build, satellite
 from trainrun.interfaces import Monitor
 from trainrun.monitor.bus import Bus
@@ -40,7 +40,7 @@ LIVE_AFTER_SECONDS = 30.0  # a shorter run has its page at its end
 
 
 class Listeners:
-    """What listens on rank 0, opened together and closed together. bus: all that is reported goes through it."""
+    """All monitors of rank 0, opened and closed together. bus: distributes everything that is reported."""
 
     def __init__(self, run: RunDir, config: RunConfig, phases: PhaseTimer) -> None:
         self._run, self._config, self._phases = run, config, phases
@@ -63,7 +63,7 @@ class Listeners:
         file = None
         if wanted.metrics_file:
             remove_incomplete_line(run.metrics)
-            file = MetricsFile(run.metrics, check=partial(check_there, run))
+            file = MetricsFile(run.metrics, check=partial(check_folder_exists, run))
         self._keeps_rows = bool(file or trackers)
         screens = [] if self._console is None else [self._console]
         self.bus = Bus(file, screens, trackers, phases if self._keeps_rows else None)
@@ -88,7 +88,7 @@ class Listeners:
     def attach(self, run: Components, state: TrainState) -> None:
         """Connect the monitors with a run.
 
-        Rows after the step of a resume are removed, since these steps are repeated.
+        Rows after the step of a resume are deleted, because these steps are repeated.
         """
         self._components, self._state = run, state
         if self._has_file and self._run.metrics.exists():
@@ -110,7 +110,7 @@ class Listeners:
         return self._components.triggers.best.metric or "", self._state.best_step
 
     def _activity(self) -> str:
-        """Return what the run does besides training, by its account of time. Any thread may call it."""
+        """Return what the run does besides training, from its open phase. Any thread may call it."""
         account = self._phases.account
         if account != VALIDATION or self._components is None:
             return {CHECKPOINT: "saving", PLOTS: "drawing", COMPILE: "compiling", MEASURING: "measuring"}.get(
@@ -120,12 +120,12 @@ class Listeners:
         return f"validating {number:,}" + (f"/{total:,}" if total is not None else "")
 
     def on_position(self, step: int) -> None:
-        """After every step: where the progress bar is."""
+        """Move the progress bar after a step."""
         if self._console is not None:
             self._console.on_batch(step)
 
     def on_log(self, step: int) -> None:
-        """Start the page that follows a long run, in a process of its own."""
+        """Start the live page of a long run in a separate process."""
         if not (self._config.monitor.plots and self._has_file):
             return
         if self._page is None and perf_counter() - self._made > LIVE_AFTER_SECONDS:
@@ -136,21 +136,21 @@ class Listeners:
             )
 
     def faults(self) -> dict[str, int]:
-        """Return the number of failed calls of each tracker that had any."""
+        """Return the number of failed calls of each tracker that failed at all."""
         return self.bus.faults()
 
     def end_hardware(self) -> dict[str, Any]:
-        """Return the load of the machine for the summary."""
+        """Stop the hardware monitor and return the load of the machine for the summary."""
         if self._hardware is None:
             return {}
         self._hardware.close()
         return self._hardware.facts()
 
     def end(self, summary: dict[str, Any], rows: list[dict[str, Any]], stopped: bool) -> None:
-        """Write the last rows, the report and the pictures, and last the summary on the screen.
+        """Write the last rows, the report and the plots, then show the summary.
 
-        A process beside draws the pictures, so that nobody waits for them. This process does if the run was stopped, so
-        that nothing goes on after it, if trackers send the pictures, and where the other process would be ended.
+        A separate process draws the plots, so that nobody waits. This process draws them if the run was stopped, if
+        trackers send them, or if the other process would be ended with this one.
         """
         self._phases.open(LOGGING)
         self._end_page()
@@ -166,13 +166,13 @@ class Listeners:
         self.bus.show_end(summary | {"ledger": ledger, "pictures_follow": beside})
 
     def _end_page(self) -> None:
-        """End what draws the page of a run that goes on; the run draws its last one."""
+        """Stop the process that draws the live page. The run draws the final one."""
         if self._page is not None:
             self._page.kill()
             self._page.wait()
 
     def _draw(self, may_wait: bool) -> bool:
-        """Write the report, and draw the pictures. Return whether another process draws them.
+        """Write the report and draw the plots. Return whether another process draws them.
 
         may_wait: draw in this process.
         """
@@ -193,7 +193,7 @@ class Listeners:
         self._told = text
 
     def close(self) -> None:
-        """Close the monitors; called after a failure too."""
+        """Close the monitors. Called after a failure too."""
         with self._closing as closing:
             closing.callback(self._end_page)
             closing.callback(self.bus.close)

@@ -1,4 +1,4 @@
-"""The optimizer, what guards or moves its update, and the schedule, from their nodes."""
+"""Build the optimizer, its guarded update, and the schedule from their nodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GROUP_KEYS = ("groups", "no_decay", "layer_decay")
 
 
 def optimizer_faults(key: str, node: dict[str, Any]) -> list[str]:
-    """Bind a node, and then each of its groups, to the signature of the target; a line for each fault."""
+    """Bind a node, and each of its groups, to the signature of the target. Return a message for each fault."""
     left_out = GROUP_KEYS if key == "optimizer" else (*GROUP_KEYS, "params")
     arguments = {name: value for name, value in node.items() if name not in left_out}
     faults = bind_faults(arguments, key, ["params"], GROUP_KEYS)
@@ -55,7 +55,7 @@ def optimizer_of_node(
     config: RunConfig, node: Any, scheduler: Any, key: str, model: nn.Module, world_size: int, notes: list[str],
     params: list[nn.Parameter] | None = None,
 ) -> Optimizer:  # fmt: skip
-    """params: of one of several; None are those of the model."""
+    """Build the optimizer of a node. params: those of a named optimizer; None for all of the model."""
     left_out = ("params", CHECK, *GROUP_KEYS)
     rules = group_rules(node, key)
     node = {name: copy.copy(value) for name, value in node.items() if name not in left_out}
@@ -76,14 +76,14 @@ def optimizer_of_node(
 
 
 def scaling(config: RunConfig, scheduler: Any, world_size: int) -> Callable[[float], tuple[float, str]]:
-    """Return a function that scales a learning rate by `lr_scaling`, and gives a note."""
+    """Return a function that scales a learning rate by `lr_scaling`, and returns it with a note."""
     batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
     rule, base = scheduler["lr_scaling"], scheduler.get("base_batch_size", 256)
     return lambda lr: scaled_lr(lr, rule, batch, base)
 
 
 def group_rules(node: dict[str, Any], key: str) -> GroupRules | None:
-    """Return the rules of parameter groups in an optimizer's node; None if it has no rules."""
+    """Return the rules for parameter groups in an optimizer's node; None without rules."""
     groups, no_decay, layer_decay = (node.get(name) for name in GROUP_KEYS)
     if not groups and no_decay in (None, "none") and layer_decay is None:
         return None
@@ -91,7 +91,7 @@ def group_rules(node: dict[str, Any], key: str) -> GroupRules | None:
 
 
 def warmup_steps(config: RunConfig, rhythm: Intervals, node: Any = None) -> int:
-    """Return the warm-up in steps. Raise ConfigError if it does not fit the length of the run."""
+    """Return the warm-up in steps. Raise ConfigError if it is longer than the run."""
     node = node or config.scheduler or {}
     if not any(node.get(name) for name in WARMUPS):
         return 0
@@ -140,9 +140,9 @@ def schedule_of_node(config: RunConfig, optimizer: Optimizer, node: Any, rhythm:
 def build_named(
     config: RunConfig, model: nn.Module, rhythm: Intervals, notes: list[str], guard: Callable[[nn.Module], Update]
 ) -> dict[str, NamedOptimizer]:  # fmt: skip
-    """Build several optimizers by name, each with its own parameters, guarded update and schedule, from their nodes.
+    """Build several named optimizers, each with its own parameters, guarded update and schedule.
 
-    guard: the guarded update of some parameters. Raises ConfigError for parameters that none of them has, or two.
+    guard: builds the guarded update of some parameters. Raise ConfigError for a parameter in none or in two of them.
     """
     nodes = named_nodes(config.optimizer)
     parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one has all its names
@@ -176,14 +176,14 @@ def build_named(
 
 
 def schedule_node(config: RunConfig, name: str) -> dict[str, Any]:
-    """Return the schedule of a named optimizer: its own, else the one for all, else a constant rate."""
+    """Return the schedule of a named optimizer: its own, else the common one, else a constant rate."""
     node = config.scheduler or {}
     named_schedules = named_nodes(node)
     return dict(named_schedules.get(name, CONSTANT)) if named_schedules else node or CONSTANT
 
 
 def describe_update(config: RunConfig, schedule: Schedule | JoinedSchedules) -> str:
-    """Optimizer, learning rate and schedule in one line: `AdamW, lr 0.001, schedule cosine, 45 warmup steps`."""
+    """Return optimizer, learning rate and schedule in one line: `AdamW, lr 0.001, schedule cosine, 45 warmup steps`."""
     optimizer, curve = (_format_optimizer_names(node) for node in (config.optimizer, config.scheduler))
     several = list(dict.fromkeys(schedule.peak_lrs))
     rates = " and ".join(f"{rate:g}" for rate in several)
@@ -194,9 +194,9 @@ def describe_update(config: RunConfig, schedule: Schedule | JoinedSchedules) -> 
 
 
 def planned_beyond(config: RunConfig, max_seconds: float | None, rhythm: Intervals) -> str:
-    """Return a line on a schedule that is planned over all steps, of which the time may end the run earlier; or "".
+    """Return a line if the time limit may end the run before its schedule; else "".
 
-    The schedule does not follow the clock: a resumed run would have other learning rates than one that never stopped.
+    The schedule does not follow the clock: a resumed run would have other learning rates than an uninterrupted one.
     """
     if max_seconds is None or rhythm.total_steps is None:
         return ""
@@ -212,15 +212,13 @@ def planned_beyond(config: RunConfig, max_seconds: float | None, rhythm: Interva
 
 
 def is_planned(node: Mapping[str, Any]) -> bool:
-    """Return whether a schedule is told how long the run is."""
+    """Return whether a schedule depends on the length of the run."""
     names = inspect.signature(locate(node["_target_"], "scheduler")).parameters
     return any(name in names and node.get(name) is None for name in LENGTHS)
 
 
 def _format_optimizer_names(node: Any) -> str:
-    """Return the optimizer's class, as `AdamW`; for several optimizers `generator Adam, discriminator SGD`;
-    else `constant`.
-    """
+    """Return the class name (`AdamW`); for several `generator Adam, discriminator SGD`; without one `constant`."""
     if several := named_nodes(node):
         return ", ".join(f"{name} {_format_optimizer_names(inner)}" for name, inner in several.items())
     return str((node or {}).get("_target_") or "constant").rpartition(".")[2]

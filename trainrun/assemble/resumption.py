@@ -1,4 +1,4 @@
-"""What a run takes from another: the state of a checkpoint to go on from, and the network of a teacher."""
+"""What a run takes from another one: the state of a checkpoint, or the network of a teacher."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.pipeline import open_batches
 from trainrun.errors import CheckpointError, ConfigError
-from trainrun.folder.run_folder import RunDir, has_recorded_checkpoint, note_saved, read_identity
+from trainrun.folder.run_folder import RunDir, has_recorded_checkpoint, read_identity, record_saved
 from trainrun.folder.seal import check_sealed
 from trainrun.interfaces import Batches, DataFacts, Parallel
 from trainrun.output import counted
@@ -54,7 +54,9 @@ ROUNDING, RANDOM = {"python", "machine", "cpu", "num_threads", "deterministic"},
 
 
 def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bool) -> TrainState:
-    """Return the state of the run's own newest checkpoint, else that of `ckpt_path`, else a fresh one."""
+    """Load the run's newest checkpoint, else that of `ckpt_path`. Return its state, or a fresh one without a
+    checkpoint.
+    """
     loaded = run.checkpoints.load_latest() if resume else None
     is_own = loaded is not None
     if resume and not is_own:
@@ -80,7 +82,7 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
 
 
 def load_network_of_run(run_dir: RunDir, config: RunConfig, which: str) -> nn.Module:
-    """Return the network of a run, in evaluation mode, on the CPU. which: best, last, or a checkpoint's name."""
+    """Return the network of a run in evaluation mode, on the CPU. which: best, last, or a checkpoint's name."""
     loaded = read_checkpoint(resolve_checkpoint(run_dir.checkpoints, which))
     saved_facts = read_identity(run_dir).get("data", {})
     facts = DataFacts(
@@ -99,7 +101,9 @@ def load_network_of_run(run_dir: RunDir, config: RunConfig, which: str) -> nn.Mo
 def load_weights(
     model: nn.Module, loaded: Loaded, device: torch.device, averaged: bool | None = None
 ) -> None:
-    """averaged: which weights; None takes the averaged ones where there are any, else the trained ones."""
+    """Load a checkpoint's weights. averaged: True or False chooses them; None prefers averaged ones. Raise
+    CheckpointError.
+    """
     weights, _ = evaluated_weights(loaded, model.state_dict(), averaged)
     allocate_buffers(model, weights, device)
     kinds = tensor_kinds(model.state_dict())
@@ -110,13 +114,11 @@ def load_weights(
 def teach(
     config: RunConfig, parallel: Parallel, task: Any, model: nn.Module, source: Any, rhythm: Intervals
 ) -> str:
-    """Give the task of a distillation its teacher; a line on it."""
+    """Give a distillation task its teacher. Return a line about it."""
     from trainrun.step.teaching import give_teacher
 
     def in_order() -> Batches:
-        """Return a stream of all training samples once, on every rank, without shuffling or random
-        augmentation.
-        """
+        """Return a stream of all training samples, once on every rank, without shuffling or random augmentation."""
         options = stream_options(config, parallel, "train", lambda text: None)
         options = replace(
             options, training=False, may_grow=True, rank=0, world_size=1, gather=None, limit=1.0
@@ -127,7 +129,7 @@ def teach(
 
 
 def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
-    """Return the network of a run with the weights of its best or else last checkpoint, and the run's config."""
+    """Return the network of a run with its best (or last) weights, and the run's config. Raise ConfigError."""
     run_dir = RunDir(Path(folder).expanduser().absolute())
     if not run_dir.config.is_file():
         raise ConfigError(f"task.teacher={folder}: no run is there (no config.yaml)")
@@ -145,7 +147,7 @@ def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
 
 
 def begin_anew(run_dir: RunDir, rank: int) -> None:
-    """Raise CheckpointError if checkpoints were lost. A folder that is gone was removed on purpose."""
+    """Raise CheckpointError if checkpoints were lost. If their folder was removed, that was on purpose."""
     if not has_recorded_checkpoint(run_dir):
         return
     if run_dir.checkpoints.exists():
@@ -154,11 +156,13 @@ def begin_anew(run_dir: RunDir, rank: int) -> None:
             "disk not mounted, or was it swept? Bring them back, or delete this folder to begin the run again"
         )
     if rank == 0:
-        note_saved(run_dir, False)
+        record_saved(run_dir, False)
 
 
 def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
-    """Note where the run goes on, the steps that are repeated, and what has changed. Raise CheckpointError."""
+    """Note where the run continues, which steps are repeated, and what has changed. Raise CheckpointError for other
+    data.
+    """
     step = loaded.manifest.step
     then, now = loaded.manifest.fingerprint, run.checkpoints.fingerprint()
     changed = environment_changes(then, now)
@@ -185,7 +189,7 @@ def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
 
 
 def has_changed_data(config: RunConfig, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether formats of ours read other training files than at the checkpoint."""
+    """Return whether a built-in format reads other training files than at the checkpoint."""
     train = config.data.train or {}
     sets = [train] if "_target_" in train else [node for node in train.values() if isinstance(node, Mapping)]
     are_ours = all(str(node.get("_target_")).startswith("trainrun.data.") for node in sets)
@@ -193,9 +197,9 @@ def has_changed_data(config: RunConfig, then: Mapping[str, Any], now: Mapping[st
 
 
 def environment_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return changed entries of the environment: `torch (2.12.0, now 2.13.0), num_threads (2, now 1)`.
+    """Return the changed entries of the environment: `torch (2.12.0, now 2.13.0), num_threads (2, now 1)`.
 
-    Entries that only one of the two records are left out.
+    Entries that only one of the two has are left out.
     """
     return ", ".join(
         f"{name} ({then[name]}, now {now[name]})" for name in now if name in then and then[name] != now[name]
@@ -203,7 +207,7 @@ def environment_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def last_step(metrics: Path) -> int:
-    """Return the largest step among the last whole rows; -1 if there are none."""
+    """Return the largest step in the last complete rows of the metrics file; -1 without rows."""
     try:
         with metrics.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -217,8 +221,7 @@ def last_step(metrics: Path) -> int:
 
 
 def find_checkpoint(ckpt_path: str) -> Path:
-    """Return the checkpoint of a path: the checkpoint itself, or the newest one of a run or of its
-    `checkpoints`.
+    """Return the checkpoint at a path: the checkpoint itself, or the newest one of a run or of its `checkpoints`.
 
     Raise CheckpointError if there is none.
     """

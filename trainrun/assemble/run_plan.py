@@ -1,4 +1,4 @@
-"""What follows from a config before anything is built: rhythm, metrics to watch, what to keep."""
+"""Derive from a config, before anything is built: intervals, limits, metrics to watch, checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SAMPLED_STEPS = 5  # of those between two rows
 
 
 def with_accumulation(config: RunConfig, world_size: int) -> RunConfig:
-    """Set the number of micro-batches from `data.global_batch_size`.
+    """Return the config with the number of micro-batches that `data.global_batch_size` requires.
 
     Raise ConfigError if it is not divisible.
     """
@@ -72,10 +72,11 @@ def with_earlier_batch(
     typed: Sequence[str],
     notes: list[str],
 ) -> RunConfig:
-    """Keep the global batch of a run that goes on with another number of ranks, by another accumulation.
+    """Return the config that keeps the global batch of a resumed run on another number of ranks, by other
+    accumulation.
 
-    earlier: what `batch_facts` returned when the run was trained last. typed: settings of this resume; the user's own
-    batch counts. Raise ConfigError if the batch cannot be divided among the ranks.
+    earlier: the `batch_facts` of the earlier session. typed: the settings of this resume; a typed batch size is
+        used. Raise ConfigError if the batch cannot be divided among the ranks.
     """
     explicit = {"data.global_batch_size", ACCUMULATION} & set(typed)
     if earlier is None or explicit or config.data.global_batch_size:
@@ -101,13 +102,15 @@ def with_earlier_batch(
 
 
 def batch_facts(config: RunConfig, world_size: int) -> dict[str, int]:
-    """Return what a resume on another number of ranks keeps. config: with the accumulation of the run."""
+    """Return the batch sizes that a resume on another number of ranks needs. config: with the accumulation of the
+    run.
+    """
     batch = config.data.batch_size * config.trainer.accumulate_grad_batches * world_size
     return {"global_batch": batch, "batch_size": config.data.batch_size, "ranks": world_size}
 
 
 def lengths_of(config: RunConfig, train: Batches, source: Any, task: Any, world_size: int) -> Lengths:
-    """Return the lengths in which durations of this run are counted. source: the training data."""
+    """Return the lengths of steps and epochs, in which durations are converted. source: the training data."""
     data, accumulate = config.data, config.trainer.accumulate_grad_batches
     uneven = data.padding in ("pack", "token_budget") or train.num_samples is None
     each = None  # tokens of a sample
@@ -126,7 +129,7 @@ def lengths_of(config: RunConfig, train: Batches, source: Any, task: Any, world_
 
 
 def every(key: str, found: Duration, lengths: Lengths, task: Any) -> Every:
-    """Return the distance that a setting names. Raises ConfigError where this data or task cannot count so."""
+    """Return the interval of a setting. Raise ConfigError if this data or task cannot count in its unit."""
     wrong = ""
     if found.unit == "token" and getattr(task, "unit", "") != "tokens":
         wrong = f"{type(task).__name__} counts samples, not tokens; give samples, as 1e6sample"
@@ -140,7 +143,7 @@ def every(key: str, found: Duration, lengths: Lengths, task: Any) -> Every:
 
 
 def convert_to_steps(key: str, found: Duration, lengths: Lengths, task: Any) -> int:
-    """Return the distance in whole steps from the beginning of the run, rounded up. Raises ConfigError."""
+    """Return a duration from the beginning of the run in steps, rounded up. Raise ConfigError."""
     each, amount = every(key, found, lengths, task), found.amount
     if each.unit == "step":
         return int(amount)
@@ -187,17 +190,17 @@ def build_rhythm(config: RunConfig, lengths: Lengths, task: Any, has_val: bool, 
 
 
 def sample_distance(log_every: int | None, steps_per_epoch: int | None) -> int:
-    """Return k: the metrics of training are of every k-th step, so that there are SAMPLED_STEPS between two rows.
+    """Return k, so that training metrics of every k-th step give SAMPLED_STEPS values between two rows.
 
-    In every step the accuracy of a small network would cost 8 % of it (a digits MLP on a CPU), and the accuracy of a
-    language model with a chunked loss as much; so it costs less than 1 %.
+    In every step, the accuracy of a small network would take 8 % of the time (a digits MLP on a CPU), and the
+    accuracy of a language model with a chunked loss as much; this way it takes less than 1 %.
     """
     shortest = min(log_every or 1, steps_per_epoch or math.inf)
     return math.ceil(shortest / SAMPLED_STEPS)
 
 
 def with_warmup_in_steps(config: RunConfig, lengths: Lengths, task: Any) -> RunConfig:
-    """Return the config with a warm-up that was given as a duration converted to steps."""
+    """Return the config with a warm-up duration converted to steps."""
 
     def in_numbers(key: str, node: dict[str, Any]) -> dict[str, Any]:
         node = node | {
@@ -233,14 +236,16 @@ def build_limits(config: RunConfig, lengths: Lengths, task: Any) -> RunLimits:
 
 
 def default_monitor(task: Any, splits: Sequence[str]) -> str | None:
-    """Return the default metric of the best checkpoint: the task's, else the loss, of the first validation set."""
+    """Return the default metric for the best checkpoint: the task's `monitor`, else the loss, of the first
+    validation set.
+    """
     if not splits:
         return None
     return f"{splits[0]}/{getattr(task, 'monitor', 'loss')}"  # a task may name one; most do not
 
 
 def direction(key: str, metric: str | None, wanted: CheckpointConfig | EarlyStoppingConfig) -> str:
-    """Return `min` if a smaller value of the metric is better, as for a loss or an error; else `max`.
+    """Return `min` if a smaller value of the metric is better, such as a loss or an error; else `max`.
 
     Raise ConfigError if the mode of the setting contradicts the name of the metric.
     """
@@ -263,7 +268,7 @@ def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task:
         )
 
     def is_due(state: TrainState) -> bool:
-        return any(distance.passed(state) for distance in distances)
+        return any(distance.is_interval_end(state) for distance in distances)
 
     return KeepOptions(
         keep.enabled, metric, direction("checkpoint", metric, keep), keep.save_top_k,
@@ -296,7 +301,7 @@ def build_watch(config: RunConfig, default: str | None) -> MetricTracker:
 
 
 def order_facts(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str, Any]:
-    """Return the settings that decide the order of training samples, by their keys as they are typed."""
+    """Return the settings that determine the order of training samples, by their keys as typed."""
     data, train = config.data, config.data.train or {}
     names = ["shuffle", "shuffle_buffer", "sampling", "mix", "folds", "fold", "stratified", "fold_groups"]
     if data.padding in LENGTHS_DECIDE or data.truncate in ("drop", "split"):
@@ -314,9 +319,10 @@ def order_facts(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str,
 def build_fingerprint(
     config: RunConfig, parallel: Parallel, source: Any, drawn: Drawn | None = None
 ) -> Callable[[], dict[str, Any]]:
-    """Return a function that gives what the bits of a run depend on besides its config. The data is read here.
+    """Return a function that returns what the bits of a run depend on besides its config. The data files are read
+    here.
 
-    source: the training samples, which may name their files; of others the files at data.train.path stand for them.
+    source: the training samples, which may have `files`; otherwise the files at data.train.path are used.
     """
     named = [files for part in parts_of(source) if (files := getattr(part, "files", None))]
     description = describe_files(chain.from_iterable(named)) if named else ""
@@ -334,7 +340,7 @@ def build_fingerprint(
 
 
 def data_at(path: Any) -> str:
-    """Describe a file, or the files of a folder or pattern."""
+    """Describe a file, or the files of a folder or pattern; "" for another value."""
     if not isinstance(path, str):
         return ""
     place = Path(path).expanduser()
@@ -345,10 +351,9 @@ def data_at(path: Any) -> str:
 
 
 def describe_files(paths: Iterable[Path]) -> str:
-    """Return the number of files, their bytes, and a hash of names and sizes.
+    """Return the number of files, their bytes, and a hash of names and sizes; "" for none or too many files.
 
-    Empty if they are too many to be looked at each time, or none. Where they lie together does not count, nor when they
-    were written, nor the name of a single file: a job may copy its data to a new place first.
+    The common folder, modification times and the name of a single file do not matter: a job may copy its data first.
     """
     files = [file for file in islice(paths, MOST_FILES + 1) if file.is_file()]
     if not files or len(files) > MOST_FILES:
@@ -364,7 +369,7 @@ def describe_files(paths: Iterable[Path]) -> str:
 def describe_platform(device: torch.device) -> dict[str, str]:
     """Return the versions of libraries and the types of CPU and GPUs.
 
-    cpu: the widest instructions that torch uses.
+    cpu: the widest vector instructions that torch uses.
     """
     facts = {
         "torch": torch.__version__,
@@ -378,7 +383,7 @@ def describe_platform(device: torch.device) -> dict[str, str]:
 
 
 def build_best_tracker(config: RunConfig, default: str | None) -> MetricTracker:
-    """Return the tracker of the metric by which `best` checkpoints and the summary choose the best step."""
+    """Return the tracker of the metric that chooses the `best` checkpoint."""
     keep = config.checkpoint
     metric = keep.monitor or default
     mode = direction("checkpoint", metric, keep)

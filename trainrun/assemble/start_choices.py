@@ -1,7 +1,7 @@
-"""What `auto` leaves open at a start: by rules here, and by a clock where `trainrun.autotune` is installed.
+"""Resolve `auto` at the start of a run: by rules here, and by measurement if `trainrun.autotune` is installed.
 
-What changes the numbers (their type, threads) is chosen before the rest is built, written down in
-RUN.json, and taken from there ever after.
+Choices that change the numbers (dtype, threads) are made before the rest is built and stored in RUN.json; resumes
+read them from there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainrun.config.schema import RunConfig, with_values
 from trainrun.instantiate import satellite
 from trainrun.interfaces import Batches, Parallel
 from trainrun.precision import autocast
-from trainrun.runtime.machine import can_set_allocator, free_bytes, set_allocator
+from trainrun.runtime.machine import can_set_allocator, read_free_bytes, set_allocator
 from trainrun.training.components import Components
 
 AMPLE: Final = 1 / 3  # of the free memory may come: holes that fit no other tensor can double it
@@ -29,13 +29,15 @@ Chosen = dict[str, str]  # what RUN.json holds, by name
 
 
 def chosen_before(identity: dict[str, Any], training: bool = False) -> Chosen:
-    """identity: what RUN.json holds. training: also what only a training needs."""
+    """Return the choices of earlier sessions. identity: the content of RUN.json. training: include those of a
+    training only.
+    """
     names = ("precision", "logits_bytes", *["num_threads"] * training)
     return {name: str(identity[name]) for name in names if name in identity}
 
 
 def autotune(lines: list[str]) -> ModuleType | None:
-    """Return the module that measures; None if it is not installed, and then a line says so in `lines`."""
+    """Return the module that measures; None, with a line in `lines`, if it is not installed."""
     return satellite("autotune.start", WITHOUT, lines.append)
 
 
@@ -43,8 +45,8 @@ def decide_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batche
                    chosen: Chosen, measures: bool, num_batches: float, notes: list[str]) -> RunConfig:  # fmt: skip
     """Return the config with `precision=auto` resolved, and set this process's number of threads.
 
-    chosen: the earlier choices of a resumed run; new choices are added. num_batches: micro-batches of the
-    whole run. Every rank calls this and decides the same.
+    chosen: the earlier choices of a resumed run; new choices are added. num_batches: micro-batches of the whole run.
+        Every rank calls this and decides the same.
     """
     open_type = config.precision.mode == "auto"
     wanted = []
@@ -56,7 +58,7 @@ def decide_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batche
         tuner.choose_numbers(config, model, task, train, parallel, num_batches, wanted, chosen, notes)
     if open_type and "precision" not in chosen:
         tiny = autocast.is_tiny(model, config.data.batch_size)
-        mode, why = autocast.type_by_rule(parallel.device, tiny)
+        mode, why = autocast.choose_mode_by_rule(parallel.device, tiny)
         chosen["precision"] = mode
         notes.append(f"precision: {mode}, not measured: {why}")
     number = int(chosen.get("num_threads", 0))
@@ -70,10 +72,10 @@ def decide_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batche
 
 
 def limit_outputs(task: Any, model: nn.Module, parallel: Parallel, chosen: Chosen) -> None:
-    """Tell a task that can make its outputs in pieces how many bytes they may fill at once.
+    """Tell a task that can compute its outputs in chunks how many bytes they may use at once.
 
-    Pieces change the last bits of a loss, so the number is chosen when the run begins, by the rank with the least free
-    memory, and kept ever after. Half of what gradients and optimizer leave free is for the activations.
+    Chunks change the last bits of a loss, so the number is chosen once, when the run begins, by the rank with the
+    least free memory. Half of what gradients and optimizer leave free is for the activations.
     """
     limit_memory = getattr(task, "limit_memory", None)
     if not callable(limit_memory):
@@ -81,15 +83,15 @@ def limit_outputs(task: Any, model: nn.Module, parallel: Parallel, chosen: Chose
     if "logits_bytes" not in chosen:
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         shared_by = 1 if parallel.device.type == "cuda" else parallel.local_world_size
-        free = free_bytes(parallel.device) / shared_by - UPDATE_BYTES * trained
+        free = read_free_bytes(parallel.device) / shared_by - UPDATE_BYTES * trained
         chosen["logits_bytes"] = str(max(0, int(OUTPUTS * min(parallel.gather(free)))))
     limit_memory(int(chosen["logits_bytes"]))
 
 
 def choose_allocator(run: Components) -> tuple[str, list[str]]:
-    """Set what becomes of freed host memory (`trainer.cpu_allocator`). Return the rule, and lines to show.
+    """Set how freed host memory is treated (`trainer.cpu_allocator`). Return the rule, and lines to show.
 
-    Every rank calls it, and decides for itself: no number depends on it.
+    Every rank decides for itself, because no number depends on it.
     """
     lines: list[str] = []
     coming, rule = estimate_upper_bytes(run), run.config.trainer.cpu_allocator
@@ -106,16 +108,16 @@ def choose_allocator(run: Components) -> tuple[str, list[str]]:
 
 
 def choose_rule(parallel: Parallel, coming: float) -> tuple[str, str]:
-    """Return the rule of `trainer.cpu_allocator=auto`, and a line to show. coming: bytes that a step takes, about."""
+    """Return the rule for `trainer.cpu_allocator=auto`, and a line to show. coming: the estimated bytes of a step."""
     if parallel.device.type != "cpu" or not can_set_allocator():
         return "libc", ""
-    if coming <= AMPLE * free_bytes(parallel.device) / parallel.local_world_size:
+    if coming <= AMPLE * read_free_bytes(parallel.device) / parallel.local_world_size:
         return "keep", ""
     return "libc", "trainer.cpu_allocator: libc, memory may become scarce (keep may be faster)"
 
 
 def estimate_upper_bytes(run: Components) -> float:
-    """Return an upper bound for ordinary networks, in bytes, from sizes alone."""
+    """Return an upper bound of a step's memory in bytes for ordinary networks, from sizes alone."""
     params = sum(param.numel() for param in run.model.parameters())
     numbers = run.config.data.batch_size * math.prod(run.data_facts.shape or (1024,))
     return 16.0 * params + 4.0 * numbers * max(1000, params / 64)

@@ -1,4 +1,4 @@
-"""What makes a step: `train_step`, the same in one graph, or the user's own; and what compiling costs."""
+"""Build the step function: `train_step`, the same as one graph, or a custom step; and time compilation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from trainrun.config.schema import RunConfig
 from trainrun.interfaces import Batches, Counting, Parallel, Precision, counts_before
 from trainrun.monitor.metric_logger import MetricLogger
-from trainrun.runtime.collector import freeze_more
+from trainrun.runtime.collector import freeze_new_objects
 from trainrun.timing.phases import COMPILE, PhaseTimer
 from trainrun.training.components import Accumulate, Step
 from trainrun.training.item_count import CountedAfter, divide_by_output_counts
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 
 def build_log(config: RunConfig, monitors: MetricLogger, phases: PhaseTimer) -> CompileLog | None:
-    """Compiling and recording are booked on their own account, and are no training time in the rows."""
+    """Return the log of compilations, whose time counts as its own phase, not as training; None if nothing is
+    compiled.
+    """
     if config.trainer.compile.scope == "off" and not config.trainer.cuda_graphs:
         return None
     from trainrun.transform.compile_log import CompileLog
@@ -40,7 +42,7 @@ def build_log(config: RunConfig, monitors: MetricLogger, phases: PhaseTimer) -> 
     def booked() -> Iterator[None]:
         with phases.on(COMPILE), monitors.exclude_time():
             yield
-            freeze_more()  # or each validation would look at the compiler's 200,000 objects, 0.1 s and more
+            freeze_new_objects()  # or each validation would look at the compiler's 200,000 objects, 0.1 s and more
 
     return CompileLog(monitors.note, booked)
 
@@ -48,7 +50,7 @@ def build_log(config: RunConfig, monitors: MetricLogger, phases: PhaseTimer) -> 
 def build_counting(
     config: RunConfig, model: nn.Module, task: Any, parallel: Parallel, phases: PhaseTimer
 ) -> Counting:
-    """ConfigError: the count comes with the output, and a setting needs it before."""
+    """Return how the items of a step are counted: by the task before the forward, or from its outputs."""
     if counts_before(task):
         return CountedBefore(task)
     size = config.data.batch_size * config.trainer.accumulate_grad_batches
@@ -56,7 +58,7 @@ def build_counting(
 
 
 def build_accumulate(retry: OomRetry, counting: Counting) -> Accumulate:
-    """Forward and backward of a window, with what this run does about memory that ends and counts that come late."""
+    """Return the forward and backward of a window, with out-of-memory retries and counts from outputs if needed."""
     accumulate = accumulate_with_retry if retry.acts else accumulate_gradients
     if isinstance(counting, CountedBefore):
         return accumulate
@@ -66,7 +68,7 @@ def build_accumulate(retry: OomRetry, counting: Counting) -> Accumulate:
 def build_step(
     config: RunConfig, task: Any, calls: TaskCalls, device: torch.device, log: CompileLog | None
 ) -> tuple[Step, Any]:
-    """Return the function that makes a step, and the user's own step object or None."""
+    """Return the function that makes a step, and the custom step object or None."""
     if config.step:
         from trainrun.training.own_step import OwnStep, build_own_step
 
@@ -81,7 +83,7 @@ def build_step(
 
 
 def checked_step(step: Step, wanted: bool, *parts: Any) -> Step:
-    """Return the step, which checks task and model before its first call, if one of them is the user's own."""
+    """Return the step; if task or model is the user's, with a check before its first call."""
     if not wanted or all(type(part).__module__.startswith("trainrun.") for part in parts):
         return step
     from trainrun.training.checks.first_step import Checked
@@ -112,7 +114,7 @@ def check_before_sharding(
 
 
 def add_layer_table(config: RunConfig, step: Step) -> Step:
-    """Return a step that shows the table of layers in its first call, if `monitor.summary` asks for it."""
+    """Return the step; with `monitor.summary`, one that reports the table of layers after its first call."""
     if not config.monitor.summary:
         return step
     from trainrun.training.checks.layer_table import WithLayerTable

@@ -1,7 +1,7 @@
-"""A setting that was typed and that no code has read is an error.
+"""An error for each typed setting that no code has read.
 
 `instantiate.BUILT` has the nodes that were built, and `schema.READ` the settings that were read, from the start of a
-run until its first batch is there. Nothing is recorded in the steps.
+run until its first batch. Nothing is recorded during steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAINING = "data.train."
 
 
 def check_settings_are_read(typed: Iterable[str], config: RunConfig, parallel: Parallel) -> None:
-    """Raise ConfigError with every plain setting that was typed, asks for something, and that no rank has read.
+    """Raise ConfigError for every typed setting with a non-default value that no rank has read.
 
     Settings of a section whose switch was typed too, as in a sweep, may be idle.
     """
@@ -42,10 +42,10 @@ def check_settings_are_read(typed: Iterable[str], config: RunConfig, parallel: P
 
 
 def check_nodes_are_read(typed: Iterable[str], config: RunConfig, sources: Mapping[str, Any]) -> None:
-    """Raise ConfigError with every setting of a node that was typed and that no code has read.
+    """Raise ConfigError for every typed setting of a node that no code has read.
 
-    sources: the data sets by split; one of this package says in its attribute `unused_arguments` which of its
-    arguments it had no use for, each with the reason.
+    sources: the data sets by split. A built-in data set has an attribute `unused_arguments` with the arguments that
+        it did not use, each with the reason.
     """
     unused = {
         split_key(name): unused_arguments(source) for name, source in sources.items() if source is not None
@@ -63,7 +63,7 @@ def check_nodes_are_read(typed: Iterable[str], config: RunConfig, sources: Mappi
 
 
 def node_above(key: str, config: RunConfig) -> str | None:
-    """Return the key of the node that a setting is part of; None for other settings, and for a node that is off."""
+    """Return the key of the node that contains a setting; None for other settings, and for a node that is off."""
     root = next((root for root in ROOTS if key == root or key.startswith(f"{root}.")), None)
     if root is None:
         return None
@@ -75,13 +75,15 @@ def node_above(key: str, config: RunConfig) -> str | None:
 
 
 def unused_arguments(source: Any) -> dict[str, str]:
-    """Return the arguments that no part of a source had a use for."""
+    """Return the arguments that no part of a source used, with reasons."""
     each = [getattr(part, "unused_arguments", None) or {} for part in parts_of(source)]
     return {name: reason for name, reason in each[0].items() if all(name in others for others in each)}
 
 
 def unused_reason(key: str, config: RunConfig, unused: Mapping[str, Mapping[str, str]]) -> str:
-    """Return why an argument has no use; "" if it has one, or is off. The other sets take those of training too."""
+    """Return why an argument was not used; "" if it was, or is off. Other sets inherit arguments of the training
+    set.
+    """
     above, _, name = key.rpartition(".")
     if not above.startswith("data.") or above.startswith(TRAINING):
         return ""
@@ -97,7 +99,7 @@ def unused_reason(key: str, config: RunConfig, unused: Mapping[str, Mapping[str,
 
 
 def node_of(key: str, config: RunConfig) -> Mapping[str, Any]:
-    """Return the node of a data set; folds validate on what `data.train` gives."""
+    """Return the node of a data set; {} for a fold, which uses `data.train`."""
     root = ".".join(key.split(".")[:2])
     node = value_of(config, root)
     rest = key.removeprefix(root).lstrip(".")

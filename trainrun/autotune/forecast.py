@@ -16,9 +16,9 @@ from torch.optim import SGD, Optimizer
 
 from trainrun.data.split_batch import num_rows, select_rows, tensors_in
 from trainrun.runtime.child_process import can_fork
-from trainrun.runtime.machine import free_bytes
+from trainrun.runtime.machine import read_free_bytes
 from trainrun.training.components import Components
-from trainrun.training.recovery.oom import stored_numbers
+from trainrun.training.recovery.oom import stored_values
 from trainrun.training.without_trace import first_batches, run_trial
 
 Forecast = tuple[int, int, int]  # bytes: gradients, what the forward keeps, the optimizer's state
@@ -36,7 +36,7 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
 
     def keep(tensor: Tensor) -> Tensor:
         if start_of(tensor) not in there:
-            saved[start_of(tensor)] = stored_numbers(tensor).untyped_storage().nbytes()
+            saved[start_of(tensor)] = stored_values(tensor).untyped_storage().nbytes()
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -53,7 +53,7 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
 
 
 def start_of(tensor: Tensor) -> int:
-    return stored_numbers(tensor).untyped_storage().data_ptr()
+    return stored_values(tensor).untyped_storage().data_ptr()
 
 
 def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
@@ -63,7 +63,7 @@ def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
     rough: an upper bound of these bytes.
     """
     trainer, device = run.config.trainer, run.parallel.device
-    free = free_bytes(device)
+    free = read_free_bytes(device)
     if rough < free / 8 or trainer.compile.scope != "off":
         return "", rough
     reads = getattr(run.train, "may_be_read_before", True)

@@ -42,7 +42,7 @@ from trainrun.precision import autocast
 from trainrun.precision.autocast import is_tiny
 from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED, build_context
 from trainrun.runtime.child_process import can_fork
-from trainrun.training.recovery.oom import batch_norm_in
+from trainrun.training.recovery.oom import find_batch_norm
 from trainrun.training.without_trace import first_batches, run_trial
 
 PRECISION = TrialBudget(0.5, 0.01)
@@ -94,11 +94,13 @@ class NumberTrial:
         self._device, self._count = step.parallel.device, num_rows(data)
         self._mode = config.precision.mode
         if self._mode == "auto":
-            self._mode = autocast.type_by_rule(self._device, is_tiny(step.model, config.data.batch_size))[0]
+            self._mode = autocast.choose_mode_by_rule(
+                self._device, is_tiny(step.model, config.data.batch_size)
+            )[0]
 
     def usual_seconds(self) -> float | None:
         """Return the seconds of a step; None if it takes too long, with a few rows or with the whole batch."""
-        few = min(2 if batch_norm_in(self._step.model) else 1, self._count)
+        few = min(2 if find_batch_norm(self._step.model) else 1, self._count)
         weights = sum(parameter.numel() for parameter in self._step.model.parameters())
         numbers = tensors_in(self._data)[0]
         tokens = 1 if numbers.is_floating_point() else math.prod(numbers.shape[1:2])

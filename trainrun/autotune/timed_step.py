@@ -19,7 +19,7 @@ from trainrun.config.schema import RunConfig
 from trainrun.data.batch import map_leaves
 from trainrun.interfaces import Parallel
 from trainrun.limits import SECOND, parse_seconds, parse_whole
-from trainrun.runtime.machine import settle
+from trainrun.runtime.machine import wait_for_device
 from trainrun.training.recovery.oom import describe_out_of_memory
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class TimedStep:
 
     def now(self) -> float:
         """Return the time in seconds, after the device has finished its work."""
-        settle(self.parallel.device)
+        wait_for_device(self.parallel.device)
         return self.clock()
 
 

@@ -41,8 +41,8 @@ from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.map_style import thread_safe
 from trainrun.errors import PluginError, TrainingError
 from trainrun.interfaces import MicroBatch, counts_before
-from trainrun.runtime.machine import settle
-from trainrun.step.whole import task_obstacle
+from trainrun.runtime.machine import wait_for_device
+from trainrun.step.whole import describe_task_obstacle
 from trainrun.summary.throughput_limits import num_batches_ahead
 from trainrun.timing.phases import ACCOUNTS, COMPILE
 from trainrun.train_state import SAVE_NOW, TrainState
@@ -116,7 +116,7 @@ def info_of(run: Components) -> RunInfo:
         reads_ahead=num_batches_ahead(run) > 0,
         padded=positions / run.positions.get("bucket", math.inf),
         sample_positions=positions / config.data.batch_size,
-        one_graph=not task_obstacle(run.task, run.task_calls.informed),
+        one_graph=not describe_task_obstacle(run.task, run.task_calls.informed),
     )
 
 
@@ -185,10 +185,10 @@ class Worker:
             self._stream.keep(MOST_KEPT)
         step, items, spent = state.step, state.items, run.phases.read()
         positions = self._stream.positions
-        settle(self._device)
+        wait_for_device(self._device)
         began = time.perf_counter()
         self._run(run, state, message.steps, message.variant, until)
-        settle(self._device)
+        wait_for_device(self._device)
         seconds, now = time.perf_counter() - began, run.phases.read()
         self._stream.keeps = False
         return Turn(
@@ -243,7 +243,7 @@ class Worker:
     def _windows(self) -> Iterator[list[MicroBatch]]:
         """Read on where the training is; what is read here is not trained on."""
         state = self._state
-        for window in loop.windows_from(self._components, state):
+        for window in loop.iterate_windows(self._components, state):
             state.batches += len(window)
             if window[-1].last:
                 state.epoch, state.batches = state.epoch + 1, 0
@@ -259,11 +259,11 @@ class Worker:
         windows, items = self._windows(), 0
         for _ in islice(windows, max(message.warm, num_batches_ahead(self._own))):
             pass  # what was read ahead costs nothing any more
-        settle(self._device)
+        wait_for_device(self._device)
         began, busy = time.perf_counter(), busy_seconds()
         for window in islice(windows, message.batches):
             items += sum(batch.counted_by(task) for batch in window)
-        settle(self._device)
+        wait_for_device(self._device)
         seconds = time.perf_counter() - began
         return Turn(seconds, message.batches, items * self._own.parallel.world_size, busy_seconds() - busy)
 
@@ -282,10 +282,10 @@ class Worker:
         return turn
 
     def _timed(self, work: Callable[[], object]) -> Turn:
-        settle(self._device)
+        wait_for_device(self._device)
         began = time.perf_counter()
         work()
-        settle(self._device)
+        wait_for_device(self._device)
         return Turn(time.perf_counter() - began, 0, 0.0)
 
 

@@ -16,7 +16,7 @@ from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.config.schema import RunConfig
 from trainrun.config.tuned_settings import machine
 from trainrun.errors import ConfigError
-from trainrun.folder.run_folder import named_folder, write_json
+from trainrun.folder.run_folder import resolve_folder, write_json
 from trainrun.output import duration, masked_words, redraw, report_result, say
 
 LOADER_KEYS = ("data.engine", "data.num_workers", "data.num_threads")
@@ -31,7 +31,7 @@ def begin(command: str, argv: list[str]) -> tuple[list[str], Path]:
     for note in composition.notes:
         say(f"note: {note}", file=sys.stderr)
     if (folder_text := composition.own.get("hydra.run.dir")) is not None:
-        folder = named_folder(folder_text)
+        folder = resolve_folder(folder_text)
     else:
         name = f"{datetime.now():%H-%M-%S}-{command}-{composition.config.run_name or 'run'}-{secrets.token_hex(4)}"
         folder = Path("outputs").absolute() / f"{datetime.now():%Y-%m-%d}" / name

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from trainrun.checkpoint.save import count_bytes
-from trainrun.runtime.machine import free_bytes
+from trainrun.runtime.machine import read_free_bytes
 from trainrun.training.components import Components
 
 MAX_DEPTH: Final = 16  # of what an optimizer keeps: a tree that holds itself has no end
@@ -65,7 +65,7 @@ class StateSnapshot:
         """Decide once, and on all ranks alike."""
         if self._fits is None:
             size, parallel = count_bytes(tensors), self._components.parallel
-            free = MOST_OF_FREE * free_bytes(parallel.device) / parallel.local_world_size
+            free = MOST_OF_FREE * read_free_bytes(parallel.device) / parallel.local_world_size
             self._fits = all(parallel.gather(size < SMALL_BYTES or size < free))
         return self._fits
 

@@ -34,7 +34,7 @@ from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainingError, TrainrunError
 from trainrun.folder.run_folder import LaunchSpec
 from trainrun.parallel.launch import scratch_folder
-from trainrun.runs.run import execute, new_run
+from trainrun.runs.run import create_run, train_in_ranks
 from trainrun.runtime.signals import QUIET_SECONDS, catch_stops
 
 START_SECONDS: Final = 120.0  # the longest that a run may take to its first step
@@ -248,8 +248,8 @@ def run_worker(config: RunConfig, folder: Path, paths: list[str], memory: int | 
         os.dup2(new, old)
     sys.path += [path for path in paths if path not in sys.path]
     try:
-        run = new_run(Composition(config, {}, [], {"hydra.run.dir": str(folder / "run")}), [])
-        execute(run, config, LaunchSpec(resume=False, paths=paths, began=time.perf_counter()))
+        run = create_run(Composition(config, {}, [], {"hydra.run.dir": str(folder / "run")}), [])
+        train_in_ranks(run, config, LaunchSpec(resume=False, paths=paths, began=time.perf_counter()))
     except TrainrunError as error:
         (folder / ERROR_FILE).write_text(str(error), encoding="utf-8")
         sys.exit(error.exit_code)

@@ -1,4 +1,4 @@
-"""`trainrun cache`: which caches there are on disks. `trainrun cache clear`: remove those that no run uses."""
+"""`trainrun cache`: list the caches on disks. `trainrun cache clear`: remove those that no run uses."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Scripts that complete commands, options and settings in a shell.
+"""Shell scripts that complete commands, options and settings.
 
-All names are in the script, so that a Tab starts no Python.
+The scripts contain all names, so that the Tab key does not start Python.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 class Names(NamedTuple):
-    """What is completed. heads: `model=` and `trainer.`; keys: `trainer.max_epochs=`; values: `model=cnn`."""
+    """The names to complete. heads: `model=` and `trainer.`; keys: `trainer.max_epochs=`; values: `model=cnn`."""
 
     commands: list[str]
     heads: list[str]
@@ -99,7 +99,7 @@ class Names(NamedTuple):
 
 
 def completion_command(words: list[str]) -> int:
-    """Print the script of a shell. Raise ConfigError for a shell that is not known."""
+    """Print the completion script of a shell. Raise ConfigError for an unknown shell."""
     shell = words[0] if words else ""
     if shell not in SCRIPTS:
         raise ConfigError(
@@ -113,7 +113,7 @@ def completion_command(words: list[str]) -> int:
 
 
 def all_names(commands: Sequence[str], folders: list[Path]) -> Names:
-    """Return the names of all commands, groups with their options, and settings with the values that are closed."""
+    """Return the names of all commands, groups with their options, and settings with their closed choices."""
     known_groups = groups(folders)
     values = [f"{group}={option}" for group in known_groups for option in options(group, folders)]
     option_keys = [
@@ -133,7 +133,7 @@ def all_names(commands: Sequence[str], folders: list[Path]) -> Names:
 
 
 def completion_script(shell: str, names: Names) -> str:
-    """Return the script of a shell, with all names in it."""
+    """Return the script of a shell with all names in it."""
     lists = {**names._asdict(), "flags": FLAGS}
     lists["with_run"] = [name for name in names.commands if name not in NO_RUN]
     texts = {name: shlex.quote(" ".join(names_of_kind)) for name, names_of_kind in lists.items()}

@@ -1,4 +1,4 @@
-"""`trainrun --help`, and what is said of a first word that is no command. No torch."""
+"""`trainrun --help`, and the message for a first word that is not a command. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainrun.errors import EXIT_DONE, ConfigError
 
 
 def show_help(words: list[str]) -> int:
-    """Print `trainrun --help`, or the help of the settings and options that stand beside it."""
+    """Print `trainrun --help`, or the help of the settings and options typed beside it."""
     command_line = split_command_line(words)
     folders = [*user_conf_dirs(command_line.config_dirs, Path.cwd()), conf_dir()]
     show_text(help_text(command_line.overrides, COMMANDS, folders))
@@ -21,7 +21,7 @@ def show_help(words: list[str]) -> int:
 
 
 def refuse_command(words: list[str]) -> int:
-    """Raise ConfigError for a first word that is no command, with what is nearest to it."""
+    """Raise ConfigError for an unknown command, with the most similar one."""
     word = words[0]
     if (conf_dir() / word).is_dir():
         raise ConfigError(f"{word}: is a group; choose with {word}=..., see trainrun --help {word}")

@@ -1,6 +1,6 @@
-"""Long texts on a terminal: hanging indents, rendered Markdown, and a pager if a text is longer than the screen.
+"""Long texts on a terminal: hanging indents, rendered Markdown, and a pager for texts longer than the screen.
 
-In a pipe or a file a text stays as it is, a setting a line, so that other programs can search it.
+In a pipe or a file a text is printed unchanged, one setting per line, so that other programs can search it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLUMNS = re.compile(r"( *)(\S.*?)(?: {2,}(\S.*))?$")
 
 
 def show_text(text: str) -> None:
-    """Show a help text, a part of which may be Markdown: all from its first heading on."""
+    """Print a help text. From its first heading on, the text is Markdown."""
     if not sys.stdout.isatty():
         say(text)
         return
@@ -42,22 +42,23 @@ def show_text(text: str) -> None:
 
 
 def wrap_columns(text: str, width: int) -> str:
-    """Return the lines of a list, at most `width` wide; the second column of a line is wrapped below itself."""
+    """Return a list of at most `width` columns; the second column is wrapped with a hanging indent."""
     lines = text.splitlines()
     too_wide = {second_column(line) for line in lines if len(line) > width}
     return "\n".join(part for line in lines for part in wrapped_line(line, width, too_wide))
 
 
 def second_column(line: str) -> int:
-    """Return where the second column of a line begins; -1 without one."""
+    """Return the position of the second column in a line; -1 without one."""
     match = COLUMNS.fullmatch(line.rstrip())
     return -1 if match is None else match.start(3)
 
 
 def wrapped_line(line: str, width: int, too_wide: set[int]) -> list[str]:
-    """Return one line as several of at most `width` columns, with a hanging indent.
+    """Return one line wrapped to at most `width` columns, with a hanging indent.
 
-    too_wide: the second columns of lists with a line that does not fit; the whole list gets a narrower first column.
+    too_wide: the second-column positions of lists with a line that does not fit; such a list gets a narrower first
+        column.
     """
     match = COLUMNS.fullmatch(line.rstrip())
     if match is None:
@@ -78,7 +79,7 @@ def wrapped_line(line: str, width: int, too_wide: set[int]) -> list[str]:
 
 
 def fill_lines(text: str, first: str, others: str, width: int) -> list[str]:
-    """Return a text as lines of at most `width` columns, broken between words where a word is not wider than that."""
+    """Return a text as lines of at most `width` columns, broken between words."""
     return textwrap.wrap(
         text,
         max(width, len(others) + 10),
@@ -91,8 +92,8 @@ def fill_lines(text: str, first: str, others: str, width: int) -> list[str]:
 def wrap_code(line: str, width: int) -> list[str]:
     """Return a line of code, a command or an output as lines of at most `width` columns.
 
-    A comment moves above its line. A command stays one command for a shell, and Python stays valid if it is broken
-    inside brackets.
+    A comment moves above its line. A command stays one command for a shell; Python stays valid if broken inside
+    brackets.
     """
     if len(line) <= width:
         return [line]
@@ -107,7 +108,7 @@ def wrap_code(line: str, width: int) -> list[str]:
 
 
 def wrap_command(command: str, width: int) -> list[str]:
-    """Return a command as lines that a shell joins again, with a backslash at each end."""
+    """Return a command as several lines that a shell joins, each with a backslash at its end."""
     first, *words = UNQUOTED_WORD.findall(command)
     lines = [first]
     for word in words:
@@ -124,7 +125,7 @@ def wrap_command(command: str, width: int) -> list[str]:
 
 
 def render_markdown(markdown: str, width: int) -> str:
-    """Return Markdown as a terminal shows it, without colours if NO_COLOR is set."""
+    """Return rendered Markdown for a terminal; without colours if NO_COLOR is set."""
     from rich.console import Console
     from rich.markdown import Markdown, MarkdownElement
     from rich.text import Text
@@ -158,7 +159,7 @@ def render_markdown(markdown: str, width: int) -> str:
 
 
 def show_in_pager(text: str, screen_lines: int) -> None:
-    """Print a text that fits the screen; give a longer one to `$PAGER`, or to `less` if it is installed."""
+    """Print a text; show a text longer than the screen in `$PAGER`, or in `less` if it is installed."""
     command = shlex.split(os.environ.get("PAGER", "less"))
     if text.count("\n") + 2 > screen_lines and command and shutil.which(command[0]):
         environment = {"LESS": "-FRX", **os.environ}

@@ -1,6 +1,6 @@
-"""A command line in, an exit code out: which command it asks for, and how a fault or a crash is reported.
+"""The entry point: choose the command of a command line, and report faults and crashes.
 
-No torch here: help and mistakes are answered before it could be imported.
+Nothing here imports torch: help and mistakes are answered before that.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ FINE_TUNE = ("finetune", "fine-tune", "fine_tune", "transfer")
 
 
 def translate_command(words: list[str]) -> list[str]:
-    """Translate a first word that other programs use, such as `fit`, into a command of ours; return other
-    words unchanged.
-    """
+    """Translate another program's first word, such as `fit`, into a command. Return other words unchanged."""
     meant = MEANT.get(words[0]) if words and words[0] not in COMMANDS else None
     if meant is None or (meant and not meant[0].startswith("-") and meant[0] not in COMMANDS):
         return words
@@ -111,7 +109,7 @@ def translate_command(words: list[str]) -> list[str]:
 
 
 def command_of(words: list[str]) -> Callable[[], int]:
-    """Return what a command line asks for."""
+    """Return a function that runs the command of a command line."""
     words = translate_command(words)
     if words[:1] == ["--completion"]:
         return lambda: run_command("cli.completion", "completion_command", words[1:])
@@ -128,7 +126,7 @@ def command_of(words: list[str]) -> Callable[[], int]:
 
 
 def run_command(module: str, name: str, words: list[str]) -> int:
-    """Import a command, which the others do without, and run it."""
+    """Import and run one command. The modules of the other commands are not imported."""
     if module != "cli.train_command":
         add_import_paths([])
     command: Callable[[list[str]], int] = getattr(importlib.import_module(f"trainrun.{module}"), name)
@@ -136,7 +134,7 @@ def run_command(module: str, name: str, words: list[str]) -> int:
 
 
 def report_crash(error: Exception) -> int:
-    """Print an exception of the user's code with the user's lines only; of a bug of ours the whole traceback."""
+    """Print an exception: of user code with the user's lines only, of a bug in trainrun with the whole traceback."""
     if missing := missing_satellite(error):
         say(f"trainrun: {missing}", file=sys.stderr)
         return EXIT_FAILED
@@ -152,8 +150,8 @@ def report_crash(error: Exception) -> int:
 
 
 def add_import_paths(extra: list[str]) -> list[str]:
-    """Add the working directory and the folders beside --config-dir at the end of the import path, so that
-    installed modules come first.
+    """Append the working directory and the folders beside --config-dir to the import path. Installed modules come
+    first.
     """
     paths = [] if getattr(sys.flags, "safe_path", False) else [os.getcwd(), *extra]
     sys.path += [path for path in paths if path not in sys.path]
@@ -161,7 +159,7 @@ def add_import_paths(extra: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line and return its exit code."""
+    """Run one command line and return its exit code. A user's fault is one short message and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     if JSON_FLAG not in words or not set(HELPS).isdisjoint(words):
         return run_words(words)
@@ -187,7 +185,7 @@ def run_words(words: list[str]) -> int:
 
 
 def check_surroundings(words: list[str]) -> None:
-    """Raise ConfigError if the working directory is gone, and for words that are no text."""
+    """Raise ConfigError if the working directory is gone, or for arguments that are not valid text."""
     try:
         os.getcwd()
     except OSError as error:

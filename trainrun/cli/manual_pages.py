@@ -1,4 +1,4 @@
-"""`trainrun help [TOPIC]`: the manual, as it lies in `trainrun/manual/*.md`. No torch."""
+"""`trainrun help [TOPIC]`: the manual in `trainrun/manual/*.md`. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "manual"
 
 
 def main(argv: list[str]) -> int:
-    """Print one topic of the manual, one section of it, or the help of a setting; without a topic, the topics."""
+    """Print a topic or section of the manual, or the help of a setting; without an argument, the list of topics."""
     parser = Parser(
         prog="trainrun help", allow_abbrev=False,
         description="Prints a topic of the manual, or one section of it. Without a topic it lists them.",
@@ -35,24 +35,24 @@ def main(argv: list[str]) -> int:
 
 
 def topics() -> dict[str, str]:
-    """Return the text of each page of the manual by its name, the pages for newcomers first."""
+    """Return the text of each manual page by name, the pages for newcomers first."""
     pages = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
     return {name: pages[name] for name in sorted(pages, key=lambda name: (name not in FIRST, name))}
 
 
 def slug(heading: str) -> str:
-    """Return the name that a link gives to a heading: `Signals and exit codes` is `signals-and-exit-codes`."""
+    """Return a heading's link name: `Signals and exit codes` becomes `signals-and-exit-codes`."""
     return re.sub(r"[^\w-]", "", heading.strip().lower().replace(" ", "-"))
 
 
 def sections(text: str) -> dict[str, str]:
-    """Return the `## ` sections of a text by their slugs."""
+    """Return the `## ` sections of a page by their link names."""
     parts = re.split(r"^## (?=.)", text, flags=re.MULTILINE)[1:]
     return {slug(part.partition("\n")[0]): f"## {part}" for part in parts}
 
 
 def manual_text(topic: str) -> str:
-    """Return the text of a topic. Raise ConfigError with the nearest one if there is none."""
+    """Return the text of a topic. Raise ConfigError with the most similar one if there is none."""
     pages = topics()
     if not topic:
         return "\n".join(
@@ -81,7 +81,9 @@ def manual_text(topic: str) -> str:
 
 
 def _mentioned(topic: str, known: dict[str, str]) -> str:
-    """The sections with the word in their heading, else in their text, most mentions first; their names if many."""
+    """Return the sections with the word in their heading, else in their text, most mentions first; only names if
+    many.
+    """
     word = re.compile(rf"\b{re.escape(topic)}", re.IGNORECASE)
     pages = [text for page, text in known.items() if page != "settings"]
     parts = {name: part for text in pages for name, part in sections(text).items() if word.search(part)}
@@ -105,7 +107,7 @@ def _overview(known: dict[str, str]) -> list[str]:
 
 
 def _shown(text: str) -> str:
-    """Show links as topics: `[data](data.md)` becomes `data (trainrun help data)`. Leave out pictures."""
+    """Return a page with links as topics, `[data](data.md)` as `data (trainrun help data)`, and without images."""
     text = re.sub(r"^!\[.*\n\n?", "", text, flags=re.MULTILINE)
     text = re.sub(r"\[([^\]]+)\]\(([\w-]+)\.md(?:#[\w-]+)?\)", r"\1 (trainrun help \2)", text)
     text = re.sub(r"\[([^\]]+)\]\(#[\w-]+\)", r"\1", text)

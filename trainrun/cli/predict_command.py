@@ -1,4 +1,4 @@
-"""`trainrun predict RUN_DIR`: one row a sample, as CSV or Parquet; `trainrun evaluate RUN_DIR`: loss and metrics."""
+"""`trainrun predict RUN_DIR`: one row per sample, as CSV or Parquet; `trainrun evaluate RUN_DIR`: loss and metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.output import counted, report_result, say
 from trainrun.runs.new_samples import SHOWN_CLASSES, predict_new
 from trainrun.runs.predictions import predict_batches
-from trainrun.runs.restore_config import checkpoint_of, load_parts
+from trainrun.runs.restore_config import choose_saved_checkpoint, load_parts
 from trainrun.runs.run import open_run
 from trainrun.training import evaluate as evaluation
 
@@ -31,9 +31,7 @@ MOST_ROWS, MOST_COLUMNS = 10, 8  # on the screen
 
 
 def main(argv: list[str]) -> int:
-    """Write the predictions of a saved run, one row for each sample in the order of the data; columns depend
-    on the task.
-    """
+    """Write the predictions of a saved run, one row per sample in data order. The columns depend on the task."""
     parser = run_parser(
         "predict",
         "Predictions of a saved model, one row a sample, in the order of the data. The samples are files, folders, "
@@ -65,7 +63,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--out {out}: the folder {out.parent} does not exist")
     if words.top < 1:
         raise ConfigError(f"--top {words.top}: must be 1 or more")
-    which = checkpoint_of(run_dir, words.which)
+    which = choose_saved_checkpoint(run_dir, words.which)
     if files:
         columns = predict_new(run_dir, files, which, words.trust, words.top)
         print_rows(columns)
@@ -83,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 def print_rows(columns: dict[str, list[Any]]) -> None:
-    """Print the first predictions."""
+    """Print the first predictions as a table."""
     from trainrun.plots.compare import text_table
 
     rows = list(zip(*columns.values(), strict=True))[:MOST_ROWS]
@@ -94,9 +92,10 @@ def print_rows(columns: dict[str, list[Any]]) -> None:
 def predictions(
     run_dir: RunDir, which: str, split: str, overrides: list[str], trust: bool = False
 ) -> dict[str, list[Any]]:
-    """Columns of equal length: `index`, the number of the sample in the data; `piece`, of split ones; the task's.
+    """Return columns of equal length: `index` (the sample's number), `piece` (of split samples), and the task's
+    columns.
 
-    Behind numbers of classes that have names stands a column with these, as `prediction_name`.
+    If classes have names, a column such as `prediction_name` follows their numbers.
     """
     run, _ = with_all_samples(run_dir, which, split, overrides, trust)
     if split not in run.splits():
@@ -116,16 +115,16 @@ def predictions(
 
 
 def names_fit(numbers: list[Any], class_names: Sequence[str]) -> bool:
-    """Return whether each of the numbers is that of a class."""
+    """Return whether each number is a valid class number."""
     return all(type(number) is int and 0 <= number < len(class_names) for number in numbers)
 
 
 def with_all_samples(
     run_dir: RunDir, which: str, split: str, words: list[str], trust: bool, is_held_out: bool = False
 ) -> tuple[Components, Path]:
-    """Return the parts of a run with every sample: a limit belongs to its validations.
+    """Return the parts of a run with all samples of a split: `trainer.limit_val_batches` is for its own validations.
 
-    A limit stays if it is typed here, or if the length of the data is not known. is_held_out: see `load_parts`.
+    A limit stays if it is typed here, or if the data has no length. is_held_out: see `load_parts`.
     """
     kind = split.partition("/")[0]
     is_limited = kind == "val" and not any("limit_val_batches" in word for word in words)
@@ -138,7 +137,7 @@ def with_all_samples(
 
 
 def predict_split(run: Components, split: str) -> dict[str, Tensor]:
-    """Return the task's columns over a whole split, see `predict_batches`."""
+    """Return the task's columns for a whole split, see `predict_batches`."""
     import torch
 
     batches = run.splits()[split].epoch(0)
@@ -152,7 +151,7 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
 
 
 def write_table(out: Path, columns: dict[str, list[Any]]) -> None:
-    """Replace the file as a whole."""
+    """Write the columns as CSV or Parquet, replacing the file atomically. Raise ConfigError without pyarrow."""
     temporary = out.with_name(f".{out.name}.tmp")
     if out.suffix == ".parquet":
         try:
@@ -172,13 +171,13 @@ def write_table(out: Path, columns: dict[str, list[Any]]) -> None:
 
 
 def evaluate_command(argv: list[str]) -> int:
-    """Print the metrics and write them to `evaluation-SPLIT.json` in the run folder."""
+    """Print the metrics of a saved run, and write them to `evaluation-SPLIT.json` in its folder."""
     parser = run_parser("evaluate", "Loss and metrics of a saved model, each sample counted once.")
     add_checkpoint(parser)
     words = parse(parser, argv)
     run_dir = open_run(words.run_dir)
 
-    which = checkpoint_of(run_dir, words.which)
+    which = choose_saved_checkpoint(run_dir, words.which)
     run, folder = with_all_samples(run_dir, which, words.split, words.overrides, words.trust, True)
     splits = [name for name in run.splits() if name == words.split or name.startswith(f"{words.split}/")]
     if not splits:

@@ -1,4 +1,4 @@
-"""`trainrun report RUN_DIR...`: draws the plots of runs again. `trainrun compare`: several side by side."""
+"""`trainrun report RUN_DIR...`: draw the plots of runs again. `trainrun compare`: put several runs side by side."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.config.overrides import tracker_nodes
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.folder.lock import only_writer
+from trainrun.folder.lock import lock_folder
 from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.folder.seal import check_files, check_sealed
-from trainrun.folder.status import named_run
+from trainrun.folder.status import find_named_run
 from trainrun.monitor.metric_rows import read_metric_rows
 from trainrun.output import counted, report_result, say
 from trainrun.plots.history import read_config
@@ -24,7 +24,7 @@ from trainrun.trackers.sender import send_all
 
 
 def compare_command(argv: list[str]) -> int:
-    """Say what differs between runs; draw nothing of each alone."""
+    """Print what differs between runs, and write `compare.html`."""
     parser = Parser(
         prog="trainrun compare", allow_abbrev=False,
         description="Says in what runs differ: settings, environment, data, and what came out. Writes compare.html "
@@ -42,7 +42,7 @@ def compare_command(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Draw `plots/*.png` and `report.html` of each run, and for several `compare.html` too."""
+    """Draw `plots/*.png` and `report.html` of each run, and `compare.html` for several."""
     parser = Parser(
         prog="trainrun report", allow_abbrev=False,
         description="Draws the plots and report.html of runs again, from what they logged; several runs are "
@@ -82,7 +82,9 @@ def add_out(parser: Parser) -> None:
 
 
 def checked_runs(words: Namespace) -> list[RunDir]:
-    """Return the named runs, without words that name none, which a note lists. Raise ConfigError if no word does."""
+    """Return the runs that the words name. Words without a run are listed in a note. Raise ConfigError if none has
+    one.
+    """
     runs: list[RunDir] = []
     skipped: dict[str, ConfigError] = {}
     for word in words.run_dirs:
@@ -102,7 +104,7 @@ def checked_runs(words: Namespace) -> list[RunDir]:
 
 @contextmanager
 def check_writable() -> Iterator[None]:
-    """Raise ConfigError for a path that cannot be written."""
+    """Turn an OSError of the block into a ConfigError about the path."""
     try:
         yield
     except BrokenPipeError:  # of who reads what is printed
@@ -121,7 +123,7 @@ def draw_together(runs: list[RunDir], out: Path | None) -> None:
 
 
 def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
-    """Send all rows of a run to each named tracker, with the arguments that the run has for that tracker."""
+    """Send all rows of a run to each named tracker, with the tracker's arguments in the run's config."""
     check_sealed(run, trust)
     config, tracker_options = read_config(run), tracker_nodes()
     nodes = {name: node for name, node in config.get("monitor", {}).items() if isinstance(node, dict)}
@@ -132,15 +134,15 @@ def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
     facts |= {"folder": str(run.root), "config": config}
     sent = {}
     for name in names:
-        with only_writer(run):
+        with lock_folder(run):
             sent[name] = send_all(run, name, (tracker_options | nodes)[name], facts, rows)
         say(f"{name}: {counted(sent[name], 'row')} sent")
     report_result(sent=sent)
 
 
 def find_run(word: str) -> RunDir:
-    """Return a run with rows to draw; of a sweep its best run. Raise ConfigError if there is none."""
-    run = named_run(word)
+    """Return a run with metrics; for a sweep, its best run. Raise ConfigError if there is none."""
+    run = find_named_run(word)
     if run.metrics.is_file():
         return run
     if run.config.is_file():

@@ -1,4 +1,6 @@
-"""`trainrun resume RUN_DIR`: the same run, from its newest good checkpoint; `trainrun again RUN_DIR`: a new one."""
+"""`trainrun resume RUN_DIR`: continue a run from its newest checkpoint. `trainrun again RUN_DIR`: repeat it as a new
+run.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,15 @@ from trainrun.config.aliases import resolve_alias
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import load_config, translated
 from trainrun.errors import ConfigError
-from trainrun.folder.run_folder import LaunchSpec, named_folder, typed_settings
+from trainrun.folder.run_folder import LaunchSpec, list_typed_keys, resolve_folder
 from trainrun.folder.status import is_sweep
 from trainrun.output import say
-from trainrun.runs.resume import check_modules, differences, trusted_config, word
-from trainrun.runs.run import begun, open_run, resume_run, start, torchrun_ranks
+from trainrun.runs.resume import check_modules, compare_configs, format_value_as_typed, load_trusted_config
+from trainrun.runs.run import import_torchrun, open_or_create_run, open_run, resume_run, start_training
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code of the run."""
+    """Continue a run or a sweep. Return its exit code."""
     parser = run_parser(
         "resume",
         "Goes on with a run in the same folder, bit for bit as if it had never stopped; or with what is not done of a "
@@ -37,8 +39,8 @@ def main(argv: list[str]) -> int:
     if code is not None:
         return code
     if follows_others():
-        return int(torchrun_ranks().follow_run())
-    folder = named_folder(words.run_dir)
+        return int(import_torchrun().train_as_other_rank())
+    folder = resolve_folder(words.run_dir)
     if is_sweep(folder):
         from trainrun.sweep.options import split_options
         from trainrun.sweep.run_sweep import resume_sweep
@@ -54,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def again(argv: list[str]) -> int:
-    """Return the exit code of the new run."""
+    """Start a new run with the settings of another. Return its exit code."""
     parser = run_parser(
         "again",
         "Begins a new run, in a folder of its own, with the settings of another, its seed too: without other words it "
@@ -65,7 +67,7 @@ def again(argv: list[str]) -> int:
     if code is not None:
         return code
     if follows_others():
-        return int(torchrun_ranks().follow_run())
+        return int(import_torchrun().train_as_other_rank())
     earlier, folder = open_run(words.run_dir), "hydra.run.dir"
     keys = {word: resolve_alias(word.partition("=")[0], lambda _: False) for word in words.overrides}
     places = [word.partition("=")[2] for word, key in keys.items() if key == folder]
@@ -73,17 +75,17 @@ def again(argv: list[str]) -> int:
     overrides = [word for word, key in keys.items() if key != folder]
     with contextlib.ExitStack() as held:
         with dismiss_other_ranks():
-            before = trusted_config(earlier, [], words.trust)
-            config = trusted_config(earlier, overrides, words.trust) if overrides else before
+            before = load_trusted_config(earlier, [], words.trust)
+            config = load_trusted_config(earlier, overrides, words.trust) if overrides else before
             check_modules(earlier, config)
             changed = "".join(
-                f"; {key}={word(here)} (was {word(there)})"
-                for key, there, here in differences(before, config)
+                f"; {key}={format_value_as_typed(here)} (was {format_value_as_typed(there)})"
+                for key, there, here in compare_configs(before, config)
             )
             say(f"note: the settings of {earlier.root}{changed}", file=sys.stderr)
             typed = ["again", str(earlier.root), *words.overrides]
             composition = use_folder_of_restart(Composition(config, {}, overrides, own_settings))
-            run, config, goes_on = held.enter_context(begun(composition, typed))
-        to_read = () if goes_on else typed_settings(translated(overrides).overrides)
+            run, config, goes_on = held.enter_context(open_or_create_run(composition, typed))
+        to_read = () if goes_on else list_typed_keys(translated(overrides).overrides)
         order = LaunchSpec(goes_on, add_import_paths(words.config_dir), typed=to_read)
-        return print_resume_command(run.root, lambda: start(run, config, order))
+        return print_resume_command(run.root, lambda: start_training(run, config, order))

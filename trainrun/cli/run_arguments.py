@@ -1,4 +1,4 @@
-"""Arguments that several commands have in common: a run folder with overrides, and `--budget SECONDS`."""
+"""Arguments that several commands share: a run folder with overrides, and `--budget SECONDS`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDER_FLAGS = ("--config-dir", "-cd")
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are one line, like all others."""
+    """An argparse parser that reports mistakes as one line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_parser(name: str, about: str, words: tuple[str, str] = SETTINGS) -> Parser:
-    """Return a parser of RUN_DIR and key=value words. words: what the help calls them, and says of them."""
+    """Return a parser of RUN_DIR and key=value settings. words: their name and description in the help."""
     parser = Parser(prog=f"trainrun {name}", description=about)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run, or of a sweep: its best run")
     parser.add_argument("overrides", metavar=words[0], nargs="*", default=[], help=words[1])
@@ -54,14 +54,14 @@ def run_parser(name: str, about: str, words: tuple[str, str] = SETTINGS) -> Pars
 
 
 def add_parent_to_import_path(config_dir: str) -> str:
-    """Add the folder that contains `config_dir` to the import path; return the folder."""
+    """Add the parent of `config_dir` to the import path. Return the parent."""
     beside = str(Path(config_dir).resolve().parent)
     add_import_paths([beside])
     return beside
 
 
 def add_trust(parser: Parser) -> None:
-    """Add the flag that a folder from somebody else needs once."""
+    """Add the flag `--trust`, which a foreign folder needs once."""
     parser.add_argument(
         "--trust",
         action="store_true",
@@ -95,7 +95,7 @@ def no_split(there: Iterable[str], split: str) -> ConfigError:
 def parse_flags_and_overrides(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Split a command line into the command's own flags and the overrides of a run.
 
-    Raise ConfigError for an unknown flag; flags that name a config folder stay among the overrides.
+    Raise ConfigError for an unknown flag. Flags that name a config folder stay among the overrides.
     """
     flags = own_flags(parser)
     options, words = parser.parse_known_args(flags_as_settings(argv, flags))
@@ -117,9 +117,7 @@ def own_flags(parser: Parser) -> list[str]:
 
 
 def flags_as_settings(argv: list[str], own: list[str]) -> list[str]:
-    """Rewrite flags such as `--batch-size 64` as settings `batch_size=64`; the command's own flags, also
-    shortened, stay.
-    """
+    """Return the arguments with flags such as `--batch-size 64` as `batch_size=64`. The command's own flags stay."""
     words, rest, known_groups = [], list(argv), groups([conf_dir()])
     while rest:
         word = rest.pop(0)
@@ -131,9 +129,9 @@ def flags_as_settings(argv: list[str], own: list[str]) -> list[str]:
 
 
 def take_seconds(argv: list[str], default: float, command: str) -> tuple[list[str], float]:
-    """Return the arguments without `--budget`, and the budget in seconds: of `--budget 120` or `--budget=2m`.
+    """Remove `--budget 120` or `--budget=2m`. Return the other arguments and the budget in seconds.
 
-    Raise ConfigError for a value that is no duration.
+    Raise ConfigError for a value that is not a duration.
     """
     rest: list[str] = []
     seconds = default

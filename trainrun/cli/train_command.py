@@ -1,4 +1,4 @@
-"""`trainrun KEY=VALUE ...`: a new run, a sweep, or the composed config without running."""
+"""`trainrun KEY=VALUE ...`: a new run, a sweep, or the composed config without a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trainrun.config.compose import Composition, compose_prepared, prepare_comma
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, plain_values
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
-from trainrun.folder.run_folder import LaunchSpec, RunDir, typed_settings
+from trainrun.folder.run_folder import LaunchSpec, RunDir, list_typed_keys
 from trainrun.folder.status import read_status
 from trainrun.output import path_to_paste, report_result, say
 from trainrun.parallel.devices import is_one_task_a_node, is_started_by_launcher
 from trainrun.parallel.launch import launch_on_node, module_command
-from trainrun.runs.run import begun, folder_of, start, torchrun_ranks
+from trainrun.runs.run import choose_folder, import_torchrun, open_or_create_run, start_training
 
 LAUNCH_OPTION = re.compile(r"launch(\.\w+)?=")
 SWEEP_OPTION = re.compile(r"sweep(\.\w+)?=")
@@ -30,7 +30,7 @@ SWEEP_WORD = re.compile(r"sweep(\.\w+)?=|hydra[./](sweeper|launcher)\b|[\w./]+=[
 
 
 def main(words: list[str]) -> int:
-    """Start a new run or a sweep, or print the composed config."""
+    """Start a new run or a sweep, or print the composed config. Return the exit code."""
     launch_words = [word for word in words if LAUNCH_OPTION.match(word)]
     words = [word for word in words if word not in launch_words]
     code = run_ranks_of_node(
@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
     if code is not None:
         return code
     if follows_others():
-        return int(torchrun_ranks().follow_run())
+        return int(import_torchrun().train_as_other_rank())
     is_sweep = not {"--multirun", "-m"}.isdisjoint(words)
     sweep_words = [word for word in words if (SWEEP_WORD if is_sweep else SWEEP_OPTION).match(word)]
     words = [word for word in words if word not in sweep_words]
@@ -78,28 +78,32 @@ def main(words: list[str]) -> int:
 
 
 def submit(launch_words: list[str], words: list[str], prepared: CommandLine, folders: list[Path]) -> bool:
-    """Submit the run of a command line to Slurm; return whether the words say so. Raise ConfigError for mistakes."""
+    """Submit the run to Slurm if the command line has launch options. Return whether it has. Raise ConfigError for
+    mistakes.
+    """
     from trainrun.launch import slurm
 
     options = slurm.read_options(launch_words)
     if options is not None:
         composition = compose_prepared(prepared, folders, Path.cwd())
-        slurm.submit(options, str(composition.config.run_name), folder_of(composition), words)
+        slurm.submit(options, str(composition.config.run_name), choose_folder(composition), words)
     return options is not None
 
 
 def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders: list[Path]) -> int:
-    """Train the run of a command line. Return its exit code. prepared: the same words, translated."""
+    """Train the run of a command line. Return its exit code. prepared: the same settings, translated."""
     with dismiss_other_ranks():
         composition = compose_prepared(prepared, folders, Path.cwd())
     for note in composition.notes:
         say(f"note: {note}", file=sys.stderr)
     with contextlib.ExitStack() as held:
         with dismiss_other_ranks():
-            run, config, again = held.enter_context(begun(use_folder_of_restart(composition), words))
-        typed = () if again else typed_settings(composition.overrides)
+            run, config, again = held.enter_context(
+                open_or_create_run(use_folder_of_restart(composition), words)
+            )
+        typed = () if again else list_typed_keys(composition.overrides)
         return print_resume_command(
-            run.root, lambda: start(run, config, LaunchSpec(again, paths, typed=typed))
+            run.root, lambda: start_training(run, config, LaunchSpec(again, paths, typed=typed))
         )
 
 
@@ -110,19 +114,19 @@ def dismiss_other_ranks() -> Iterator[None]:
         yield
     except TrainrunError as error:
         if is_started_by_launcher():
-            torchrun_ranks().dismiss(error.exit_code)
+            import_torchrun().dismiss_ranks(error.exit_code)
         raise
 
 
 def follows_others() -> bool:
-    """Return whether this process is a rank above 0 that torchrun or Slurm started."""
+    """Return whether torchrun or Slurm started this process as a rank above 0."""
     return is_started_by_launcher() and os.environ["RANK"] != "0"
 
 
 def run_ranks_of_node(config_of: Callable[[], RunConfig]) -> int | None:
-    """Run the ranks that `parallel.devices` asks for, where Slurm started one task on each machine.
+    """Run the ranks of `parallel.devices` on this machine if Slurm started one task per machine.
 
-    Return their exit code; None if there are none to start. A mistake in the config is left to rank 0.
+    Return their exit code; None if no ranks need to be started. A mistake in the config is reported by rank 0.
     """
     if not is_started_by_launcher() or not is_one_task_a_node():
         return None
@@ -135,15 +139,17 @@ def run_ranks_of_node(config_of: Callable[[], RunConfig]) -> int | None:
 
 
 def use_folder_of_restart(composition: Composition) -> Composition:
-    """Set the run folder to the one from before torchrun restarted the ranks, unless a folder was given."""
+    """Return the composition with the run folder from before torchrun restarted the ranks, unless a folder was
+    typed.
+    """
     if "hydra.run.dir" in composition.own or not is_started_by_launcher():
         return composition
-    folder = torchrun_ranks().earlier_folder()
+    folder = import_torchrun().find_earlier_folder()
     return composition if folder is None else replace(composition, own={"hydra.run.dir": folder})
 
 
 def print_resume_command(folder: Path, work: Callable[[], int]) -> int:
-    """Run `work` and return its exit code; if it was stopped, print the command that resumes the run."""
+    """Run `work` and return its exit code. If it was stopped, print the command that resumes the run."""
     try:
         code = work()
     except KeyboardInterrupt as error:

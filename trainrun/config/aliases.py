@@ -1,7 +1,7 @@
-"""Other names for settings, options and values: what other trainers say.
+"""Other names for settings, options and values, taken from other trainers.
 
-The other names of a setting stand beside its field in `config/schema.py`, those of what has no field here. What to
-write in place of a name that no single setting replaces stands in `other_trainers.yaml`.
+Aliases of a setting are beside its field in `config/schema.py`; here are aliases without such a field. Names that no
+single setting replaces have an answer in `other_trainers.yaml`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ OPTIONS = {
 
 @cache
 def aliases(schema: type = RunConfig) -> dict[str, str]:
-    """Return all aliases of settings and sections, with the key that each stands for."""
+    """Return all aliases of settings and sections, each with the key that it stands for."""
     return KEYS | {name: key for key, setting in settings(schema).items() for name in setting.aliases}
 
 
@@ -137,7 +137,7 @@ def resolve_alias(key: str, is_group: Callable[[str], bool], schema: type = RunC
 
 
 def bare_name(key: str) -> str:
-    """Return the name of another trainer's setting, without a leading `trainer.`; any other key unchanged."""
+    """Return another trainer's name without a leading `trainer.`; any other key unchanged."""
     if key in settings():
         return key
     name = key.removeprefix("trainer.")
@@ -145,7 +145,7 @@ def bare_name(key: str) -> str:
 
 
 def translate_setting(word: str) -> list[str]:
-    """Return the settings for a `key=value` of another trainer; the text itself if it is not in `CASES`."""
+    """Return the settings for another trainer's `key=value`; the text itself if `CASES` has no translation."""
     key, equals, value = word.partition("=")
     if not equals or (key in settings() and key != "transform"):
         return [word]
@@ -156,7 +156,7 @@ def translate_setting(word: str) -> list[str]:
 
 
 def resolve_value_alias(key: str, value: str, schema: type = RunConfig) -> str:
-    """Return the value that an alias of a value names; `3.0` for a whole number becomes `3`; other values are
+    """Return the value that an alias of a value stands for. `3.0` becomes `3` for a whole number; other values are
     unchanged.
     """
     setting = settings(schema).get(key)
@@ -176,7 +176,7 @@ def resolve_value_alias(key: str, value: str, schema: type = RunConfig) -> str:
 
 @cache
 def say_once(text: str) -> None:
-    """Print once, though a run reads its config several times."""
+    """Print a note once, even if a run reads its config several times."""
     say(f"note: {text}", file=sys.stderr)
 
 
@@ -185,9 +185,9 @@ OF_RATE = "{of optimizer.lr}"
 
 @cache
 def answers() -> dict[str, str]:
-    """Return what to write for names of other trainers that have no single setting here.
+    """Return what to write instead of another trainer's names that no single setting replaces.
 
-    `{0.1}` stands for the value that was typed, or 0.1; `{of optimizer.lr}` for that value as a part of optimizer.lr.
+    `{0.1}` stands for the typed value, or 0.1; `{of optimizer.lr}` for that value as a fraction of optimizer.lr.
     """
     import yaml  # --help needs none
 
@@ -199,7 +199,9 @@ NUMBER_TEXT = re.compile(r"[\d.]+(e-?\d+)?")
 
 
 def answer_to(name: str, value: str = "", learning_rate: Any = None) -> str:
-    """Return the answer to `name=value`, with the value in it if it is a number where the answer has a number."""
+    """Return the answer to `name=value`. The typed value replaces the example in it if both are numbers or both are
+    not.
+    """
     is_number = NUMBER_TEXT.fullmatch(value) is not None
     if OF_RATE in answers()[name]:
         part = "..."

@@ -1,8 +1,8 @@
-"""The command line made ready for Hydra: flags first, other names translated, numbers and paths quoted.
+"""Prepare the command line for Hydra: separate flags, translate other names, quote numbers and paths.
 
-Hydra reads `precision=32` as a number and stops; it takes no flags between overrides; it knows nothing
-of the names that other frameworks use; in a path it sees lists, quotes and equations. All of that is mended here, on
-plain strings. And the folders of options: ours, and the user's, which are searched first.
+Hydra reads `precision=32` as a number and stops. It accepts no flags between overrides and does not know the names
+of other frameworks. In a path it parses lists, quotes and equations. All of that is handled here, on plain strings.
+This module also finds the folders of config options: trainrun's and the user's, which are searched first.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ TRIAL = re.compile(r"(trainer\.|--)?(fast[_-]dev|dry)[_-]run\b")  # wins over an
 
 @dataclass
 class CommandLine:
-    """A command line taken apart.
+    """A parsed command line.
 
-    notes: one line for each name that was translated. twice: one for each key with two values; the last
-    one wins, which a program that adds to its own words may want, and a person may not have seen. typed: what was
-    typed, by what it was translated to. quantities: what is known of targets from Python, if they are amounts.
+    notes: one line per translated name. twice: one line per key with two values, of which the last one is used; a
+        program that appends settings may intend this, a person may not. typed: translated setting -> text as typed.
+        quantities: a description of targets from Python that are real numbers.
     """
 
     flags: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class CommandLine:
     quantities: str = ""
 
     def as_typed(self, fault: str) -> str:
-        """Return a line on a setting, which names the word and the value that were typed."""
+        """Return a message about a setting with the key and value as they were typed."""
         head, must, allowed = fault.partition(": must be ")
         for word in self.overrides:
             key, _, value = word.lstrip("+").partition("=")
@@ -98,7 +98,7 @@ def split_command_line(argv: list[str]) -> CommandLine:
 def translate(
     words: CommandLine, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool]
 ) -> None:
-    """Replace other frameworks' names, shorthands and numbers in place, and note what was meant."""
+    """Translate other frameworks' names, shorthands and numbers in place, and add a note for each."""
     words.overrides.sort(key=lambda word: bool(TRIAL.match(word)))  # the last of two values counts
     typed = {key: (value, f"{key}={value}") for key, value in words.own.items()}
     may_vary = not {"--multirun", "-m"}.isdisjoint(words.flags)
@@ -123,10 +123,10 @@ def translate(
 
 @dataclass
 class Meaning:
-    """What one word of a command line stands for.
+    """The meaning of one typed setting.
 
-    typed_key and value: of the word itself. key: the setting that its key names. is_target: the value is the `_target_`
-    of the key's node. own_key: of a setting of the runner itself, as its folder.
+    typed_key and value: as typed. key: the setting that the key stands for. is_target: the value is the `_target_`
+    of the key's node. own_key: a setting of the runner itself, such as its folder.
     """
 
     overrides: list[str]
@@ -138,7 +138,9 @@ class Meaning:
     own_key: str = ""
 
     def is_as_typed(self, word: str, shown: str) -> bool:
-        """Return whether nothing is to be said of the reading: our own short forms, quotes, and the runner's keys."""
+        """Return whether no note is needed: the text is unchanged, a documented short form, quoted, or a key of the
+        runner.
+        """
         if self.own_key or (self.is_path and self.key == self.typed_key and word == shown):
             return True
         last = self.overrides[-1]
@@ -152,9 +154,9 @@ class Meaning:
 def resolve_word(
     word: str, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool], may_vary: bool
 ) -> Meaning:
-    """Return the overrides for one typed word.
+    """Return the overrides for one typed setting.
 
-    may_vary: the word belongs to a sweep, where commas separate values.
+    may_vary: whether this is a sweep, where commas separate values.
     """
     bare = word.lstrip("+~")
     sign = word[: len(word) - len(bare)]
@@ -186,7 +188,7 @@ SEVERAL_DEVICES = r"\+*parallel\.devices=(0*([2-9]|[1-9]\d+)|\[[^,]+,.+\])"
 
 
 def _with_ranks(words: CommandLine, overrides: list[str]) -> list[str]:
-    """Several devices mean a rank on each, unless `parallel` is chosen."""
+    """Add `parallel.mode=ddp` if several devices are typed and `parallel` is not chosen."""
     several = [word for word in overrides if re.fullmatch(SEVERAL_DEVICES, word)]
     if not several or any(re.match(r"\+*parallel(\.mode)?=", word) for word in overrides):
         return overrides
@@ -195,7 +197,7 @@ def _with_ranks(words: CommandLine, overrides: list[str]) -> list[str]:
 
 
 def _without_cases(words: CommandLine) -> Iterator[tuple[str, str, bool]]:
-    """Each setting with the word that was typed, and whether a note has said so."""
+    """Yield each translated setting with its typed text, and whether a note was added for it."""
     for word in words.overrides:
         shown, meant = words.typed.get(word, word), translate_setting(word)
         if meant != [word]:
@@ -215,9 +217,9 @@ def _takes_a_target(key: str) -> bool:
 
 
 def _describe_two_values(meant: str, word: str, typed: dict[str, tuple[str, str]]) -> list[str]:
-    """Return a message if an earlier override gave the key another value.
+    """Return a message if an earlier override gave the key another value; else [].
 
-    typed: by key, its value and the override as it was typed.
+    typed: by key, its value and the override as typed.
     """
     key, equals, value = meant.lstrip("+").partition("=")
     if not equals or meant.startswith("~") or TRIAL.match(word):
@@ -228,14 +230,14 @@ def _describe_two_values(meant: str, word: str, typed: dict[str, tuple[str, str]
 
 
 def _choose_option(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
-    """Return the overrides that choose a group's option, where the option may be given by a name or a path."""
+    """Return the overrides that choose an option of a group by its name, by the path of a class, or by an alias."""
     if value.isidentifier() and value != "none" and is_option(group, value):
         return [f"{group}={value}"]
     return group_words(group, value, is_option)
 
 
 def keep_one_warmup(overrides: list[str]) -> list[str]:
-    """Switch off the option's default warm-up if the user gave a warm-up in another unit."""
+    """Clear the option's default warm-up if the user typed one in another unit."""
     units = {f"scheduler.warmup_{unit}": empty for unit, empty in WARMUP_UNITS.items()}
     named = {word.lstrip("+").partition("=")[0] for word in overrides} & set(units)
     if len(named) != 1:
@@ -244,7 +246,7 @@ def keep_one_warmup(overrides: list[str]) -> list[str]:
 
 
 def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -> list[str]:
-    """Add the empty option `custom` for each group that gets a `_target_` but no choice of an option."""
+    """Add the empty option `custom` for each group that has a typed `_target_` but no chosen option."""
     chosen = {word.partition("=")[0] for word in overrides}
     added = []
     for word in overrides:
@@ -262,7 +264,7 @@ def is_path(key: str) -> bool:
 
 
 def conf_dir() -> Path:
-    """Return the folder of the config groups: inside an installed package, or next to it in a checkout."""
+    """Return the folder of config groups: inside an installed package, or beside it in a checkout."""
     here = Path(__file__).resolve().parents[1]
     for folder in (here / "conf", here.parent / "conf"):
         if (folder / "trainrun.yaml").is_file():
@@ -279,9 +281,10 @@ def options(group: str, folders: list[Path]) -> list[str]:
 
 
 def user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
-    """Return the folders that are searched before ours:
+    """Return the folders that are searched before trainrun's: each --config-dir, then ./conf if it has one of the
+    groups.
 
-    each --config-dir, then ./conf if it has one of our groups.
+    Raise ConfigError for a --config-dir that does not exist.
     """
     # No link, but to itself.
     folders = [Path(os.path.realpath(os.path.expanduser(folder))) for folder in extra]
@@ -303,9 +306,7 @@ NAME = re.compile(r"[A-Za-z_][\w.]*")
 def separate_flags(
     argv: list[str], groups: list[str]
 ) -> tuple[list[str], list[str], list[str], dict[str, str]]:
-    """Split arguments into settings, Hydra's flags, folders of --config-dir, and the typed form of each
-    translated setting.
-    """
+    """Split arguments into settings, Hydra's flags, folders of --config-dir, and typed texts by translated setting."""
     settings, flags, config_dirs, typed = [], [], [], {}
     faults, rest = spaced_out(argv), list(argv)
     if faults:
@@ -333,7 +334,7 @@ def separate_flags(
 
 
 def spaced_out(argv: list[str]) -> list[str]:
-    """One line for each `lr = 3`, which a shell makes several words of."""
+    """Return a message for each `lr = 3`, which a shell splits into several words."""
     faults = []
     for before, word, after in zip(["", *argv], argv, [*argv[1:], ""], strict=False):
         if word[:1] == "=" and NAME.fullmatch(before):
@@ -347,10 +348,10 @@ def spaced_out(argv: list[str]) -> list[str]:
 
 
 def setting_of_flag(word: str, rest: list[str], groups: list[str]) -> tuple[str, str]:
-    """Translate a flag such as `--batch-size 64` into (`batch_size=64`, the typed text); its value is taken
-    from `rest`.
+    """Translate a flag such as `--batch-size 64` into (`batch_size=64`, the typed text). Its value is removed from
+    `rest`.
 
-    Return empty texts if the flag is no setting, or if its value is missing.
+    Return empty texts if the flag is not a setting, or if its value is missing.
     """
     flag, equals, value = word.partition("=")
     flag = SHORT_FLAGS.get(flag, flag)
@@ -374,14 +375,14 @@ def setting_of_flag(word: str, rest: list[str], groups: list[str]) -> tuple[str,
 
 
 def _is_known(name: str, groups: list[str]) -> bool:
-    """Return whether a name is a setting, a group, or a name of another trainer. Names with dots are settings."""
+    """Return whether a name is a setting, a group, or another trainer's name. Names with dots count as settings."""
     if "." in name or name in settings() or name in aliases() or name in CASES or name in groups:
         return True
     return name in answers() or any(key.endswith(f".{name}") for key in settings())
 
 
 def _switch_words(name: str) -> set[str]:
-    """Return the values of a setting that is switched on by its name alone; empty if a value must follow."""
+    """Return the values of a setting that a bare flag can switch on; an empty set if the flag needs a value."""
     cases, setting = CASES.get(name, {}), settings().get(resolve_alias(name, lambda _: False))
     if setting is not None and setting.short:
         setting = settings()[f"{setting.key}.{setting.short}"]
@@ -396,7 +397,7 @@ def _switch_words(name: str) -> set[str]:
 
 
 def _flag_fault(word: str, flag: str, value: str, groups: list[str]) -> str:
-    """Return what is wrong with a word that begins with a dash; "" if nothing is."""
+    """Return the message for a wrong word that begins with a dash; "" if it is right."""
     if flag not in FLAGS + FLAGS_WITH_VALUE:
         bare = word.lstrip("-")
         is_setting = "=" in word or "." in bare or bare in aliases()
@@ -418,7 +419,7 @@ PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|
 
 
 def group_words(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
-    """Return the overrides that choose an option:
+    """Return the overrides that choose an option.
 
     `precision=32,bf16` gives `precision=32-true,bf16-mixed`, and `model=my_net.Net` gives two overrides.
     """
@@ -437,18 +438,18 @@ def group_words(group: str, value: str, is_option: Callable[[str, str], bool]) -
 
 
 def unquote_map_keys(value: str) -> str:
-    """Remove the quotes around keys of a map, which Hydra cannot parse.
-
-    An empty key becomes `*`, which matches all names.
+    """Remove the quotes around keys of a map, which Hydra cannot parse. An empty key becomes `*`, which matches all
+    names.
     """
     return re.sub(r"""(["'])([^"',:{}]*)\1\s*:\s*""", lambda found: f"{found[2] or '*'}: ", value)
 
 
 def quote_path(value: str, may_vary: bool) -> str:
-    """Quote a value so that Hydra reads it as one text. may_vary: in a sweep, where commas separate values.
+    """Quote a value so that Hydra reads it as one text. may_vary: whether this is a sweep, where commas separate
+    values.
 
-    Hydra still parses `null`, a reference `${...}`, a list `[a,b]`, a value in quotes, and several values
-    with commas, unless a file or folder of just that name exists.
+    Hydra still parses `null`, a reference `${...}`, a list `[a,b]`, a quoted value, and several values with commas,
+    unless a file or folder of exactly that name exists.
     """
     if not value or value.lower() == "null" or "${" in value:
         return value
@@ -472,10 +473,7 @@ def names_a_file(value: str) -> bool:
 
 
 def _quote(value: str) -> str:
-    """Return a value in Hydra's quotes; a plain name stays as it is.
-
-    A backslash is literal except before a quote.
-    """
+    """Return a value in Hydra's quotes; a plain name stays unquoted. A backslash is literal except before a quote."""
     if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, re.ASCII) and not PLAIN.match(value):
         return value
     inner = re.sub(r'(\\*)"', r'\1\1\\"', value)

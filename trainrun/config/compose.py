@@ -1,6 +1,6 @@
-"""From overrides to a `RunConfig`: every mistake becomes one readable line, and all are listed at once.
+"""Compose a `RunConfig` from overrides. Every mistake becomes one readable line, and all are reported at once.
 
-Nothing of Hydra or OmegaConf is left afterwards.
+The result contains no objects of Hydra or OmegaConf.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trainrun.config.tuned_settings import stale
 from trainrun.config.validate import check_config, target_argument_faults
 from trainrun.data.readers.path_contents import data_options
 from trainrun.errors import ConfigError, DataError
-from trainrun.folder.status import best_run, is_sweep
+from trainrun.folder.status import find_best_run, is_sweep
 from trainrun.limits import NODES, choices_of
 
 MODELS_OF_DATA = {  # beside the option that a path chooses
@@ -53,7 +53,7 @@ SAYS_TASK = re.compile(
 
 @dataclass(frozen=True)
 class Composition:
-    """A checked config. overrides: as Hydra got them; own: what the runner itself was told."""
+    """A checked config. overrides: as passed to Hydra. own: the settings of the runner itself."""
 
     config: RunConfig
     choices: dict[str, str]
@@ -63,7 +63,7 @@ class Composition:
 
 
 def prepare_command_line(argv: list[str], working_dir: Path) -> tuple[CommandLine, list[Path]]:
-    """Return the command line ready for Hydra, and every folder of configs, the user's first."""
+    """Return the command line prepared for Hydra, and every folder of configs, the user's first."""
     words = split_command_line(argv)
     folders = [*user_conf_dirs(words.config_dirs, working_dir), conf_dir()]
     known_groups = groups(folders)
@@ -83,9 +83,10 @@ def prepare_command_line(argv: list[str], working_dir: Path) -> tuple[CommandLin
 
 
 def choose_data_option(words: CommandLine, folders: list[Path]) -> None:
-    """Add the option that reads `data.path` where none is typed, and note it. Raise ConfigError if several could.
+    """Add the option that reads `data.path` if none is typed, and note it. Raise ConfigError if several options
+    could read it.
 
-    An experiment, or a root file of the user's, chooses the data itself.
+    Nothing is added if an experiment or a root file of the user chooses the data.
     """
     paths = [word for word in words.overrides if word.lstrip("+").startswith("data.path=")]
     has_own_root = any((folder / "trainrun.yaml").is_file() for folder in folders[:-1])
@@ -107,7 +108,7 @@ def choose_data_option(words: CommandLine, folders: list[Path]) -> None:
 
 
 def resolve_path(word: str, overrides: list[str], folders: list[Path]) -> str | None:
-    """Return the path that `data.path=...` gives, with its references resolved; None if it gives several or none."""
+    """Return the path of `data.path=...` with its references resolved; None if it is not a single path."""
     override = read_override(word, [])
     value = None if override is None else override.value()
     if isinstance(value, str) and "${" in value:
@@ -118,7 +119,7 @@ def resolve_path(word: str, overrides: list[str], folders: list[Path]) -> str | 
 
 
 def groups_of_experiment(words: CommandLine, folders: list[Path]) -> set[str]:
-    """Return the groups whose options the experiment on the command line chooses."""
+    """Return the groups whose options the chosen experiment sets."""
     names = [word.partition("=")[2] for word in words.overrides if word.startswith("experiment=")]
     files = [folder / "experiment" / f"{name}.yaml" for name in names for folder in folders]
     texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
@@ -126,7 +127,7 @@ def groups_of_experiment(words: CommandLine, folders: list[Path]) -> set[str]:
 
 
 def settings_for_path(path: str) -> list[list[str]]:
-    """Return the settings of each way to read what is at a path."""
+    """Return a list of settings for each option that can read the path."""
     ways = {option: [f"data={option}", *MODELS_OF_DATA.get(option, ())] for option in data_options(path)}
     if "image_folder" in ways and "csv" in ways:
         tables = sorted(file.name for file in Path(path).expanduser().glob("*.csv"))
@@ -135,9 +136,9 @@ def settings_for_path(path: str) -> list[list[str]]:
 
 
 def compose_run(argv: list[str], working_dir: Path | None = None, quantities: str = "") -> Composition:
-    """Return the config of a command line. Raise ConfigError with every fault of it.
+    """Return the config of a command line. Raise ConfigError with all of its faults.
 
-    quantities: what is known of targets that are given from Python, if they are amounts.
+    quantities: a description of targets from Python that are real numbers; "" if they are not.
     """
     directory = working_dir or Path.cwd()
     words, folders = prepare_command_line(argv, directory)
@@ -146,7 +147,7 @@ def compose_run(argv: list[str], working_dir: Path | None = None, quantities: st
 
 
 def compose_prepared(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:
-    """Return the config of a prepared command line. Raise ConfigError with every fault of it."""
+    """Return the config of a prepared command line. Raise ConfigError with all of its faults."""
     try:
         return _composition(words, folders, working_dir)
     except ConfigError as error:
@@ -194,7 +195,7 @@ def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> 
 
 
 def is_task_open(config: RunConfig, overrides: list[str], folders: list[Path]) -> bool:
-    """Return whether the task is trainrun's own default, and nothing that the user set speaks of classes.
+    """Return whether the task is the default one and no setting of the user implies classes.
 
     folders: of configs, the user's first.
     """
@@ -210,7 +211,7 @@ def is_task_open(config: RunConfig, overrides: list[str], folders: list[Path]) -
 
 
 def reason_for_regression(config: RunConfig, words: CommandLine) -> str:
-    """Return a note on targets that are amounts, and the way to classes; "" if they are no amounts."""
+    """Return a note if the targets are real numbers, with the setting for classes; "" if they are not."""
     node = config.data.train or {}
     what, way = words.quantities, "integers as targets"
     if not what and str(node.get("_target_")).startswith("trainrun.data.readers.tables."):
@@ -223,7 +224,7 @@ def reason_for_regression(config: RunConfig, words: CommandLine) -> str:
 
 
 def with_runs_of_sweeps(config: RunConfig, notes: list[str]) -> RunConfig:
-    """Return the config with the best run wherever it names a sweep. Raise ConfigError for a sweep without one."""
+    """Return the config with each sweep replaced by its best run. Raise ConfigError for a sweep without one."""
     named: dict[str, Any] = {"init_from": config.init_from, "ckpt_path": config.ckpt_path}
     if isinstance(config.task, dict):
         named["task.teacher"] = config.task.get("teacher")
@@ -231,21 +232,21 @@ def with_runs_of_sweeps(config: RunConfig, notes: list[str]) -> RunConfig:
     for key, value in named.items():
         folder = Path(value).expanduser().absolute() if isinstance(value, str) else None
         if folder is not None and is_sweep(folder):
-            run, line = best_run(folder)
+            run, line = find_best_run(folder)
             best[key] = str(run.root)
             notes.append(f"{key}: {line}")
     return with_values(config, best)
 
 
 def _named(option: str, node: Any) -> str:
-    """Return the option's name or, for the user's own, that of the class or function it names."""
+    """Return the option's name; for `custom`, the name of the class or function."""
     target = node.get("_target_") if option == CUSTOM and isinstance(node, dict) else None
     name = str(target).rpartition(".")[2]
     return name if target and name.isidentifier() else option
 
 
 def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
-    """Return a fault for each typed setting of a section that is off, unless the section was switched off by name."""
+    """Return a message for each typed setting of a section that is off, unless its switch was typed too."""
     typed = {word.lstrip("+").partition("=")[0] for word in overrides}
     faults: dict[str, str] = {}
     for section, setting in settings().items():
@@ -267,13 +268,16 @@ def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
 
 
 def untold(more: dict[str, str], faults: list[str]) -> list[str]:
-    """Return the further faults whose key no fault names."""
+    """Return the messages of `more` whose key no message in `faults` names."""
     keys_with_fault = {fault.partition("=")[0] for fault in faults}
     return [fault for key, fault in more.items() if key not in keys_with_fault]
 
 
 def to_run_config(cfg: DictConfig) -> RunConfig:
-    """Plain dataclasses with every reference resolved. Hydra composed into the schema, so all types are checked."""
+    """Return the composed config as plain dataclasses, with every reference resolved. Raise ConfigError.
+
+    Hydra composes into the schema, so all types are checked already.
+    """
     if faults := move_trackers(cfg):
         raise ConfigError(*faults)
     try:
@@ -287,8 +291,8 @@ def to_run_config(cfg: DictConfig) -> RunConfig:
 
 
 def rename_old_values(config: RunConfig) -> RunConfig:
-    """Replace other names of values, and old places of data sources, by the present ones; drop entries that
-    are null.
+    """Return the config with aliases of values and old locations of data sources replaced, without entries that are
+    null.
     """
     sets = {  # `hook.x=null` takes an entry away
         key: {name: node for name, node in value_of(config, key).items() if node is not None}
@@ -307,12 +311,12 @@ def _plain(value: Any) -> Any:
 
 
 def format_config(config: RunConfig) -> str:
-    """Return the config as YAML text, with its references and without secrets: what `load_config` reads."""
+    """Return the config as YAML text with references and without secrets. `load_config` reads it."""
     return write_yaml(values_to_save(config))
 
 
 def write_yaml(values: dict[str, Any]) -> str:
-    """Return YAML text of plain values. By libyaml it takes a tenth of the time of the writer in Python."""
+    """Return YAML text of plain values. libyaml takes a tenth of the time of the writer in Python."""
     try:
         return dump_yaml(values, getattr(yaml, "CSafeDumper", yaml.SafeDumper))
     except UnicodeEncodeError:  # libyaml takes no path with bytes that are not UTF-8

@@ -1,4 +1,4 @@
-"""The texts of `trainrun --help`, from the comments of the config files and from `config/schema.py`. No torch."""
+"""The texts of `trainrun --help`, from comments of the config files and from `config/schema.py`. No torch."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ usage: trainrun [group=option ...] [key=value ...]     one run
 
 
 def help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) -> str:
-    """Return the overview, one group with its options, one section or option with its settings, one setting, or all.
+    """Return the overview, or the help of one group, section, option or setting, or of all settings.
 
-    folders: with configs, the user's first, ours last.
+    folders: of configs, the user's first, trainrun's last.
     """
     known_groups, topic = groups(folders), topics[0] if topics else ""
     sections, keys = _sections(), _lines()
@@ -83,7 +83,7 @@ def _group(group: str, folders: list[Path]) -> str:
 
 
 def _option_files(group: str, folders: list[Path]) -> dict[str, Path]:
-    """Return the files of a group by option. A file of an earlier folder hides one of a later folder."""
+    """Return the files of a group by option. A file in an earlier folder hides one in a later folder."""
     return {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
 
 
@@ -103,7 +103,7 @@ def _defaults(folder: Path) -> dict[str, str]:
 
 
 def option_lines(group: str, option: str, folders: list[Path]) -> list[str]:
-    """Return the settings that one option of a group brings along, with what its file says of them."""
+    """Return the settings of one option of a group, with the comments of its file."""
     path = _option_files(group, folders)[option]
     lines, parents = [f"with {group}={option}: {first_comment(path)}"], [(-1, group)]
     text = path.read_text(encoding="utf-8")
@@ -126,7 +126,7 @@ def option_lines(group: str, option: str, folders: list[Path]) -> list[str]:
 
 
 def _sections() -> dict[str, list[str]]:
-    """Return the lines of every section by its name, as `trainer` and `trainer.compile`."""
+    """Return the help lines of every section by name, such as `trainer` and `trainer.compile`."""
     return {key: _lines(f"{key}.") for key, setting in settings().items() if setting.section is not None}
 
 
@@ -135,7 +135,7 @@ def _lines(prefix: str = "") -> list[str]:
 
 
 def setting_rows(schema: type = RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Name, default and meaning with what is allowed, for every setting of the config."""
+    """Yield key, default and meaning (with allowed values) of every setting."""
     for key, setting in settings(schema).items():
         if setting.section is None:
             default = {"None": "null", "True": "true", "False": "false"}.get(
@@ -145,7 +145,7 @@ def setting_rows(schema: type = RunConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _allowed(found: Setting) -> str:
-    """Return the allowed values of a number or a name; the default shows the other types."""
+    """Return the allowed values of a number or a closed choice as ` (...)`; "" for other types."""
     text = re.sub(r"^(one of|a whole number|a number)(, )?|, or null$", "", describe_kind(found.kind)).strip()
     limited = (
         choices_of(found.kind) or " or more" in text or "than" in text or "below" in text or "at most" in text

@@ -1,4 +1,4 @@
-"""What is wrong with an override, or a file of configs: one line that names it as typed, with the way out."""
+"""Messages for a wrong override or config file: one line that names it as typed, with the way out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_NAMES = 12  # that are listed where none is near
 
 
 def explain_composition(error: Exception, words: list[str], folders: list[Path]) -> tuple[str, str | None]:
-    """One line on what Hydra does not compose, and the word to take out; None if no single word is to blame."""
+    """Return a message for Hydra's error, and the override to remove; None if no single one is to blame."""
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
@@ -70,12 +70,12 @@ def explain_composition(error: Exception, words: list[str], folders: list[Path])
 
 
 def _choosing(file: str, words: list[str]) -> str | None:
-    """Return the word that chooses an option's file."""
+    """Return the override that chooses an option's file."""
     return next((word for word in words if word.lstrip("+").replace("=", "/", 1) == file), None)
 
 
 def _explain_file(file: str, text: str, key: str, folders: list[Path]) -> str:
-    """Return what does not fit the schema in an option file of the user."""
+    """Return why an option file of the user does not fit the schema."""
     if "not in" not in text:
         return f"{file}.yaml: {key}: {_rule(text)}"
     if key == file.partition("/")[0]:
@@ -95,12 +95,12 @@ def no_option(group: str, option: Any, known: list[str]) -> str:
 
 
 def unread(word: str) -> str:
-    """One of Hydra's own settings, which would change nothing."""
+    """Return the message for one of Hydra's own settings, which would have no effect."""
     return f"{word}: changes nothing here; of Hydra's own settings a run reads {' and '.join(OWN_KEYS)}"
 
 
 def explain_unreadable(word: str) -> str:
-    """Hydra's grammar speaks of tokens; the usual reasons are few."""
+    """Return the likely reason why an override cannot be parsed. Hydra's own message is about tokens."""
     if not word.strip():
         return f"{word!r}: an empty word, as of a shell variable that is not set; leave it out"
     word = word.strip()
@@ -119,7 +119,7 @@ def explain_unreadable(word: str) -> str:
 
 
 def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: list[Path]) -> str:
-    """Why a value cannot be set, or a reference not be followed."""
+    """Return why a value cannot be set, or a reference not be resolved."""
     text, full_key = first_line_of_error(error), str(error.full_key or key)
     place = f"{full_key} " if full_key != key else ""
     if "does not support deletion" in text:
@@ -155,7 +155,7 @@ def _rule(text: str) -> str:
 
 
 def explain_reference(error: OmegaConfBaseException) -> str:
-    """Why a config of which every value was set cannot be read: a `${...}` leads nowhere, or to what does not fit."""
+    """Return why a composed config cannot be read: a `${...}` leads nowhere, or to a value of a wrong type."""
     key, text = str(error.full_key or "config"), first_line_of_error(error)
     node = error.parent_node
     above = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else {}
@@ -169,7 +169,7 @@ def explain_reference(error: OmegaConfBaseException) -> str:
 
 
 def no_place(key: str, word: str, above: str, node: Any, folders: list[Path]) -> str:
-    """Why a key stands nowhere. above: the part of it that is known; node: what is there."""
+    """Return why a key does not exist. above: the part of it that exists. node: the value there."""
     if isinstance(node, DictConfig):
         names = known_names(node) if above else top_names(folders)
         return unknown_key(key, word, above, names, learning_rate_of(node))
@@ -179,7 +179,10 @@ def no_place(key: str, word: str, above: str, node: Any, folders: list[Path]) ->
 
 
 def unknown_key(key: str, word: str, above: str, names: list[str], learning_rate: Any = None) -> str:
-    """above: the part of the key that is known; names: what is known there. learning_rate: of the optimizer."""
+    """Return the message for an unknown key, with similar names and other trainers' answers.
+
+    above: the part of the key that exists. names: the names that exist there. learning_rate: of the optimizer.
+    """
     if "/" in key:
         return f"{word}: no such group; a setting is written with dots, as {key.replace('/', '.')}=..."
     head = f"{above}." if above else ""
@@ -231,12 +234,12 @@ def learning_rate_of(node: Any) -> Any:
 
 
 def known_names(node: Any) -> list[str]:
-    """List what may be typed there; `listeners`, which keeps the trackers, may not."""
+    """Return the names that may be typed below a node. `listeners` is internal and left out."""
     return [str(name) for name in node.keys() if name != "listeners"] if isinstance(node, DictConfig) else []  # noqa: SIM118
 
 
 def top_names(folders: list[Path]) -> list[str]:
-    """List the names of the groups and of the settings that stand alone."""
+    """Return the names of groups and top-level settings."""
     return sorted({*(item.name for item in setting_fields(RunConfig)), *groups(folders or [conf_dir()])})
 
 
@@ -245,12 +248,12 @@ def first_line_of_error(error: BaseException) -> str:
 
 
 def configs(paths: Iterable[Path]) -> list[Path]:
-    """Return the paths that can be configs: neither hidden files nor dangling links."""
+    """Return the paths that can be config files: neither hidden files nor dangling links."""
     return [path for path in paths if path.is_file() and not path.name.startswith(".")]
 
 
 def unread_files(paths: list[Path]) -> list[str]:
-    """Return a note for each file beside the folders of options that none of their files names."""
+    """Return a note for each file beside the folders of options that no option file refers to."""
     options = configs(paths[0].parent.glob("*/*.yaml"))
     option_texts = "".join(file.read_text("utf-8", "replace") for file in options)
     return [
@@ -262,7 +265,7 @@ def unread_files(paths: list[Path]) -> list[str]:
 
 
 def limit_fault(path: Path) -> str:
-    """Why Hydra must not look at a file of `conf/`; what is no YAML at all it says itself, where it is chosen."""
+    """Return why a config file must not be read by Hydra; "" if it may. Hydra itself reports files that are no YAML."""
     try:
         events = list(yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER))
         first = next((event for event in events if isinstance(event, yaml.NodeEvent)), None)
@@ -273,7 +276,7 @@ def limit_fault(path: Path) -> str:
 
 
 def base_60_faults(files: list[Path], folders: list[Path], words: list[str]) -> list[str]:
-    """Return the numbers with colons in the files that Hydra read for these overrides: YAML reads them in base 60."""
+    """Return a message for each number with a colon in the files that were read: YAML reads 10:30 in base 60."""
     odd = {path: fault for path in configs(files) if (fault := _base_60_fault(path))}
     if not odd:
         return []
@@ -285,7 +288,7 @@ def base_60_faults(files: list[Path], folders: list[Path], words: list[str]) -> 
 
 
 def _base_60_fault(path: Path) -> str:
-    """Return a message on the first time such as 10:30 that YAML reads as a number; "" if a file has none."""
+    """Return a message for the first time such as 10:30 that YAML reads as a number; "" without one."""
     tag_of = partial(yaml.resolver.Resolver().resolve, yaml.ScalarNode)
     with suppress(ConfigError):
         for event in yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER):
@@ -298,6 +301,6 @@ def _base_60_fault(path: Path) -> str:
 
 
 def yaml_fault(error: yaml.YAMLError) -> str:
-    """Describe what is wrong in a file that Hydra has read: its name, the place, the problem."""
+    """Return what is wrong in a file that Hydra has read: its name, the line, and the problem."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     return f"{mark.name if mark is not None else 'a config file'}: not YAML: {yaml_place(error)}"

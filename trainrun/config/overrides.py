@@ -1,7 +1,7 @@
-"""The overrides as Hydra reads them: it composes the options that are chosen, and the settings are put in one by one.
+"""Apply overrides: Hydra composes the chosen options, and the settings are set one by one.
 
-Hydra stops at the first setting that is wrong. Here each one, read by its grammar and put into the config that it
-composed, says for itself what is wrong with it: one composition finds all faults of a command line.
+Hydra stops at the first wrong setting. Here each setting is parsed by Hydra's grammar and set in the composed config
+on its own, so one composition reports all faults of a command line.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _user_dirs: list[Path] = []
 
 
 def override_fault(word: str) -> str:
-    """Return what is wrong with one override as typed, before its value is converted; "" if nothing is."""
+    """Return what is wrong with one override as typed, before its value is converted; "" if it is right."""
     key, equals, value = word.lstrip("+").partition("=")
     if not equals or set(value) & set("{(,$"):  # a reference, or several values of a sweep
         return ""
@@ -72,7 +72,7 @@ def override_fault(word: str) -> str:
 
 
 class TrainrunSearchPath(SearchPathPlugin):
-    """Puts the user's config folders in front of ours; registered for this process only."""
+    """A Hydra plugin that puts the user's config folders before trainrun's; registered for this process only."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in _user_dirs:
@@ -103,7 +103,7 @@ def _unlock(section: DictConfig) -> None:
 
 @cache
 def _register() -> None:
-    """Register our search path and our schema with Hydra, once: the schema takes 10 ms."""
+    """Register the search path and the schema with Hydra, once: the schema takes 10 ms."""
     Plugins.instance().register(TrainrunSearchPath)
     node = schema_node()
     node.trainer.max_epochs = MISSING  # so that it is seen whether anybody sets it
@@ -111,9 +111,9 @@ def _register() -> None:
 
 
 def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
-    """Return the config with all overrides in it that are right; `faults` gets a line for each that is not.
+    """Return the config with all valid overrides; `faults` gets a line for each invalid one.
 
-    None if the files of the config folders cannot be composed.
+    Return None if the files of the config folders cannot be composed.
     """
     files = [
         path for folder in folders[:-1] for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")])
@@ -167,7 +167,9 @@ SAME_SOURCE = "${data.train}"  # of data.val and data.test: another split of wha
 
 
 def fill_splits(cfg: DictConfig) -> None:
-    """Replace references to the whole node `data.train` by one for each argument, which single words may change."""
+    """Replace a reference to the whole node `data.train` by one reference per argument, so that overrides can change
+    single ones.
+    """
     data = OmegaConf.to_container(cfg.data, resolve=False)
     assert isinstance(data, dict)
     for name in ("val", "test"):
@@ -176,7 +178,7 @@ def fill_splits(cfg: DictConfig) -> None:
 
 
 def references_to(train: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments that follow those of `data.train`, whose node is given as it is written."""
+    """Return arguments that refer to those of `data.train`. Its `_target_` is copied."""
     return {
         name: value if name == TARGET or str(value).startswith("${") else f"${{data.train.{name}}}"
         for name, value in train.items()
@@ -184,7 +186,7 @@ def references_to(train: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill_epochs(cfg: DictConfig) -> None:
-    """Set the default number of epochs, unless another limit (other than one by the clock) ends the run."""
+    """Set the default number of epochs, unless another limit than time ends the run."""
     trainer = OmegaConf.to_container(cfg.trainer, resolve=False)
     if OmegaConf.is_missing(cfg.trainer, "max_epochs") and isinstance(trainer, dict):
         lifted = trainer["max_steps"] is not None
@@ -202,7 +204,7 @@ def tracker_nodes() -> dict[str, dict[str, Any]]:
 
 
 def add_trackers(cfg: DictConfig, names: Any) -> None:
-    """Replace the earlier trackers by the nodes of `monitor.tracker`; null removes all.
+    """Replace the trackers by the nodes that `monitor.tracker` names; null removes all.
 
     Errors are reported later.
     """
@@ -218,7 +220,7 @@ def add_trackers(cfg: DictConfig, names: Any) -> None:
 
 
 def move_trackers(cfg: DictConfig) -> list[str]:
-    """Move the trackers among the keys of `monitor` into the field `listeners`.
+    """Move the trackers from the keys of `monitor` into the field `listeners`.
 
     Return a message for each key that is neither a setting nor a tracker.
     """
@@ -263,7 +265,7 @@ def _is_choice(override: Override, known: list[str]) -> bool:
 
 
 def _no_option(override: Override, folders: list[Path]) -> str:
-    """Return what is wrong with a choice; "" if Hydra finds its files, or reports the fault itself."""
+    """Return what is wrong with a chosen option; "" if its file exists, or if Hydra reports the fault itself."""
     group, option = override.key_or_group, override.value()
     wanted, known_options = option if isinstance(option, list) else [option], options(group, folders)
     if override.is_delete() or (
@@ -276,9 +278,9 @@ def _no_option(override: Override, folders: list[Path]) -> str:
 
 
 def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
-    """Compose the config.
+    """Compose the config from chosen options.
 
-    A choice that Hydra refuses is removed from `words` and explained in `faults`; the rest is tried again.
+    An option that Hydra refuses is removed from `words` and explained in `faults`; then the rest is composed again.
     """
     while True:
         try:
@@ -312,7 +314,7 @@ def _put(cfg: DictConfig, override: Override, folders: list[Path]) -> str:
 
 
 def put(cfg: DictConfig, key: str, value: Any, text: str, may_be_new: bool, folders: list[Path]) -> str:
-    """Set one value. What is wrong with it in a line; empty if nothing is. text: the value as it was typed."""
+    """Set one value. Return what is wrong with it, "" if nothing is. text: the value as typed."""
     try:
         if fault := misplaced(cfg, key, f"{key}={text}", may_be_new, folders):
             return fault
@@ -323,7 +325,7 @@ def put(cfg: DictConfig, key: str, value: Any, text: str, may_be_new: bool, fold
 
 
 def misplaced(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: list[Path]) -> str:
-    """Return what is wrong with the place of a key; "" if nothing is."""
+    """Return why a key does not exist; "" if it does or may be new."""
     node: Any = cfg
     parts = key.split(".")
     for place, part in enumerate(parts):
@@ -340,9 +342,7 @@ def _lacks(node: Any, part: str) -> bool:
 
 
 def _remove_key(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str:
-    """Remove a key from the config (`~key`), so that the default of the target applies; return a message or
-    "".
-    """
+    """Remove a key (`~key`), so that the target's default applies. Return a message, or ""."""
     if text:
         return f"~{key}={text}: a setting is taken away without a value, as ~{key}"
     if fault := misplaced(cfg, key, f"~{key}", False, folders):
@@ -362,7 +362,9 @@ def in_tracker(key: str) -> bool:
 
 
 def opened(overrides: list[str], folders: list[Path]) -> list[str]:
-    """Open a node of the user's own for new keys: the target's signature decides, not Hydra."""
+    """Return the overrides with `++` where new keys are allowed: in custom nodes, whose target's signature is
+    checked later.
+    """
     chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     targets = [key.removesuffix("._target_") for key in chosen if key.endswith("._target_")]
     named = [key for key in targets if any(f"{key}.".startswith(f"{node}.") for node in open_nodes())]
@@ -380,8 +382,10 @@ def opened(overrides: list[str], folders: list[Path]) -> list[str]:
         return option == CUSTOM or any((folder / group / f"{option}.yaml").is_file() for folder in user_dirs)
 
     def with_plus(word: str) -> str:
-        """`++` where a key may be new, as typed in the rest of an open node and for a group of the user's own, and
-        none where the schema is closed: with a `+` a misspelt setting would be added, and nobody would read it."""
+        """Return the override with `++` if its key may be new, else without `+`.
+
+        In the closed schema, `+` would add a misspelt setting that no code reads.
+        """
         bare = word.lstrip("+")
         key = bare.partition("=")[0]
         if is_open(key):

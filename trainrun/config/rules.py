@@ -1,4 +1,4 @@
-"""Settings that do not go together: one table of rules, each with the reason and the way out."""
+"""Combinations of settings that are refused: a table of rules, each with the reason and the way out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLASSIFICATION, REGRESSION = (
 
 
 class Fault(NamedTuple):
-    """What is wrong with a setting. value: as it is typed; empty where the key says enough."""
+    """A fault of a setting. value: as typed; "" if the key alone is enough."""
 
     key: str
     value: Any
@@ -40,9 +40,9 @@ class Fault(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What a config may not say. setting: as it is typed. `{c.trainer.max_steps}` in a text is a value of the config.
+    """A combination that is refused. setting: as typed. `{c.trainer.max_steps}` in a text is a value of the config.
 
-    broken: whether a config breaks the rule. instead: the way out, behind a semicolon.
+    broken: returns whether a config breaks the rule. instead: the way out, after a semicolon.
     """
 
     setting: str
@@ -51,7 +51,7 @@ class Rule(NamedTuple):
     instead: str
 
     def fault(self, config: RunConfig) -> Fault:
-        """Return what to say of a config that breaks the rule."""
+        """Return the fault of a config that breaks this rule."""
         facts: dict[str, Any] = {"c": config, "asked": draws_by(config), "mix": mix_of(config)}
         facts["sets"] = ", ".join(named_nodes(config.data.train)) or "not named"
         key, _, value = self.setting.format(**facts).partition("=")
@@ -59,7 +59,7 @@ class Rule(NamedTuple):
 
 
 def pair_faults(config: RunConfig) -> Iterator[Fault]:
-    """List every pair of settings that is refused, whatever the device is."""
+    """Yield a fault for every refused combination of settings, independent of the device."""
     yield from (rule.fault(config) for rule in RULES if rule.broken(config))
     if config.trainer.compile.scope == "step" or config.trainer.cuda_graphs:
         is_one_graph = config.trainer.compile.scope == "step"
@@ -74,7 +74,7 @@ def pair_faults(config: RunConfig) -> Iterator[Fault]:
 
 
 def step_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """List what stands against a step of one graph: a setting, and the reason with the way out."""
+    """Yield the settings that prevent a step of one graph, each with the reason and the way out."""
     for rule in STEP_RULES:
         if rule.broken(config):
             yield rule.setting.format(c=config), f"{rule.why}; {rule.instead}"
@@ -83,18 +83,18 @@ def step_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def needs_gpu(config: RunConfig, device_type: str) -> list[Fault]:
-    """List settings that move tensors from a GPU to the host, for a run on another device."""
+    """Return a fault for each setting that needs a GPU, for a run on another device."""
     return [rule.fault(config)._replace(text=f"{rule.why} {device_type}; {rule.instead}") for rule in GPU_RULES
             if device_type != "cuda" and rule.broken(config)]  # fmt: skip
 
 
 def mix_of(config: RunConfig) -> str:
-    """Return `data.mix` as it is typed; empty without it."""
+    """Return `data.mix` as it is typed; "" without it."""
     return f"data.mix={config.data.mix}".replace("'", "") if config.data.mix else ""
 
 
 def draws_by(config: RunConfig) -> str:
-    """Return the setting that says how often samples come; empty without one."""
+    """Return the setting that decides how often samples are drawn; "" without one."""
     typed = f"data.sampling={config.data.sampling}" if config.data.sampling != "none" else ""
     return mix_of(config) or typed
 
@@ -307,7 +307,7 @@ GPU_RULES = (  # what only a GPU has a use for
 
 
 def _networks(config: RunConfig) -> Iterator[Fault]:
-    """List networks that do not fit the task, and a VAE monitor on a task without a latent code."""
+    """Yield faults for networks that do not fit the task, and for a VAE monitor with another task."""
     model, task = config.model or {}, config.task or {}
     name, kind = target_name(model), target_name(task)
     is_other_task = kind.startswith("trainrun.task.") and kind != VAE_TASK
@@ -326,7 +326,9 @@ def _networks(config: RunConfig) -> Iterator[Fault]:
 
 
 def _held_out_parts(config: RunConfig) -> Iterator[Fault]:
-    """List validation sets that a reader of ours cuts from the training data, but by other settings than that."""
+    """Yield faults for validation sets that are cut from the training data with other settings than the training
+    set.
+    """
     train = config.data.train or {}
     for split, node in validation_nodes(config.data).items():
         target, key = str(node.get(TARGET)), f"data.{split.replace('/', '.')}"
@@ -347,7 +349,7 @@ def _held_out_parts(config: RunConfig) -> Iterator[Fault]:
 
 
 def unread_path(config: RunConfig) -> list[str]:
-    """List a fault if no node has the path or refers to it: the run would train on other data than it names."""
+    """Return a fault if no node uses `data.path`: the run would train on other data than the path."""
     path = config.data.path
     prefixes = tuple(
         f"{key}." for key, setting in settings().items() if setting.opens in (NODE, NAMED, NODES)
@@ -367,7 +369,7 @@ def unread_path(config: RunConfig) -> list[str]:
 
 
 def _optimizers_by_name(config: RunConfig) -> Iterator[Fault]:
-    """List what several optimizers by name do not go with."""
+    """Yield faults for settings that cannot be combined with several named optimizers."""
     named = named_nodes(config.optimizer)
     optimizers = [name for name, value in (config.optimizer or {}).items() if is_node(value)]
     for key, node in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):

@@ -1,4 +1,4 @@
-"""The config that a run has saved: read, its secrets filled in, single values of it changed."""
+"""Read the saved config of a run, fill in its secrets, and change single values."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def mode_of_ranks(saved: Any, overrides: list[str]) -> list[str]:
 
 
 def devices_of_one(saved: DictConfig, words: list[str]) -> list[str]:
-    """Return the word that leaves the choice of a device to a run of several ranks that goes on as a single one."""
+    """Return the override that resets the device list if a run of several ranks continues as a single one."""
     typed = dict(word.lstrip("+").partition("=")[::2] for word in words)
     devices = OmegaConf.select(saved, "parallel.devices")
     number = len(devices) if isinstance(devices, ListConfig) else devices
@@ -81,10 +81,10 @@ def devices_of_one(saved: DictConfig, words: list[str]) -> list[str]:
 
 
 def describe_unchanged_paths(data: DataConfig, given: set[str], measured: str) -> Iterator[str]:
-    """Yield a line for each set that a new `data.path` does not change, since the set has its own path.
+    """Yield a line for each set that a new `data.path` does not change, because the set has its own path.
 
-    measured: the split that a command evaluates; a reader of ours with a path there uses the new one. Empty
-    for a command that trains, which only prints the lines.
+    measured: the split that a command evaluates; a built-in reader with its own path there uses the new one. Empty
+        for a command that trains, which only prints the lines.
     """
     for split, node in {**validation_nodes(data), "test": data.test}.items():
         wanted_split, key = measured or "val", f"data.{split.replace('/', '.')}"
@@ -108,14 +108,14 @@ PATH_KEY = re.compile(r"(path|root|dir|folder|file|from|teacher|tokenizer)$")
 
 
 def may_be_path(key: str, value: str) -> bool:
-    """Return whether a text may name a file or folder, by its setting or its form."""
+    """Return whether a text may name a file or folder, judged by its key and form."""
     return bool(PATH_KEY.search(key) or os.sep in value or Path(value).suffix)
 
 
 def path_roots(run: RunDir, found: dict[str, Any]) -> list[Path]:
-    """Return the directories from which the relative paths of a run are resolved, in order of preference.
+    """Return the folders against which relative paths of a run are resolved, in order of preference.
 
-    Empty if the current directory is the right one.
+    Return [] if the current directory is the right one.
     """
     if (origin := read_origin(run)) is None:
         return []
@@ -137,7 +137,7 @@ def path_roots(run: RunDir, found: dict[str, Any]) -> list[Path]:
 
 
 def placed(values: Any_, base: Path) -> Any_:
-    """Return a copy in which relative paths are absolute, as far as they lead somewhere from a directory."""
+    """Return a copy in which relative paths that exist below `base` are absolute."""
 
     def place(key: str, value: Any) -> Any:
         if not isinstance(value, str) or not value or not may_be_path(key, value):
@@ -156,7 +156,7 @@ def placed(values: Any_, base: Path) -> Any_:
 
 
 def plain_config(path: Path) -> dict[str, Any]:
-    """Return the saved config of a run as plain values, without imports or references. Raise ConfigError."""
+    """Return a run's saved config as plain values, without imports or resolved references. Raise ConfigError."""
     text = read_yaml_text(path)
     try:
         container = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -175,22 +175,22 @@ def plain_config(path: Path) -> dict[str, Any]:
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """Return a saved config with single values changed. Raises ConfigError; group choices are fixed by now."""
+    """Return a saved config with single values changed. Raise ConfigError. Group choices cannot be changed."""
     return with_overrides(plain_config(path), path, overrides)
 
 
 def translated(overrides: list[str]) -> CommandLine:
-    """Return the parsed overrides of a command for a saved run, with aliases translated."""
+    """Return the overrides of a command for a saved run, parsed and with aliases translated."""
     words = split_command_line(overrides)
     translate(words, lambda *_: False, lambda name: False)
     return words
 
 
 def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], measured: str = "") -> RunConfig:
-    """Return a saved config with the overrides of a command line.
+    """Return a saved config with the overrides of a command line. Raise ConfigError.
 
-    found: the saved values. path: the file they come from. measured: the only split that the command
-    evaluates, to which a new `data.path` must apply.
+    found: the saved values. path: their file. measured: the only split that the command evaluates, to which a new
+        `data.path` must apply.
     """
     places = path_roots(RunDir(path.parent), found)
     for place in places:
@@ -238,9 +238,9 @@ def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], meas
 
 
 def clear_replaced_nodes(cfg: DictConfig, words: CommandLine) -> None:
-    """Remove the arguments of a class or function in whose place the command line names another: `model=my_net.Net`.
+    """Remove the arguments of a class that the command line replaces by another (`model=my_net.Net`).
 
-    `model._target_=my_net.Net` changes no argument: a subclass takes those of its parent.
+    `model._target_=my_net.Net` keeps the arguments, for example for a subclass.
     """
     for word in words.overrides:
         key, _, target = word.lstrip("+").partition("=")
@@ -254,7 +254,7 @@ def clear_replaced_nodes(cfg: DictConfig, words: CommandLine) -> None:
 
 
 def keep_referenced_values(cfg: DictConfig, section: str) -> None:
-    """Put the value in place of each reference to a setting of a section, so that the section can be emptied."""
+    """Replace each reference into a section by its value, so that the section can be emptied."""
     for key, text in config_leaves(OmegaConf.to_container(cfg, resolve=False)):
         reference = REFERENCE.fullmatch(text) if isinstance(text, str) else None
         if reference is not None and reference[1].startswith(f"{section}."):
@@ -265,7 +265,7 @@ NO_SWEEP = "several values, where a saved run has one (a list is [1,2])"
 
 
 def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None:
-    """Single values of a run whose options are chosen; below an open node they may be new."""
+    """Set single values in a saved config. Below an open node, keys may be new."""
     fixed = groups([conf_dir()])
     for word in words:
         override = read_override(word, faults, NO_SWEEP)
@@ -287,7 +287,7 @@ def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None
 
 
 def with_secrets(found: dict[str, Any], secrets: Any) -> dict[str, Any]:
-    """Saved values with their secrets, as far as they are known."""
+    """Return saved values with the known secrets filled in."""
     secret_values = secrets if isinstance(secrets, dict) else {}
     filled: dict[str, Any] = map_config(
         found,
@@ -297,7 +297,7 @@ def with_secrets(found: dict[str, Any], secrets: Any) -> dict[str, Any]:
 
 
 def missing_secrets(cfg: DictConfig) -> list[str]:
-    """Return a line for each secret that was not kept."""
+    """Return a line for each secret that is not stored in the run folder."""
     return [
         f"{key}: a secret that is not kept in this folder (.secrets.json); give it again, as {key}=..."
         for key, value in config_leaves(OmegaConf.to_container(cfg, resolve=False))

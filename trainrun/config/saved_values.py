@@ -1,9 +1,10 @@
-"""Configs as files: references stay references, secrets are saved apart, and YAML is checked before it is parsed.
+"""Configs as files: references stay references, secrets are stored separately, and YAML is checked before it is
+parsed.
 
-`data.train.path: ${data.path}` is saved as it was written, so a run that is resumed with another `data.path` follows it
-as a new run does. A value of `${oc.env:NAME}` is a `FromEnvironment`: a string that remembers its reference. The
-environment is read again at each start. Texts of settings that are named like a secret are saved as `***`, and
-themselves in `.secrets.json`, which only their owner may read.
+`data.train.path: ${data.path}` is saved as it was written, so a run resumed with another `data.path` follows it like
+    a new run. A value of `${oc.env:NAME}` is a `FromEnvironment`: a string that remembers its reference. The
+    environment is read again at each start. Values of settings with secret-like names are saved as `***`, and in
+    full in `.secrets.json`, which only their owner can read.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Any_ = TypeVar("Any_")
 
 
 class FromEnvironment(str):
-    """A value with the reference that gave it."""
+    """A string from an environment variable, with its reference."""
 
     reference: str
 
@@ -44,17 +45,17 @@ class FromEnvironment(str):
         return text
 
     def __repr__(self) -> str:
-        """Return the reference, which messages show in place of the value."""
+        """Return the reference, so that messages do not show the value."""
         return repr(self.reference)
 
 
 def is_environment(text: Any) -> bool:
-    """Return whether a text has references, and all of them are to the environment."""
+    """Return whether a text has references, all of them to environment variables."""
     return isinstance(text, str) and ENVIRONMENT in text and text.count("${") == text.count(ENVIRONMENT)
 
 
 def remember(cfg: DictConfig, config: RunConfig) -> RunConfig:
-    """Return the config with the references that gave its values. cfg: the same config, as it was composed."""
+    """Return the config with the references of its values. cfg: the same config as composed."""
     raw = OmegaConf.to_container(cfg, resolve=False)
     texts = {key: value for key, value in config_leaves(raw) if isinstance(value, str) and "${" in value}
     references = {
@@ -75,7 +76,9 @@ def remember(cfg: DictConfig, config: RunConfig) -> RunConfig:
 
 
 def values_to_save(config: RunConfig) -> dict[str, Any]:
-    """Return the values of `config.yaml`: no secrets, and references wherever their values are still the same."""
+    """Return the values for `config.yaml`: without secrets, and with references that still resolve to the same
+    value.
+    """
     values = plain_values(config)
     saved = plain_values(map_config(public(config)[0], _escape))
     for key, text in vars(config)["references"].items():
@@ -90,7 +93,7 @@ def values_to_save(config: RunConfig) -> dict[str, Any]:
 
 
 def _escape(_: str, value: Any) -> Any:
-    """Return a text in which `${` is no reference for OmegaConf, unless it is one to the environment."""
+    """Return a text with `${` escaped for OmegaConf, unless it refers to an environment variable."""
     if not isinstance(value, str) or "${" not in value or is_environment(value):
         return value
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
@@ -105,10 +108,10 @@ def value_at(values: dict[str, Any], key: str) -> Any:
 
 
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
-    """Return saved values with the value in place of each reference to another setting.
+    """Return saved values with each reference to another setting replaced by its value.
 
-    Raise ValueError for a reference that no run saves: to no value, to a section, inside of a list, in a circle, or to
-    so many long lists that they would fill the memory.
+    Raise ValueError for a reference that no run saves: to no value, to a section, inside a list, circular, or to so
+    many long lists that they would fill the memory.
     """
     num_values = 0
 
@@ -138,7 +141,7 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_home_folder(config: Any_) -> Any_:
-    """Return the config with the home folder for a `~` that begins a path, as a shell has it."""
+    """Return the config with `~` at the beginning of a path replaced by the home folder."""
 
     def expanded(_: str, value: Any) -> Any:
         return os.path.expanduser(value) if isinstance(value, str) and HOME_FOLDER.match(value) else value
@@ -148,12 +151,12 @@ def with_home_folder(config: Any_) -> Any_:
 
 
 def _target_text(texts: dict[str, str], reference: re.Match[str]) -> str:
-    """Return the reference that a reference leads to; itself if it leads to a value."""
+    """Return the reference to which a reference leads; itself if it leads to a value."""
     return texts.get(reference[1], reference[0])
 
 
 def resolved(config: Any_) -> Any_:
-    """Return the config with secrets from the environment as plain strings, which OmegaConf requires."""
+    """Return the config with values from the environment as plain strings, which OmegaConf requires."""
     return map_config(config, lambda _, value: str(value) if isinstance(value, FromEnvironment) else value)  # type: ignore[no-any-return]
 
 
@@ -173,9 +176,9 @@ def public(config: Any_) -> tuple[Any_, dict[str, Any]]:
 
 
 def read_yaml_text(path: Path, aliases: bool = False) -> str:
-    """The text of a YAML file that is safe to parse. Raises ConfigError that names the limit, or the fault's line.
+    """Return the text of a YAML file that is safe to parse. Raise ConfigError with the line of the fault.
 
-    aliases: `*name` may stand for other values, as in the user's own files; a run saves none.
+    aliases: whether `*name` is allowed, as in the user's files; saved configs have none.
     """
     try:
         text = read_bytes(path, MAX_BYTES).decode("utf-8-sig")
@@ -195,7 +198,9 @@ def read_yaml_text(path: Path, aliases: bool = False) -> str:
 
 
 def check_yaml(text: str, aliases: bool) -> None:
-    """Raise ValueError for what is too large or nests too deep: 300 bytes with aliases can mean gigabytes."""
+    """Raise ValueError for YAML that is too large or nested too deep: 300 bytes with aliases can expand to
+    gigabytes.
+    """
     sizes: dict[str, int] = {}  # values behind an anchor, each alias in it counted as what it stands for
     around: list[tuple[str | None, int]] = []  # open collections: their anchor, and the count before them
     count = 0

@@ -1,8 +1,7 @@
-"""The run config: every setting with its default, limits, help text and other names. No torch.
+"""The schema of the config: every setting with its default, limits, help text and aliases. No torch.
 
-Hydra composes into these dataclasses; the checks, the messages, `--help`, the translation of other names and the
-manual's tables are made from their fields, so a setting is added here and nowhere else. A `RunConfig` never changes:
-`with_values` gives another one.
+Hydra composes into these dataclasses. The checks, messages, `--help`, aliases and the manual's tables are made from
+their fields, so a setting is added only here. A `RunConfig` never changes: `with_values` returns a new one.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ READ: set[str] = set()  # keys of the settings that code has read, from `record_
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which samples, and how they become batches (`batch_size` is per device)."""
+    """The data, and how samples become batches (`batch_size` is per device)."""
 
     name: str = setting("custom", "name of the data, for the name of the run", read_by="run_name")
     path: str | None = setting(None, "file or folder of the data", read_by="nodes that refer to it")
@@ -172,7 +171,7 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class EarlyStoppingConfig:
-    """Stops when the monitored metric no longer improves, or is good enough."""
+    """When to stop early: the monitored metric no longer improves, or is good enough."""
 
     enabled: bool = setting(False, "trainer.early_stopping=true is short for it")
     monitor: str | None = setting(None, "a metric; null: that of the checkpoints")
@@ -193,7 +192,7 @@ class EarlyStoppingConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """What becomes generated code, with torch's own arguments; auto: what pays before the run ends."""
+    """What torch compiles, with torch's own arguments; auto compiles what saves time before the run ends."""
 
     scope: str = choice(
         "off", "model", "regional", "step", "auto",
@@ -214,7 +213,7 @@ class CompileConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """The loop. A step is one optimizer update, everywhere."""
+    """The training loop. A step is one optimizer update."""
 
     max_epochs: int | None = setting(
         20, "limit, which max_steps=, or max_duration= not by time, lifts where nobody sets this one; null: none",
@@ -299,7 +298,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept: the newest (`last`), the best by a metric, and others by steps or time."""
+    """Which checkpoints are saved and kept: the newest (`last`), the best by a metric, and others by steps or time."""
 
     enabled: bool = setting(
         True, "checkpoint=false is short for it", aliases=("trainer.enable_checkpointing",)
@@ -331,7 +330,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Number types; mode `auto` is 32-true or bf16-mixed, whichever is measured to be faster."""
+    """The dtypes of the run; mode `auto` chooses 32-true or bf16-mixed by measurement."""
 
     mode: str = choice(*PRECISIONS, help="number types; chosen by precision=", words=PRECISION_WORDS)
     matmul: str = choice(
@@ -342,7 +341,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Who trains together."""
+    """The ranks of a run and how they communicate."""
 
     mode: str = choice(*PARALLELS, help="chosen by parallel=", read_by="the launcher")
     accelerator: str = choice(
@@ -382,7 +381,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class InitConfig:
-    """Which weights of `init_from` are taken, where its names or shapes are not those of the model."""
+    """Which weights of `init_from` are loaded if names or shapes differ from the model's."""
 
     skip: Any = setting(
         None, "tensors that stay as the model began, by patterns of the model's names, as head.*", kind=str | list[str]
@@ -427,7 +426,7 @@ class MonitorConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The whole run: the only config object that the rest of the code sees."""
+    """The complete config of a run: the only config object outside this room."""
 
     data: DataConfig = section(DataConfig)
     model: Any = node("_target_ and arguments; chosen by model=", required=True)
@@ -474,7 +473,7 @@ def setting_fields(schema: type) -> list[dataclasses.Field[Any]]:
 
 @cache
 def settings(schema: type = RunConfig, prefix: str = "") -> dict[str, Setting]:
-    """Every setting and section below a dataclass, by its key."""
+    """Return every setting and section of a dataclass by its key."""
     by_key: dict[str, Setting] = {}
     hints = get_type_hints(schema)
     for item in setting_fields(schema):
@@ -490,7 +489,7 @@ def settings(schema: type = RunConfig, prefix: str = "") -> dict[str, Setting]:
 
 
 def _limited(kind: Any, limits: Limits | None) -> Any:
-    """Return the annotation of a field with its limits; those of `int | None` are of the number."""
+    """Return the annotation of a field with its limits; for `int | None` they apply to the number."""
     if limits is None or limits == Limits():
         return kind
     number: Any = int if kind in (int, int | None) else float
@@ -499,9 +498,9 @@ def _limited(kind: Any, limits: Limits | None) -> Any:
 
 
 def record_reads() -> None:
-    """Add the key of every setting that is read as an attribute of a `RunConfig` to `READ`.
+    """Record in `READ` the key of every setting that is read as an attribute of a `RunConfig`.
 
-    What copies or writes a whole config (`with_values`, `plain`) reads no attribute, and so counts as no reader.
+    Functions that copy or write a whole config read no attributes, so they do not count.
     """
     READ.clear()
     for prefix, kind in _sections().items():
@@ -509,14 +508,14 @@ def record_reads() -> None:
 
 
 def stop_recording() -> None:
-    """Have reads cost what they did before `record_reads`."""
+    """Undo `record_reads`, so that reads cost nothing extra."""
     for kind in _sections().values():
         if "__getattribute__" in vars(kind):
             del kind.__getattribute__
 
 
 def _sections() -> dict[str, type]:
-    """Every section by what the keys of its settings begin with."""
+    """Return every section by the prefix of its keys."""
     return {"": RunConfig} | {
         f"{key}.": found_section.section for key, found_section in settings().items() if found_section.section
     }
@@ -534,20 +533,20 @@ def _recording_reader(section: type, prefix: str) -> Callable[[Any, str], Any]:
 
 
 def is_tracker(key: str) -> bool:
-    """Return whether a key is `monitor.mine` or below it: a name in `monitor` that is no setting."""
+    """Return whether a key is a tracker or one of its arguments: a name in `monitor` that is not a setting."""
     parts = key.split(".")
     return parts[0] == "monitor" and len(parts) > 1 and f"monitor.{parts[1]}" not in settings()
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:
-    """Return the values as they are typed and saved: trackers are keys of `monitor`, as a user types them."""
+    """Return the values as a user types them: trackers are keys of `monitor`."""
     values: dict[str, Any] = _plain_copy(config)
     values["monitor"] |= values["monitor"].pop("listeners")
     return values
 
 
 def _plain_copy(value: Any) -> Any:
-    """Return a deep copy with dicts in place of sections."""
+    """Return a deep copy with dicts instead of sections."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [item.name for item in setting_fields(type(value))]
         return {name: _plain_copy(vars(value)[name]) for name in names}
@@ -555,12 +554,12 @@ def _plain_copy(value: Any) -> Any:
 
 
 def open_nodes(schema: type = RunConfig) -> tuple[str, ...]:
-    """Return the keys of nodes in which users may add keys of their own."""
+    """Return the keys of nodes in which users may add their own keys."""
     return tuple(key for key, found_setting in settings(schema).items() if found_setting.opens)
 
 
 def value_of(config: Any, key: str) -> Any:
-    """Return the value at a dotted key, of which the last parts may lie in an open node. Raises KeyError."""
+    """Return the value at a dotted key, which may lead into an open node. Raise KeyError or AttributeError."""
     value = config
     for name in key.split("."):
         value = value[name] if isinstance(value, dict) else getattr(value, name)
@@ -568,7 +567,7 @@ def value_of(config: Any, key: str) -> Any:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the config with other values at some keys, as `{"trainer.ema.enabled": False}`; nothing is checked."""
+    """Return a copy with other values at some keys, such as `{"trainer.ema.enabled": False}`. Nothing is checked."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
         if rest:
@@ -597,7 +596,7 @@ def map_config(value: Any, change: Callable[[str, Any], Any], key: str = "") -> 
 
 
 def config_leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """Return an iterator over (key, value) of all values that are no sections, dicts or lists."""
+    """Return an iterator over (key, value) of all values that are not sections, dicts or lists."""
     leaves: list[tuple[str, Any]] = []
     map_config(value, lambda key, leaf: leaves.append((key, leaf)))
     return iter(leaves)

@@ -1,6 +1,6 @@
-"""Where a preset that was measured holds: the machine, torch, the model and the shapes, as plain words.
+"""Where a measured preset is valid: the machine, torch version, model and shapes, as plain texts.
 
-It stands in a comment of the preset's file, and is compared when a run is composed; so there is no torch here.
+They are a comment in the preset's file, and are compared when a run is composed, without torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CPU_NAME = re.compile(r"^(?:model name|Hardware)\s*:\s*(.+)$", re.MULTILINE)
 
 
 def fingerprint(config: RunConfig, working_dir: Path) -> dict[str, str]:
-    """Return what a measured preset depends on, by name: `machine`, `torch`, `model`, `shapes`."""
+    """Return what a measured preset depends on: `machine`, `torch`, `model`, `shapes`."""
     from importlib import metadata  # 10 ms, and most runs have no preset that was measured
 
     return {
@@ -32,7 +32,7 @@ def fingerprint(config: RunConfig, working_dir: Path) -> dict[str, str]:
 
 
 def machine() -> str:
-    """Return `AMD EPYC, 2 cores`, and the NVIDIA GPUs that the driver names."""
+    """Return the machine as `AMD EPYC, 2 cores`, followed by the names of NVIDIA GPUs."""
     info = Path("/proc/cpuinfo")
     match = _CPU_NAME.search(info.read_text(errors="replace")) if info.is_file() else None
     name = match[1].strip() if match else platform.processor() or platform.machine()
@@ -47,7 +47,7 @@ def _gpu_name(path: Path) -> str:
 
 
 def shapes(config: RunConfig) -> str:
-    """Return the shape of a sample and the number of samples in a step, of all ranks and micro-batches."""
+    """Return the shape of a sample and the samples per step over all ranks and micro-batches."""
     data, parallel = config.data, config.parallel
     world = 1 if parallel.mode == "single" else parallel.devices
     world = len(world) if isinstance(world, list) else world
@@ -63,7 +63,7 @@ def shapes(config: RunConfig) -> str:
 
 
 def _code_of(node: Any, working_dir: Path) -> bytes:
-    """Return the user's file that a target names, if it lies next to the run; else nothing."""
+    """Return the content of the user's file that a target names; b"" for other targets."""
     target = node.get("_target_") if isinstance(node, dict) else None
     file = working_dir.joinpath(*str(target).split(".")[:-1]).with_suffix(".py") if target else None
     return file.read_bytes() if file is not None and file.is_file() else b""
@@ -79,7 +79,7 @@ def fingerprint_line(config: RunConfig, working_dir: Path) -> str:
 
 
 def stale(preset: str, config: RunConfig, folders: list[Path], working_dir: Path) -> list[str]:
-    """One line where the preset was measured on something else."""
+    """Return a line if the preset was measured on another machine, model or shape; else []."""
     file = next(
         (file for folder in folders if (file := folder / "preset" / f"{preset}.yaml").is_file()), None
     )

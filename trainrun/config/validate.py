@@ -1,8 +1,7 @@
-"""The checks of a config that need no device: each value by its setting, open nodes, and the arguments of targets.
+"""Check a config without a device: each value by its setting, open nodes, and the arguments of targets.
 
-The signatures of our models, tasks, optimizers, schedules and readers are read from their source, so that nothing of
-them, nor torch, is imported before all mistakes are listed. A part of the user's own says itself what is wrong with its
-arguments.
+The signatures of built-in models, tasks, optimizers, schedules and readers are parsed from their source, so that
+neither they nor torch are imported before all mistakes are reported. A custom part checks its arguments itself.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ TORCH: dict[str, Any] = {  # torch's signatures name no limits, so those of the 
 
 
 def check_config(config: RunConfig) -> list[str]:
-    """Return all faults of the values, one line each; empty when the config can be run."""
+    """Return all faults of the values, one line each; [] if the config can run."""
     wrong_values, wrong_nodes = wrong_values_of(config), node_faults(config)
     lines = list(wrong_values.values())
     if wrong_nodes:
@@ -86,7 +85,7 @@ def check_config(config: RunConfig) -> list[str]:
 
 
 def wrong_values_of(config: Any, schema: type = RunConfig) -> dict[str, str]:
-    """Return one line, by its key, for each field whose value is not what its setting allows."""
+    """Return one message by key for each field whose value its setting does not allow."""
     return {
         key: f"{key}={fault}"
         for key, setting in settings(schema).items()
@@ -95,7 +94,7 @@ def wrong_values_of(config: Any, schema: type = RunConfig) -> dict[str, str]:
 
 
 def value_fault(setting: Setting, value: Any) -> str:
-    """Return a message on a wrong value of a setting: the value, and what is wrong; "" if it is right."""
+    """Return a message for a wrong value of a setting: the value, and what is allowed; "" if it is right."""
     if setting.parse is not None:
         try:
             setting.parse(value)
@@ -105,7 +104,7 @@ def value_fault(setting: Setting, value: Any) -> str:
 
 
 def fault_of_value(value: Any, kind: Any) -> str:
-    """Return a message on a value of another kind: the value, and what is allowed; "" if it fits."""
+    """Return a message for a value of a wrong kind: the value, and what is allowed; "" if it fits."""
     if fits_kind(value, kind):
         return ""
     return explain_misfit(value, kind)
@@ -147,7 +146,9 @@ def _node_fault(setting: Setting, value: Any) -> str:
 
 
 def target_argument_faults(config: RunConfig) -> dict[str, str]:
-    """Return a line by key for each wrong argument of optimizer, schedule, task, model, data, hooks, transforms."""
+    """Return a message by key for each wrong argument of optimizer, schedule, task, model, data, hooks and
+    transforms.
+    """
     faults: dict[str, str] = {}
     sets = (f"data.{split.replace('/', '.')}" for split in validation_nodes(config.data))
     for group in (*GROUPS, "hook", "transform", "data.augment", *sets):
@@ -169,8 +170,7 @@ def target_argument_faults(config: RunConfig) -> dict[str, str]:
 
 @cache
 def kinds_of(target: str) -> dict[str, Any]:
-    """Return the types of a target's arguments that its signature names: those of `trainrun/limits.py` and
-    Python's.
+    """Return the argument types in a target's signature, by name, as far as this module knows them.
 
     An argument without a default may be null: the run fills it in.
     """
@@ -188,9 +188,9 @@ def kinds_of(target: str) -> dict[str, Any]:
 
 
 def _kinds(function: ast.FunctionDef | None) -> dict[str, Any]:
-    """Return the types of a function's arguments by name; arguments of other types are left out.
+    """Return the argument types of a parsed function by name; arguments of unknown types are left out.
 
-    An argument without a default may be null as well.
+    An argument without a default may be null.
     """
     arguments = function.args.args if function is not None else []
     defaults = len(arguments) - len(function.args.defaults) if function is not None else 0
@@ -203,7 +203,7 @@ def _kinds(function: ast.FunctionDef | None) -> dict[str, Any]:
 
 
 def _kind(annotation: ast.expr | None) -> Any:
-    """Return the type that an annotation names; None if it names one that is not known here."""
+    """Return the type of an annotation; None if it is unknown here."""
     if annotation is None:
         return None
     try:
@@ -223,9 +223,7 @@ _LOOKS_OTHER = re.compile(r"[+-]?\.?\d|(?i:true|false|null|none)\Z")
 
 
 def closest(word: str, known: Iterable[object]) -> str:
-    """Return the known name that was probably meant, by similarity or by its beginning; empty if none is
-    near.
-    """
+    """Return the known name that is most similar or begins with the word; "" if none is near."""
     names = {str(name).lower(): str(name) for name in known}
     matches = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.55)
     begun = [name for name in names if len(word) > 1 and name.startswith(word.lower())]
@@ -239,7 +237,7 @@ def nearest(word: str, known: Iterable[object]) -> str:
 
 
 def explain_misfit(value: Any, kind: Any) -> str:
-    """Return a message on a value that does not fit: the value, and what is allowed."""
+    """Return a message for a wrong value: the value, and what is allowed."""
     choices = choices_of(kind)
     near = nearest(str(value), choices)
     typed = value if choices and isinstance(value, str) else format_value(value)
@@ -247,7 +245,7 @@ def explain_misfit(value: Any, kind: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as it is typed: in quotes if it is a text that would be read as another type."""
+    """Return a value as it is typed; a text that would be read as another type gets quotes."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str) and _LOOKS_OTHER.match(value):
@@ -256,7 +254,7 @@ def format_value(value: Any) -> str:
 
 
 def describe_kind(kind: Any) -> str:
-    """Return a kind in words for a message: `a whole number, 1 or more, or auto`."""
+    """Return a type in words: `a whole number, 1 or more, or auto`."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         last = {NoneType: "null"}
@@ -282,7 +280,7 @@ def _plural(kind: Any) -> str:
 
 
 def _limit(limit: Any) -> str:
-    """`1 or more and below 2`; a note of another kind as it is."""
+    """Return a limit in words: `1 or more and below 2`."""
     if isinstance(limit, Lasts):
         return f"as {', '.join(f'2{unit}' for unit in limit.units)}"
     if not isinstance(limit, Limits):
@@ -309,7 +307,7 @@ SOURCES = {  # what an argument is by default
 
 
 def no_node(setting: Setting, key: str, value: Any) -> str:
-    """Return the fault of a value at an open node that names no class or function."""
+    """Return the message for a value at an open node that names no class or function."""
     if isinstance(value, dict):
         name, inner = next(iter(value.items()))
         choice = {"transform.lora": "transform=lora", "scheduler": "scheduler=constant"}
@@ -325,7 +323,7 @@ def no_node(setting: Setting, key: str, value: Any) -> str:
 
 
 def beside_fault(setting: Setting, several: dict[str, Any], value: dict[str, Any]) -> str:
-    """Return the fault of a value beside named nodes that belongs to none of them."""
+    """Return the message for a value beside named nodes that belongs to none of them; "" without one."""
     for name, inner in value.items():
         if name in several or inner is None or inner == USUAL_BESIDE.get(name):
             continue
@@ -338,7 +336,7 @@ def beside_fault(setting: Setting, several: dict[str, Any], value: dict[str, Any
 
 
 def group_faults(place: str, groups: Any, kinds: dict[str, Any]) -> Iterator[str]:
-    """One line for each fault of `groups` of an optimizer: entries of patterns (`params`) and options."""
+    """Yield a message for each fault in an optimizer's `groups`: entries with patterns (`params`) and options."""
     key, example = f"{place}.groups", "{params: 'head.*', lr: 1e-2}"
     if not isinstance(groups, list):
         yield f"{key}={groups}: must be a list of groups, as [{example}]"
@@ -361,9 +359,7 @@ def group_faults(place: str, groups: Any, kinds: dict[str, Any]) -> Iterator[str
 
 
 def key_of_source(config: RunConfig, group: str, name: str) -> str:
-    """Return the setting from which an argument took its value, if both still have the same value; else its
-    own key.
-    """
+    """Return the setting from which an argument took its value, if both are still equal; else its own key."""
     key = f"{group}.{name}"
     beside = [f"data.train.{name}"] if group.startswith(("data.val", "data.test")) else []
     for source in (*beside, *([SOURCES[name]] if name in SOURCES else [])):

@@ -1,4 +1,4 @@
-"""From the splits of a source to a folder that is complete and checked."""
+"""Write the splits of a source into a folder that is complete and checked."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def convert(
     to: str, dest: Path, read_source: Callable[[], tuple[str, dict[str, Samples]]], arguments: list[str],
     shard_size: int | None, say: Callable[[str], None], source: str = "the source is",
 ) -> None:  # fmt: skip
-    """Write DEST or what is missing of it, check it, and say how it is used.
+    """Write DEST or its missing parts, check it, and print how to use it.
 
-    read_source: returns the identity of the source and its splits. arguments: those that change DEST.
-    shard_size: samples a file.
+    read_source: returns the identity of the source and its splits. arguments: those that change DEST. shard_size:
+        samples per file.
     """
     check_folder(dest, arguments)
     with lock_folder(dest):
@@ -94,7 +94,7 @@ def convert(
 def write_split(
     dest: Path, name: str, samples: Samples, output: Format, shard_size: int | None, say: Callable[[str], None]
 ) -> list[Path]:  # fmt: skip
-    """Write the files of a split that are missing, and return all of them. Each gets its name when it is whole."""
+    """Write the missing files of a split. Return all its files. Each file gets its name when it is complete."""
     started = time.monotonic()
     shards = plan_shards(dest, name, samples, output, shard_size)
     missing = [shard for shard in shards if not all(path.exists() for path in shard.paths)]
@@ -119,7 +119,7 @@ def write_split(
 
 
 class Shard(NamedTuple):
-    """Samples `begin` to `end`, in one file, or in one file an array."""
+    """Samples `begin` to `end` in one file, or in one file per array."""
 
     paths: list[Path]
     begin: int
@@ -146,7 +146,7 @@ def plan_shards(
 
 
 def write_files(shard: Shard, output: Format, items: Iterator[Any]) -> None:
-    """Write the files of a shard under temporary names, then give them their names."""
+    """Write the files of a shard under temporary names, then rename them."""
     num_items = shard.end - shard.begin
     try:
         output.write(shard.temporary, islice(items, num_items), num_items)
@@ -161,7 +161,7 @@ def write_files(shard: Shard, output: Format, items: Iterator[Any]) -> None:
 def with_progress(
     items: Iterator[Any], name: str, total: int, completed: int, flag: StopFlag
 ) -> Iterator[Any]:
-    """Yield the items until a stop signal comes; on a terminal a bar shows how many have passed."""
+    """Yield the items until a stop signal comes. On a terminal a bar shows the progress."""
     console = Console(highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -174,7 +174,7 @@ def with_progress(
 
 
 def read_splits(config: DataConfig) -> tuple[str, dict[str, Samples]]:
-    """Return the identity of the source (files by size and time of change, or their content), and its splits."""
+    """Return the splits of the source and its identity (its files by size and modification time, or its content)."""
     nodes = {name: node for name in SPLITS if (node := getattr(config, name))}
     errors = [error for name, node in nodes.items() for error in bind_faults(node, f"data.{name}")]
     if errors:
@@ -194,7 +194,7 @@ def read_splits(config: DataConfig) -> tuple[str, dict[str, Samples]]:
 
 
 def path_settings(to: str, splits: list[str]) -> list[str]:
-    """Return the settings that name the splits."""
+    """Return the settings with the paths of the splits."""
     if to == "npy":
         return [f"data.path={DEST}", *([] if "val" in splits else ["data.val=null"])]
     no_validation = ["data.val=null", "data.train.val_fraction=0"]
@@ -215,9 +215,9 @@ def split_node(to: str, train: Mapping[str, Any], dest: str, split: str) -> dict
 
 
 def check_written(to: str, dest: Path, splits: dict[str, Samples], use: list[str]) -> tuple[list[str], int]:
-    """Return the settings of the test data, and how many samples a run reads as the source gives them.
+    """Return the settings of the test data, and how many samples were read back and compared.
 
-    DataError: a sample is another one.
+    Raise DataError if a sample differs.
     """
     config, count = compose_run(fill_dest(use, dest)).config.data, 0
     test = split_node(to, config.train, DEST, "test")
@@ -247,7 +247,7 @@ def quote_for_hydra(value: Any) -> str:
 
 
 def compare_samples(source: Samples, written: Samples) -> int:
-    """Return the number of samples compared: the first, the last, and some between. DataError: one is another one."""
+    """Compare the first, the last, and some samples between. Return how many. Raise DataError if one differs."""
     if len(written) != len(source):
         raise DataError(f"{source.key}: {len(source)} samples, but {len(written)} are read back")
     between = np.random.default_rng(len(source)).permutation(np.arange(1, len(source) - 1))
@@ -273,7 +273,7 @@ def compare_samples(source: Samples, written: Samples) -> int:
 
 
 def is_same_sample(sample: Any, other: Any, tolerance: float) -> bool:
-    """Compare the values in their order. Another type that holds the same values is equal, and (1,) is like ()."""
+    """Return whether two samples have equal values in the same order. Containers may differ, and (1,) equals ()."""
     values, others = ([leaf for _, leaf in leaves_of(part)] for part in (sample, other))
     pairs = zip(values, others, strict=False)
     return len(values) == len(others) and all(is_same_value(*pair, tolerance) for pair in pairs)

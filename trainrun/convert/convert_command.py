@@ -1,4 +1,4 @@
-"""`trainrun convert SOURCE DEST --to FORMAT`: any data that a run can read, in a format that it reads fast."""
+"""`trainrun convert SOURCE DEST --to FORMAT`: convert any data that a run can read into a fast format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = ("data.shape", "data.num_classes", "data.name", "data.path")
 
 
 def main(argv: list[str]) -> int:
-    """Write DEST, check a sample of it, and print the settings with which a run uses it."""
+    """Write DEST, check a sample of it, and print the settings with which a run uses it. Return the exit code."""
     options_given = check_arguments(parse(convert_parser(), argv))
     dest = Path(options_given.dest).expanduser()
     groups = options("data", [*user_conf_dirs([], Path.cwd()), conf_dir()])
@@ -69,7 +69,7 @@ def convert_parser() -> Parser:
 
 
 def check_arguments(options: Namespace) -> Namespace:
-    """Raise ConfigError with all arguments that mean nothing to a conversion."""
+    """Raise ConfigError with all arguments that have no meaning for a conversion."""
     errors = []
     for name, path in (("SOURCE", options.source), ("DEST", options.dest)):
         if "=" in path and not Path(path).expanduser().exists():

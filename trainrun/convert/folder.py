@@ -1,4 +1,4 @@
-"""The folder that a conversion writes: whole files, its `convert.json`, and one writer at a time."""
+"""The folder of a conversion: complete files, its journal `convert.json`, and a lock for one writer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class Journal:
     """The content of `convert.json`. arguments: those that change what is written. identity: of the source.
 
-    use: the settings of a run, with {dest} in them; use_test: those of its test data.
-    files: name below the folder and size; complete ones only.
+    use: the settings of a run, with {dest} for the folder. use_test: those of its test data. files: sizes of the
+        complete files by name.
     """
 
     arguments: list[str]
@@ -47,7 +47,9 @@ def read_journal(dest: Path) -> Journal | None:
 
 
 def check_folder(dest: Path, arguments: list[str]) -> Journal | None:
-    """Return the journal to continue. ConfigError: the folder is in use for something else."""
+    """Return the journal of a conversion to continue; None for a new one. Raise ConfigError if the folder holds
+    something else.
+    """
     if not dest.exists():
         return None
     if not dest.is_dir():
@@ -73,7 +75,7 @@ def check_folder(dest: Path, arguments: list[str]) -> Journal | None:
 def lock_folder(dest: Path) -> Iterator[None]:
     """Create the folder and lock it against other conversions. Raise ConfigError if it is locked.
 
-    The lock ends with the process that holds it, however the process ends.
+    The lock ends with its process, in any case.
     """
     import fcntl  # not on Windows
 
@@ -96,7 +98,7 @@ def lock_folder(dest: Path) -> Iterator[None]:
 
 
 def temporary_of(path: Path) -> Path:
-    """Return a hidden name, so that no reader takes the file for data."""
+    """Return the hidden temporary name of a file, which no reader takes for data."""
     return path.with_name(f".{path.name}{ENDING}")
 
 
@@ -109,7 +111,7 @@ def publish_file(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def open_for_writing(dest: Path) -> Iterator[None]:
-    """Turn what the system refuses into a DataError with the way out."""
+    """Turn an OSError of the block into a DataError with advice."""
     try:
         yield
     except OSError as error:

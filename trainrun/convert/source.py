@@ -1,4 +1,4 @@
-"""What SOURCE is: the settings of a run that reads it, by its ending or by what is in the folder."""
+"""Determine how SOURCE is read: the settings of a run, by its ending or by the content of the folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEST = "{dest}"
 
 
 def source_of(source: str, data: str | None, dest: Path, groups: list[str]) -> tuple[str, list[str]]:
-    """Return the data group and the settings that read SOURCE. data: the value of --data."""
+    """Return the data group and the settings that read SOURCE. data: the value of --data. Raise ConfigError."""
     if data is not None and data not in groups:
         raise ConfigError(f"--data {data}: no such data group; allowed: {', '.join(groups)}")
     place = Path(source).expanduser()

@@ -1,4 +1,4 @@
-"""One split of the data as samples that are read by number, or only from the beginning."""
+"""One split of the data as samples that can be read by number, or only in sequence."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ END = object()
 
 
 class Samples:
-    """A split of the data. key: how the user names it, as `data.train`.
+    """A split of the data. key: the setting that names it, such as `data.train`.
 
-    form: how a picture is decoded, if each sample is a JPEG or PNG file and a target: then the file is kept as it is.
-    sequential: samples come one after the other.
-    probes: up to `num_probes` samples, spread over the split. sample_bytes: the mean size of one, as it is stored.
-    tolerance: how far a sample that is computed may be from what was written, relative to its largest number.
+    form: how an image is decoded, if each sample is a JPEG or PNG file and a target; then the file is copied
+        unchanged.
+    sequential: whether samples can only be read in order.
+    probes: up to `num_probes` samples, spread over the split. sample_bytes: the mean stored size of a sample.
+    tolerance: the allowed difference of a computed sample when it is read back, relative to its largest number.
     """
 
     def __init__(self, source: Any, key: str, num_probes: int = NUM_PROBES, tolerance: float = 0.0) -> None:
@@ -67,7 +68,7 @@ class Samples:
         return self._length
 
     def read(self, numbers: Sequence[int]) -> list[Any]:
-        """Return samples, at once if the source can do so."""
+        """Return samples by number, in one call if the source supports it."""
         read_block = None if self.sequential else getattr(self._rows, "__getitems__", None)
         if read_block is not None:
             with suppress(Exception):  # read one by one, the error gets its number
@@ -75,7 +76,9 @@ class Samples:
         return self.read_single(numbers)
 
     def read_files(self, numbers: Sequence[int]) -> list[tuple[bytes, Any]]:
-        """Return the bytes of each picture's file, not decoded, and its target. DataError: one is something else."""
+        """Return the bytes of each image file, not decoded, and its target. Raise DataError for another kind of
+        sample.
+        """
         samples = self.source.read_files(numbers)
         for number, sample in zip(numbers, samples, strict=True):
             if not is_file_and_target(sample):
@@ -83,7 +86,7 @@ class Samples:
         return list(samples)
 
     def read_single(self, numbers: Sequence[int]) -> list[Any]:
-        """Return samples read one by one. A sequential source begins again for an earlier one."""
+        """Return samples read one by one. A sequential source starts again if an earlier one is needed."""
         if self.sequential and (numbers[0] < self._position or self._position == 0):
             self._position, self._rest = 0, iter(self.source)
         return [self._next_until(number) if self.sequential else self._row(number) for number in numbers]
@@ -113,7 +116,7 @@ class Samples:
 
     @contextmanager
     def _errors_name(self, number: int) -> Iterator[None]:
-        """Turn what a user's data set raises into one line that names the sample."""
+        """Turn an error of a user's data set into one line that names the sample."""
         try:
             yield
         except TrainrunError:
@@ -126,7 +129,7 @@ class Samples:
 
 
 def form_of_files(source: Any) -> Form | None:
-    """Return how the pictures of a source are decoded, if each of its samples is a picture's file and a target."""
+    """Return how the images of a source are decoded, if each sample is an image file and a target; else None."""
     if not isinstance(source, ImageFolder | ReaderDataset) or source.form is None or len(source) == 0:
         return None
     return source.form if is_file_and_target(source.read_files([0])[0]) else None
@@ -144,7 +147,7 @@ def is_file_and_target(sample: Any) -> bool:
 def iterate_encoded(
     samples: Samples, encode: Callable[[int, Any], Any], as_files: bool, ranges: Sequence[range]
 ) -> Iterator[Any]:
-    """Yield each sample of the ranges as `encode` makes it, in order."""
+    """Yield `encode(number, sample)` for each sample of the ranges, in order."""
     size = max(1, min(MAX_BLOCK, BLOCK_BYTES // samples.sample_bytes))
     read = samples.read_files if as_files else samples.read
     for numbers in ranges:
@@ -155,7 +158,7 @@ def iterate_encoded(
 
 
 def leaves_of(sample: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values in a sample, each with its path; numbers and tensors as arrays, others as they are."""
+    """Yield the values in a sample, each with its path; numbers and tensors as arrays."""
     if isinstance(sample, dict | tuple | list):
         for name, value in sample.items() if isinstance(sample, dict) else enumerate(sample):
             yield from ((f"{name}.{inner}".rstrip("."), leaf) for inner, leaf in leaves_of(value))
@@ -173,7 +176,7 @@ def stored_size(sample: Any) -> int:
 
 
 def array_of(value: Any) -> Any:
-    """Return an array in C order and the byte order of the machine; what is no number (text, bytes) as it is."""
+    """Return a value as an array in C order and native byte order; text and bytes unchanged."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()
         if value.dtype == torch.bfloat16:  # NumPy has none

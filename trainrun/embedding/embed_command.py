@@ -1,4 +1,4 @@
-"""`trainrun embed RUN_DIR --out emb.parquet`: embeddings of every sample, beside its target, as data to train on."""
+"""`trainrun embed RUN_DIR --out emb.parquet`: embeddings of every sample with its target, as data for training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from trainrun.folder.run_folder import RunDir
 from trainrun.output import say
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.restore_config import checkpoint_of, load_network
-from trainrun.runs.resume import trusted_config
+from trainrun.runs.restore_config import choose_saved_checkpoint, load_network
+from trainrun.runs.resume import load_trusted_config
 from trainrun.runs.run import open_run
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ PROBES, TOLERANCE = 4, 1e-3  # samples that are computed again to check what was
 
 
 def main(argv: list[str]) -> int:
-    """Write a folder, check a sample of it, and print the settings with which a run uses it."""
+    """Write a folder of embeddings, check some of its samples, and print the settings with which a run uses it."""
     parser = run_parser("embed", "What a layer of a trained model gives for every sample, as data to train on. Run "
                         "again with the same words, it goes on where it was stopped.")  # fmt: skip
     parser.add_argument("--out", required=True, help="a folder that ends in .parquet or .npy")
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     run_dir, out = open_run(asked.run_dir), Path(asked.out).expanduser()
     if out.suffix not in FORMATS:
         raise ConfigError(f"--out {asked.out}: must end in {' or '.join(FORMATS)}")
-    which = checkpoint_of(run_dir, asked.which)
+    which = choose_saved_checkpoint(run_dir, asked.which)
 
     from trainrun.convert.conversion import convert
 
@@ -76,15 +76,15 @@ def main(argv: list[str]) -> int:
 
 
 def _config(run_dir: RunDir, words: list[str], trust: bool) -> RunConfig:
-    """Return the run's config with changed data, or with other data if the settings begin with a group, as data=csv.
+    """Return the run's config with changed data; with other data if a setting chooses a group (`data=csv`).
 
     Samples of other data are processed like those of the run, except for what the settings or the group set.
     """
     others = [word for word in words if word.lstrip("+~").startswith(("data=", "data."))]
-    config = trusted_config(run_dir, [word for word in words if word not in others], trust)
+    config = load_trusted_config(run_dir, [word for word in words if word not in others], trust)
     own = f"data={config.data.name}"
     if all(word == own for word in others if word.startswith("data=")):
-        return trusted_config(run_dir, [word for word in words if word != own], trust)
+        return load_trusted_config(run_dir, [word for word in words if word != own], trust)
     found, usual = compose_run(others).config.data, DataConfig()
     kept = {
         name: getattr(config.data, name) for name in THROUGH if getattr(found, name) == getattr(usual, name)
@@ -95,7 +95,7 @@ def _config(run_dir: RunDir, words: list[str], trust: bool) -> RunConfig:
 
 
 def _quiet(config: RunConfig) -> RunConfig:
-    """Return a config that reads every sample once, in order, in batches of one size."""
+    """Return a config that reads every sample once, in order, in batches of equal size."""
     data = config.data
     return replace(config, data=replace(
         data, val_batch_size=data.val_batch_size or BATCH, on_error="raise", padding="longest", sampling="none",
@@ -106,7 +106,7 @@ def _quiet(config: RunConfig) -> RunConfig:
 def _parts(
     run_dir: RunDir, config: RunConfig, checkpoint: Path, name: str | None, trust: bool
 ) -> tuple[str, dict[str, Any]]:
-    """Return what tells these embeddings from others, and the splits that are written."""
+    """Return the identity of these embeddings, and the splits to write."""
     from trainrun.convert.split_samples import Samples
 
     parallel = Single(choose_device(config.parallel.accelerator, local_rank=0))

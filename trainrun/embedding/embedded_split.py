@@ -1,6 +1,6 @@
-"""The embeddings of one split as a data set: samples are computed in the batches of an evaluation, in their order.
+"""The embeddings of one split as a data set: samples are computed in evaluation batches, in order.
 
-A sample is always computed in the same batch, so its bits do not depend on where a process that was killed goes on.
+A sample is always computed in the same batch, so its bits do not depend on where a killed process continues.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from trainrun.interfaces import Batches, MicroBatch
 
 
 class EmbeddedSplit:
-    """`(embedding, target)`, or embeddings alone. size: samples of a batch. DataError: the data has no known length."""
+    """A data set of `(embedding, target)`, or embeddings alone. size: samples per batch. Raises DataError for data
+    without length.
+    """
 
     def __init__(
         self, stream: Batches, layer: LayerOutput, key: str, size: int, class_names: Sequence[str],

@@ -1,4 +1,6 @@
-"""What one layer of a model gives for a batch: the inputs of its last linear layer, or the output of one by name."""
+"""The output of one layer of a model for a batch: the inputs of its last linear layer, or the output of a named
+layer.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,15 @@ from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, DataError
 from trainrun.interfaces import batch_by_name, batch_fields
-from trainrun.task.batches import form_of, inputs_and_maybe_target, run_model
+from trainrun.task.batches import describe_form, run_model, split_inputs_and_optional_target
 from trainrun.tensors import HALF_TYPES
 
 
 class LayerOutput:
-    """A model in evaluation mode whose layer is listened to. layer: a name of `model.named_modules()`; None: the last
-    linear layer, and what goes into it. ConfigError: there is none.
+    """A model in evaluation mode that returns the output of one layer.
+
+    layer: a name of `model.named_modules()`; None for the inputs of the last linear layer. Raises ConfigError if
+        there is none.
     """
 
     def __init__(self, model: nn.Module, layer: str | None) -> None:
@@ -44,9 +48,9 @@ class LayerOutput:
     def of(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """Return the output of the layer (B, ...) and the targets, on the host.
 
-        Raise ConfigError or DataError if the layer does not give one row for each sample.
+        Raise ConfigError or DataError if the layer does not return one row per sample.
         """
-        inputs, target = inputs_and_maybe_target(batch)
+        inputs, target = split_inputs_and_optional_target(batch)
         if isinstance(noise := batch_fields(batch).get("noise"), Tensor):  # of a VAE: the mean of its code
             batch = {**batch_by_name(batch), "noise": torch.zeros_like(noise)}
         self._found.clear()
@@ -59,7 +63,8 @@ class LayerOutput:
         rows = len(inputs) if isinstance(inputs, Tensor) else len(target) if target is not None else None
         if not isinstance(found, Tensor) or found.ndim < 2 or len(found) != rows:
             raise ConfigError(
-                f"--layer: {self.name} is {form_of(found)}, not a tensor with a row for each of {rows} samples; name "
+                f"--layer: {self.name} is {describe_form(found)}, not a tensor with a row for each of {rows} "
+                "samples; name "
                 "another layer"
             )
         if found.ndim > 2 and not _is_full(batch):

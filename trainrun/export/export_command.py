@@ -1,4 +1,4 @@
-"""`trainrun export RUN_DIR --to onnx`: the trained network in formats that others read, tried on real samples."""
+"""`trainrun export RUN_DIR --to onnx`: write the trained network in other formats, and check them on real samples."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.output import report_result, say
 from trainrun.parallel.single import Single
 from trainrun.precision.autocast import cast_inputs
-from trainrun.runs.restore_config import checkpoint_of
-from trainrun.runs.resume import trusted_config
+from trainrun.runs.restore_config import choose_saved_checkpoint
+from trainrun.runs.resume import load_trusted_config
 from trainrun.runs.run import open_run
 from trainrun.sampling.run_tokenizer import with_tokenizer
 from trainrun.transform.int8 import Int8Layer, compute_in_floats
@@ -51,13 +51,13 @@ GRAPHS = ("onnx", "torch.export")  # the others hold weights for the same code
 
 
 def main(argv: list[str]) -> int:
-    """Write every format that `--to` names, and compare its outputs with those of the network."""
+    """Write every format of `--to`, and compare its outputs with those of the network. Return the exit code."""
     arguments = parse_export_arguments(argv)
     names = parse_formats(arguments.to)
     run = open_run(arguments.run_dir)
     out = output_folder(arguments.out, run)
-    config = trusted_config(run, arguments.overrides, arguments.trust)
-    which, split = checkpoint_of(run, arguments.which), arguments.split
+    config = load_trusted_config(run, arguments.overrides, arguments.trust)
+    which, split = choose_saved_checkpoint(run, arguments.which), arguments.split
     model = exported_model(load_network_of_run(run, config, which), arguments.merge)
     loaded = read_checkpoint(resolve_checkpoint(run.checkpoints, which))
     try:
@@ -103,7 +103,7 @@ def parse_export_arguments(argv: list[str]) -> Namespace:
 
 
 def output_folder(text: str | None, run: RunDir) -> Path:
-    """Return the folder to write to. Raise ConfigError if it is the run folder, or lies in it."""
+    """Return the folder to write to. Raise ConfigError if it is the run folder or inside it."""
     out = Path(text).expanduser() if text else run.root.with_name(f"{run.root.name}-export")
     if run.root in (out.resolve(), *out.resolve().parents):
         raise ConfigError(
@@ -113,9 +113,9 @@ def output_folder(text: str | None, run: RunDir) -> Path:
 
 
 def write_checked(name: str, request: ExportRequest, out: Path, tolerance: float) -> dict[str, Any]:
-    """Write one format under a temporary name, check it, and rename it; return what was written and checked.
+    """Write one format under a temporary name, check it, and rename it. Return what was written and checked.
 
-    Leave no file after an error.
+    After an error no file is left.
     """
     file, write = FORMATS[name]
     try:
@@ -159,7 +159,9 @@ def parse_formats(text: str) -> list[str]:
 
 
 def exported_model(model: nn.Module, merge: bool) -> nn.Module:
-    """Return the network in float32 or float64, with LoRA merged if `merge` is set."""
+    """Return the network in float32 or float64, with LoRA merged if `merge` is set. Raise ConfigError without LoRA
+    layers.
+    """
     if merge:
         if not any(isinstance(layer, LoraLinear) for layer in model.modules()):
             raise ConfigError("--merge: this run has no LoRA layers (transform.lora); leave it out")
@@ -172,7 +174,7 @@ def exported_model(model: nn.Module, merge: bool) -> nn.Module:
 
 @torch.no_grad()
 def check_export(name: str, path: Path, runner: Runner, request: ExportRequest, tolerance: float) -> str:
-    """Run an exported file on real samples and return a line about it. Raise TrainingError if the outputs differ."""
+    """Run an exported file on real samples. Return a line about it. Raise TrainingError if the outputs differ."""
     samples = request.samples
     if samples.untried:
         return f"not tried on samples ({samples.untried})"
@@ -204,8 +206,8 @@ def check_export(name: str, path: Path, runner: Runner, request: ExportRequest, 
 def relative_difference(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest difference, relative to the largest expected number of the same output.
 
-    For an output near zero it is relative to LEAST times the largest number of all outputs. It is infinite if shapes or
-    NaNs differ.
+    For an output near zero it is relative to LEAST times the largest number of all outputs. It is infinity if shapes
+    or NaNs differ.
     """
     if [output.shape for output in outputs] != [output.shape for output in expected]:
         return float("inf")
@@ -235,7 +237,7 @@ def format_size(path: Path) -> str:
 def describe_network(
     run: RunDir, config: RunConfig, model: nn.Module, samples: RealSamples
 ) -> dict[str, Any]:
-    """Return how the network is built and what goes in, as plain values without what is named like a secret."""
+    """Return how the network is built and what its inputs are, as plain values without secrets."""
     values, data = plain_values(public(config)[0]), read_identity(run).get("data", {})
     sizes = {
         "in_shape": data.get("shape"),

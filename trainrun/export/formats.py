@@ -1,4 +1,4 @@
-"""The formats of an export. Each writes the network and returns a function that runs the written file."""
+"""The formats of an export. Each function writes the network and returns a runner of the written file."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ FIXED_BATCH = (
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export. dynamic: allow any batch size. about: facts for the metadata. adapter: the names of the tensors
-    of an adapter, to export these alone; None for all."""
+    """What to export. dynamic: allow any batch size. about: facts for the metadata.
+
+    adapter: the tensor names of an adapter, to export only these; None for all.
+    """
 
     samples: RealSamples
     dynamic: bool
@@ -55,7 +57,7 @@ def to_safetensors(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
 
 
 def to_huggingface(request: ExportRequest, folder: Path) -> tuple[Path, Runner]:
-    """Write a folder in the layout of the Hugging Face hub: `config.json` and `model.safetensors`."""
+    """Write a folder in the layout of the Hugging Face Hub: `config.json` and `model.safetensors`."""
     folder.mkdir(exist_ok=True)
     weights = folder / "model.safetensors"
     save_model(request.samples.served.model, str(weights), metadata={"format": "pt"})
@@ -64,7 +66,7 @@ def to_huggingface(request: ExportRequest, folder: Path) -> tuple[Path, Runner]:
 
 
 def _with_weights(request: ExportRequest, path: Path, names: Collection[str] | None = None) -> Runner:
-    """Return a runner of a copy of the network whose weights (all, or those of `names`) come from the file."""
+    """Return a runner of a copy of the network with the weights of the file (all, or those of `names`)."""
     fresh = copy.deepcopy(request.samples.served)
     for name, tensor in fresh.model.state_dict().items():
         if names is None or name in names:
@@ -74,7 +76,7 @@ def _with_weights(request: ExportRequest, path: Path, names: Collection[str] | N
 
 
 def to_torch_export(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
-    """Write a graph that `torch.export.load` reads without this package and without the code of the model."""
+    """Write a graph for `torch.export.load`, which needs neither trainrun nor the code of the model."""
     samples = request.samples
     with exporter_errors("torch.export"):
         program = torch.export.export(samples.served, samples.inputs[0], dynamic_shapes=_shapes(request))
@@ -141,7 +143,7 @@ def _shapes(request: ExportRequest) -> Any:
 
 @contextlib.contextmanager
 def exporter_errors(name: str) -> Iterator[None]:
-    """Suppress the output of the exporter, and turn its errors into a ConfigError of one line."""
+    """Suppress the output of the exporter, and turn its errors into a one-line ConfigError."""
     try:
         with suppress_output():
             yield

@@ -1,4 +1,4 @@
-"""The network as it is exported: with scaling and normalisation of its inputs, and real samples of the run."""
+"""The network to export, with scaling and normalisation of its inputs, and real samples of the run."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from trainrun.data.split_batch import tensors_in
 from trainrun.data.tensor_dataset import as_bytes
 from trainrun.errors import ConfigError
 from trainrun.parallel.single import Single
-from trainrun.runs.restore_config import give_task_state
-from trainrun.task.batches import form_of
+from trainrun.runs.restore_config import restore_task_state
+from trainrun.task.batches import describe_form
 from trainrun.training.task_calls import Place, TaskCalls
 
 BATCH, BATCHES = 32, 3  # of real samples; the batches after the first have its shapes
@@ -50,22 +50,22 @@ EXTRA_INPUTS = (LatentNoise, SampleNumbers, WordDropout)
 
 @dataclass(frozen=True)
 class ModelCall:
-    """The arguments of a call of the network, with `...` in place of each tensor."""
+    """The arguments of a call of the network, with `...` instead of each tensor."""
 
     args: tuple[Any, ...] = (...,)
     named: Mapping[str, Any] = field(default_factory=dict)
 
     def filled(self, tensors: Iterable[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Return all arguments, with the tensors filled in."""
+        """Return all arguments with the tensors filled in."""
         rest = iter(tensors)
         args = [next(rest) if value is ... else value for value in self.args]
         return args, {name: next(rest) if value is ... else value for name, value in self.named.items()}
 
 
 class ServedModel(nn.Module):
-    """The network with the changes of its inputs on the device, called as the task calls it.
+    """The network with the device-side changes of its inputs, called as the task calls it.
 
-    scale: of bytes. changes: augmentations that apply in evaluation too (normalisation).
+    scale: of image bytes. changes: augmentations that also apply in evaluation (normalisation).
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class RealSamples:
     """Real samples to check an export.
 
     served: the network to export. inputs: batches as they are in memory. expected: the outputs of the run's own
-    pipeline and network. untried: why there are no samples, if weights alone are written.
+        pipeline and network. untried: why there are no samples, if only weights are written.
     """
 
     served: ServedModel
@@ -120,7 +120,7 @@ class RealSamples:
 
 
 def changes_outside(config: RunConfig, split: str) -> dict[str, Any]:
-    """Return the settings with the user's functions that samples of a split go through before the network."""
+    """Return the user's functions, as settings, that samples of a split pass before the network."""
     keys = (transform_key(config, split_kind(split)), "data.collate_fn")
     config = public(config)[0]
     nodes = {key: value_of(config, key) for key in keys if key is not None}
@@ -129,7 +129,8 @@ def changes_outside(config: RunConfig, split: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_real_samples(config: RunConfig, model: nn.Module, split: str, loaded: Loaded) -> RealSamples:
-    """Return real samples of a split with the outputs of the network. loaded: has the state of the task.
+    """Return real samples of a split with the outputs of the network. loaded: the checkpoint, with the state of the
+    task.
 
     Raise ConfigError if there are no samples, or if the call of the network cannot be exported.
     """
@@ -168,7 +169,7 @@ def load_real_samples(config: RunConfig, model: nn.Module, split: str, loaded: L
 
 
 def in_full_precision(config: RunConfig) -> RunConfig:
-    """Return the settings with which samples are read: small batches in this process, 16-bit weights as float32."""
+    """Return the config for reading samples: small batches in this process, 16-bit weights as float32."""
     changes: dict[str, Any] = {"data.val_batch_size": BATCH, "data.num_workers": 0}
     if config.precision.mode in ("bf16-true", "16-true"):
         changes["precision.mode"] = "32-true"
@@ -185,11 +186,11 @@ def existing_split(sources: Mapping[str, Any], split: str) -> str:
 
 
 def build_loaded_task(config: RunConfig, sources: Mapping[str, Any], model: nn.Module, loaded: Loaded) -> Any:
-    """Return the task with its state of the checkpoint, and with `info` where it takes that."""
+    """Return the task with its state from the checkpoint, and with `info` if its step takes it."""
     train = stream_options(config, Single(CPU), "train", lambda line: None)
     task = build_task(config, facts_of_all(sources, train))
     calls = TaskCalls(task, model, Place(config.seed or 0, 0, CPU), None)
-    give_task_state(task, calls, loaded, CPU)
+    restore_task_state(task, calls, loaded, CPU)
     return task
 
 
@@ -228,11 +229,12 @@ def record_call(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], 
 
 
 def first_tensor(batch: Any) -> Tensor:
-    """Return the first tensor of a batch, which is its input."""
+    """Return the first tensor of a batch, which is its input. Raise ConfigError without one."""
     if tensors := tensors_in(batch):
         return tensors[0]
     raise ConfigError(
-        f"data: a batch is {form_of(batch)}, and its inputs are not known; let data.collate_fn give a tuple, a list or "
+        f"data: a batch is {describe_form(batch)}, and its inputs are not known; let data.collate_fn give a "
+        "tuple, a list or "
         "a mapping"
     )
 
@@ -270,5 +272,5 @@ def half_batch(samples: RealSamples) -> tuple[tuple[Tensor, ...], tuple[Tensor, 
 
 
 def is_per_sample(inputs: tuple[Tensor, ...]) -> list[bool]:
-    """Return for each input whether it has a row per sample; a temperature or a shared mask has not."""
+    """Return for each input whether it has one row per sample; a temperature or a shared mask has not."""
     return [tensor.ndim > 0 and len(tensor) == len(inputs[0]) for tensor in inputs]

@@ -51,12 +51,12 @@ def describe_environment(working_dir: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()}-{platform.release()}-{platform.machine()}",  # `platform()` starts a process
         "cores": os.cpu_count(),
-        "packages": distributions(),
-        "git": _git(working_dir),
+        "packages": list_packages(),
+        "git": _describe_commit(working_dir),
     }
 
 
-def distributions() -> dict[str, str]:
+def list_packages() -> dict[str, str]:
     """Return the versions of installed packages, read from folder names. Reading their files would take 50 times as
     long.
     """
@@ -71,7 +71,7 @@ def distributions() -> dict[str, str]:
     return dict(sorted(versions.items()))
 
 
-def _git(folder: Path) -> dict[str, Any] | None:
+def _describe_commit(folder: Path) -> dict[str, Any] | None:
     """Return the commit and whether there are changes; None without a repository or without git."""
     try:
         commit = _run_git(folder, "rev-parse", "HEAD")
@@ -88,7 +88,7 @@ def _run_git(folder: Path, *words: str) -> str:
     return result.stdout.strip()
 
 
-def uncommitted(working_dir: Path) -> str:
+def read_uncommitted_changes(working_dir: Path) -> str:
     """Return the uncommitted changes as a diff, without files whose names suggest secrets; "" if there are none."""
     left_out = [f":(exclude,icase,top,glob)**/{name}" for name in SECRETS]
     try:
@@ -111,18 +111,18 @@ def uncommitted(working_dir: Path) -> str:
 
 def show_version(words: list[str]) -> int:
     """Print the versions of trainrun, torch and Python: `trainrun --version`."""
-    say(version_line())
-    report_result(version=version_line())
+    say(format_versions())
+    report_result(version=format_versions())
     return EXIT_DONE
 
 
-def version_line() -> str:
+def format_versions() -> str:
     """Return `trainrun 0.1.0 (torch 2.13.0, Python 3.11.7)`, without importing torch."""
-    version = _version("trainrun") or f"from {Path(__file__).parents[1]}"
-    return f"trainrun {version} (torch {_version('torch')}, Python {platform.python_version()})"
+    version = _package_version("trainrun") or f"from {Path(__file__).parents[1]}"
+    return f"trainrun {version} (torch {_package_version('torch')}, Python {platform.python_version()})"
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

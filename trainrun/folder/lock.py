@@ -43,7 +43,7 @@ def print_note(text: str) -> None:
 
 
 @contextmanager
-def only_writer(
+def lock_folder(
     run: RunDir, note: Callable[[str], None] = print_note, patient: bool = False
 ) -> Iterator[None]:
     """Lock the run folder inside the block. Raise RunBusy if another process trains there.
@@ -55,16 +55,16 @@ def only_writer(
     except OSError as error:
         raise build_lock_error(run, error) from error
     try:
-        if _taken(descriptor, run, note, patient):
+        if _try_lock(descriptor, run, note, patient):
             os.ftruncate(descriptor, 0)
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
             os.pwrite(descriptor, json.dumps(owner).encode(), 0)
-        _keep_from_forks(descriptor)
+        _close_in_forks(descriptor)
         try:
             yield
         finally:
             _held.discard(descriptor)
-            _release(descriptor)
+            _release_lock(descriptor)
     finally:
         os.close(descriptor)
 
@@ -91,7 +91,7 @@ def open_locked(path: Path, operation: int, note: Callable[[str], None] = lambda
 @contextmanager
 def close_in_forks(descriptor: int) -> Iterator[None]:
     """Close an open file after the block, and in children that are forked inside it."""
-    _keep_from_forks(descriptor)
+    _close_in_forks(descriptor)
     try:
         yield
     finally:
@@ -99,13 +99,13 @@ def close_in_forks(descriptor: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _taken(descriptor: int, run: RunDir, note: Callable[[str], None], patient: bool) -> bool:
+def _try_lock(descriptor: int, run: RunDir, note: Callable[[str], None], patient: bool) -> bool:
     """Acquire the lock. Return False if the file system has no locks. Raise RunBusy if another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except OSError as error:
-        return taken_later(descriptor, run, error, note, patient)
+        return _wait_for_lock(descriptor, run, error, note, patient)
 
 
 def build_lock_error(run: RunDir, error: OSError) -> ConfigError:
@@ -114,10 +114,10 @@ def build_lock_error(run: RunDir, error: OSError) -> ConfigError:
         error.errno == errno.ELOOP
     ):  # the folder may be anybody's, and the lock is written before that is asked
         return ConfigError(f"{run.lock}: is a link, which no lock of ours is; take it away")
-    return not_writable(run, error)
+    return build_write_error(run, error)
 
 
-def not_writable(run: RunDir, error: OSError) -> ConfigError:
+def build_write_error(run: RunDir, error: OSError) -> ConfigError:
     """Return the error for a run folder that is not writable. A resumed run cannot move to another folder."""
     return ConfigError(
         f"{run.root}: cannot write there ({error.strerror}), and a run goes on in its own folder; make that writable, "
@@ -125,7 +125,7 @@ def not_writable(run: RunDir, error: OSError) -> ConfigError:
     )
 
 
-def taken_later(
+def _wait_for_lock(
     descriptor: int, run: RunDir, error: OSError, note: Callable[[str], None], patient: bool
 ) -> bool:
     """Wait for the lock while the process that holds it exits. Return False if the file system has no locks."""
@@ -135,15 +135,15 @@ def taken_later(
             note(f"{run.root}: this file system has no locks; see to it that no other process trains there")
             return False
         if error.errno not in BUSY:
-            raise not_writable(run, error) from error
-        owner = _owner(descriptor)
-        if not (patient or _is_gone(owner)) or time.monotonic() > until:
+            raise build_write_error(run, error) from error
+        owner = _read_owner(descriptor)
+        if not (patient or _has_owner_exited(owner)) or time.monotonic() > until:
             raise RunBusy(
-                f"{run.root}: {_named(owner)} trains there; wait until it has ended, or name another folder"
+                f"{run.root}: {_describe_owner(owner)} trains there; wait until it has ended, or name another folder"
             )
         if not has_warned:
             has_warned = True
-            note(f"{run.root}: what is left of {_named(owner)} still saves; waiting for it")
+            note(f"{run.root}: what is left of {_describe_owner(owner)} still saves; waiting for it")
         time.sleep(POLL_SECONDS)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,7 +152,7 @@ def taken_later(
             error = again
 
 
-def _owner(descriptor: int) -> dict[str, object]:
+def _read_owner(descriptor: int) -> dict[str, object]:
     try:
         owner = json.loads(os.pread(descriptor, 1000, 0))
     except ValueError:  # it has the lock and has not said who it is yet
@@ -160,13 +160,13 @@ def _owner(descriptor: int) -> dict[str, object]:
     return owner if isinstance(owner, dict) else {}
 
 
-def _named(owner: dict[str, object]) -> str:
+def _describe_owner(owner: dict[str, object]) -> str:
     return (
         f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "another process"
     )
 
 
-def _is_gone(owner: dict[str, object]) -> bool:
+def _has_owner_exited(owner: dict[str, object]) -> bool:
     """Return whether the owner of a lock has exited. This is known only on the owner's machine."""
     number = owner.get("pid")
     if owner.get("host") != socket.gethostname() or not isinstance(number, int):
@@ -180,33 +180,33 @@ def _is_gone(owner: dict[str, object]) -> bool:
     return False
 
 
-def _release(descriptor: int) -> None:
+def _release_lock(descriptor: int) -> None:
     """Release the lock, even if a starting child process has a copy of the open file."""
     with suppress(OSError):  # no locks here
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def _keep_from_forks(descriptor: int) -> None:
+def _close_in_forks(descriptor: int) -> None:
     """Close the lock file in forked children, so that a loader worker does not hold the lock of a killed parent."""
     global _forks_are_heard
     _held.add(descriptor)
     if not _forks_are_heard:
         _forks_are_heard = True
-        os.register_at_fork(after_in_child=_let_go)
+        os.register_at_fork(after_in_child=_close_held_locks)
 
 
-def _let_go() -> None:
+def _close_held_locks() -> None:
     while _held:
         os.close(_held.pop())
 
 
-def passed_on() -> tuple[list[int], dict[str, str]]:
+def inherited_lock() -> tuple[list[int], dict[str, str]]:
     """Return the file descriptors that a rank inherits, and the environment variable that lists them."""
     return sorted(_held), {INHERITED: ",".join(map(str, sorted(_held)))}
 
 
-def take_over(env: MutableMapping[str, str] = os.environ) -> None:
+def hold_inherited_lock(env: MutableMapping[str, str] = os.environ) -> None:
     """Hold the launcher's lock in this rank until it exits, but not in its children."""
     for number in filter(None, env.pop(INHERITED, "").split(",")):
         os.set_inheritable(int(number), False)
-        _keep_from_forks(int(number))
+        _close_in_forks(int(number))

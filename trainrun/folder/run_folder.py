@@ -50,7 +50,7 @@ class LaunchSpec:
     typed: tuple[str, ...] = ()
 
 
-def typed_settings(overrides: list[str]) -> tuple[str, ...]:
+def list_typed_keys(overrides: list[str]) -> tuple[str, ...]:
     """Return the keys of overrides, without `+` and values."""
     return tuple(word.lstrip("+").partition("=")[0] for word in overrides)
 
@@ -125,31 +125,31 @@ class RunDir:
             with tempfile.TemporaryFile(dir=self.root):
                 pass
         except OSError as error:
-            raise cannot_write(self.root, error) from error
+            raise build_folder_error(self.root, error) from error
 
 
-def is_name_of_a_run(name: str) -> bool:
+def is_run_file_name(name: str) -> bool:
     """Return whether a run writes a file or folder of this name into its folder."""
     names = [path.name for path in vars(RunDir).values() if isinstance(path, _Inside)]
     patterns = ("seal-*.txt", "rank*.log", "stacks-rank*.txt", ".error-rank*.json", ".*.tmp")
     return name in names or any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def is_there(run: RunDir) -> bool:
+def is_run_folder(run: RunDir) -> bool:
     """Return whether the folder still holds a run."""
     return os.path.lexists(run.identity) or os.path.lexists(run.identity_copy)
 
 
-def check_there(run: RunDir) -> None:
+def check_folder_exists(run: RunDir) -> None:
     """Raise SaveError if the folder was removed during the run. It is not made again with half its files."""
-    if not is_there(run):
+    if not is_run_folder(run):
         raise SaveError(
             f"{run.root}: the folder of this run is gone (removed, moved or unmounted), so nothing is saved any more; "
             "bring it back, or where it was moved: trainrun resume NEW_PLACE"
         )
 
 
-def was_saved(run: RunDir) -> bool:
+def was_ever_saved(run: RunDir) -> bool:
     """Return whether a checkpoint was ever committed here, even if no undamaged one is left."""
     traces = any(next(run.checkpoints.glob(name), None) for name in ("step-*", ".bad-*", "best.json"))
     return traces or has_recorded_checkpoint(run)
@@ -164,19 +164,19 @@ def has_recorded_checkpoint(run: RunDir) -> bool:
     return False
 
 
-def note_saved(run: RunDir, saved: bool = True) -> None:
+def record_saved(run: RunDir, saved: bool = True) -> None:
     """Record in RUN.json whether a checkpoint was ever committed. Write the file only if that changed."""
     if has_recorded_checkpoint(run) != saved:
         write_identity(run, read_identity(run) | {SAVED: saved})
 
 
-def named_folder(text: str) -> Path:
+def resolve_folder(text: str) -> Path:
     """Return a user's path as an absolute path. `..` after a link means the parent of the link's target."""
     path = Path(text).expanduser().absolute()
     return path.resolve() if ".." in path.parts else path
 
 
-def cannot_write(folder: Path, error: OSError) -> ConfigError:
+def build_folder_error(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"output_dir={folder}: cannot write there ({error.strerror}); name another folder with output_dir=..."
     )
@@ -214,17 +214,17 @@ def write_json(path: Path, value: Any, durable: bool = False) -> None:
 
 def format_json(value: Any) -> str:
     """Return strict JSON with one key per line."""
-    return json.dumps(strict(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(replace_non_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def strict(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     """Return the value with NaN and infinity replaced by the texts "nan", "inf" and "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     if isinstance(value, Mapping):
-        return {name: strict(inner) for name, inner in value.items()}
+        return {name: replace_non_finite(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [strict(inner) for inner in value]
+        return [replace_non_finite(inner) for inner in value]
     return value
 
 
@@ -267,7 +267,7 @@ def read_bytes(path: Path, limit: int) -> bytes:
 def read_identity(run: RunDir) -> dict[str, Any]:
     """Return RUN.json, or its copy if it is damaged. Raise ConfigError if both are damaged."""
     for path in (run.identity, run.identity_copy):
-        if identity := sound_identity(path):
+        if identity := read_valid_identity(path):
             return identity
     raise ConfigError(
         f"{run.identity}: {'damaged' if os.path.lexists(run.identity) else 'missing'}, so this is no whole run folder; "
@@ -284,14 +284,14 @@ def read_origin(run: RunDir) -> tuple[Path, Path] | None:
     return None
 
 
-def sound_identity(path: Path) -> dict[str, Any]:
+def read_valid_identity(path: Path) -> dict[str, Any]:
     """Read RUN.json or its copy. Return {} if it is missing, damaged, or invalid."""
     with contextlib.suppress(OSError, ValueError):
         identity = read_json(path)
         digest = identity.pop(DIGEST, None) if isinstance(identity, dict) else None
         if (
             isinstance(identity, dict)
-            and (digest is None or digest == _digest(identity))
+            and (digest is None or digest == _digest_identity(identity))
             and _is_identity(identity)
         ):
             return identity
@@ -309,10 +309,10 @@ def _is_identity(told: dict[str, Any]) -> bool:
 
 def write_identity(run: RunDir, told: dict[str, Any]) -> None:
     """Write RUN.json and its copy, with a hash that reveals damage."""
-    sealed = {**told, DIGEST: _digest(told)}
+    sealed = {**told, DIGEST: _digest_identity(told)}
     write_json(run.identity, sealed, durable=True)
     write_json(run.identity_copy, sealed)
 
 
-def _digest(told: dict[str, Any]) -> str:
+def _digest_identity(told: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode("ascii")).hexdigest()

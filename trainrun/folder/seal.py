@@ -77,7 +77,7 @@ def seal_path(run: RunDir, key: bytes) -> Path:
     return run.root / f"seal-{hashlib.sha256(key).hexdigest()[:8]}.txt"
 
 
-def outward_links(root: Path) -> Iterator[tuple[Path, str]]:
+def iterate_outward_links(root: Path) -> Iterator[tuple[Path, str]]:
     """Yield each link that leads out of the folder, with the absolute path of its target."""
     for folder, folders, files in os.walk(root):
         for path in (Path(folder, name) for name in sorted(folders + files)):
@@ -87,7 +87,9 @@ def outward_links(root: Path) -> Iterator[tuple[Path, str]]:
                     yield path, target
 
 
-def sealed_parts(run: RunDir, pending: Mapping[Path, str] | None = None) -> Iterator[tuple[str, bytes]]:
+def iterate_sealed_parts(
+    run: RunDir, pending: Mapping[Path, str] | None = None
+) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of each part of a run folder that can make a command run code.
 
     pending: contents of files that are about to be written.
@@ -104,7 +106,7 @@ def sealed_parts(run: RunDir, pending: Mapping[Path, str] | None = None) -> Iter
         yield name, content
     if origin := read_origin(run):
         yield run.environment.name, repr(tuple(map(str, origin))).encode("utf-8", "backslashreplace")
-    for path, target in outward_links(run.root):
+    for path, target in iterate_outward_links(run.root):
         yield str(path.relative_to(run.root)), os.fsencode(target)
 
 
@@ -121,13 +123,13 @@ def seal_folder(run: RunDir, pending: Mapping[Path, str] | None = None) -> None:
     So the folder is sealed whether a run is killed before or after it writes a pending file.
     """
     key, run_id = make_key(), read_identity(run)["run_id"]
-    lines = {digest_part(key, run_id, name, content) for name, content in sealed_parts(run, pending)}
+    lines = {digest_part(key, run_id, name, content) for name, content in iterate_sealed_parts(run, pending)}
     write_text(seal_path(run, key), "".join(f"{line}\n" for line in sorted(lines)), durable=True)
 
 
-def unsealed_parts(run: RunDir) -> tuple[list[str], str]:
+def list_unsealed_parts(run: RunDir) -> tuple[list[str], str]:
     """Return the names of the parts that this user has not sealed, and the reason."""
-    names = [name for name, _ in sealed_parts(run)]
+    names = [name for name, _ in iterate_sealed_parts(run)]
     try:
         key = read_key()
         if not key:
@@ -139,14 +141,16 @@ def unsealed_parts(run: RunDir) -> tuple[list[str], str]:
     except (OSError, ValueError, ConfigError) as error:
         return names, str(error)
     changed = [
-        name for name, content in sealed_parts(run) if digest_part(key, run_id, name, content) not in lines
+        name
+        for name, content in iterate_sealed_parts(run)
+        if digest_part(key, run_id, name, content) not in lines
     ]
     return changed, f"{', '.join(changed)}: changed since you trained in it or trusted it"
 
 
 def is_sealed(run: RunDir) -> bool:
     """Return whether this user has sealed every part of the folder."""
-    return not unsealed_parts(run)[0]
+    return not list_unsealed_parts(run)[0]
 
 
 def check_sealed(run: RunDir, trust: bool, way: str = "add --trust, once (in Python trust=True)") -> None:
@@ -155,7 +159,7 @@ def check_sealed(run: RunDir, trust: bool, way: str = "add --trust, once (in Pyt
     way: the end of the message, which says how to trust the folder.
     """
     check_files(run.root, trust)
-    names, why = unsealed_parts(run)
+    names, why = list_unsealed_parts(run)
     if not names:
         return
     if not trust:
@@ -182,10 +186,10 @@ def check_files(root: Path, trust: bool, way: str = "--trust") -> None:
             with contextlib.suppress(FileNotFoundError):  # the run may be training
                 if stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFLNK):
                     raise ConfigError(f"{path}: neither a plain file nor a folder; take it away")
-    links = {str(path.relative_to(root)): path for path, _ in outward_links(root)}
+    links = {str(path.relative_to(root)): path for path, _ in iterate_outward_links(root)}
     if trust or not links:
         return
-    for name in unsealed_parts(RunDir(root))[0]:
+    for name in list_unsealed_parts(RunDir(root))[0]:
         if name in links:
             raise ConfigError(
                 f"{links[name]}: leads out of the run folder, to {links[name].readlink()}; where that is of your own "

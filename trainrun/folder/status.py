@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any
 
 from trainrun.errors import ConfigError
-from trainrun.folder.run_folder import RunDir, named_folder, read_json, write_json
+from trainrun.folder.run_folder import RunDir, read_json, resolve_folder, write_json
 from trainrun.output import SPEEDS, figure, masked, path_to_paste, say
 
 SWEEP_FILE = "sweep.json"
@@ -67,21 +67,21 @@ def is_sweep(folder: Path) -> bool:
     return (folder / SWEEP_FILE).is_file()
 
 
-def named_run(word: str | Path) -> RunDir:
+def find_named_run(word: str | Path) -> RunDir:
     """Return the run in a folder, which may hold none. For a sweep's folder return its best run, and print which one
     it is.
 
     Raise ConfigError for a sweep without a best run.
     """
-    folder = named_folder(str(word))
+    folder = resolve_folder(str(word))
     if not is_sweep(folder):
         return RunDir(folder)
-    run, line = best_run(folder)
+    run, line = find_best_run(folder)
     say(line, file=sys.stderr)
     return run
 
 
-def best_run(sweep: Path) -> tuple[RunDir, str]:
+def find_best_run(sweep: Path) -> tuple[RunDir, str]:
     """Return the best run of a sweep's folder, and a line that names it. Raise ConfigError if there is none."""
     try:
         name = str(read_json(sweep / SWEEP_FILE)[BEST])

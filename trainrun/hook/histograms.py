@@ -1,10 +1,10 @@
-"""Histograms of every weight and gradient, as rows of kind `histogram` for the trackers.
+"""Histograms of every weight and gradient, as rows of kind `histogram` for trackers.
 
-When: to see layers that do not learn, weights that grow, gradients that vanish. When not: small steps of large models
-without a tracker that shows them. How: `monitor.histograms_every_n_steps=N`; counted on the device, from at most 2^20
-values of each tensor at even distances, and fetched together, so the host waits for the device once. Gradients are
-those that the optimizer got: averaged over the ranks, unscaled, clipped; of a sparse one the rows that it has, of a
-complex tensor real and imaginary parts. Source: TensorBoard's histogram dashboard.
+When: to find layers that do not learn, weights that grow, gradients that vanish. When not: small steps of large
+    models without a tracker that shows them. How: `monitor.histograms_every_n_steps=N`. They are computed on the
+    device, from at most 2^20 evenly spaced values per tensor, and fetched together, so the host waits for the device
+    once. Gradients are those that the optimizer uses: averaged over ranks, unscaled, clipped; for a sparse one its
+    existing rows, for a complex tensor real and imaginary parts. Source: TensorBoard's histogram dashboard.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MOST_VALUES = 2**20
 
 
 class Histograms:
-    """A hook. every_n_steps: steps between rows."""
+    """A hook that writes histograms. every_n_steps: steps between rows."""
 
     def __init__(self, every_n_steps: int) -> None:
         self._every = every_n_steps
         self._gradients: dict[str, Tensor] = {}
 
     def on_gradients(self, run: Components) -> None:
-        """Keep them over the update, which uses and clears them."""
+        """Keep the gradients until the end of the step, because the update clears them."""
         if (run.monitors.step + 1) % self._every == 0 and run.parallel.rank == 0:
             gradients = {name: param.grad for name, param in run.model.named_parameters()}
             self._gradients |= {
@@ -66,9 +66,7 @@ def _real_values(tensor: Tensor) -> Tensor:
 
 
 def _counts(tensor: Tensor) -> Tensor:
-    """Return (2 + BINS,) float64: lowest and highest value, and the number of values in each of the equal bins
-    between.
-    """
+    """Return (2 + BINS,) float64: the lowest and highest value, and the number of values in each equal bin between."""
     values = tensor.flatten()[:: -(-tensor.numel() // MOST_VALUES)].double()
     finite = values.isfinite()
     low, high = values.where(finite, torch.inf).amin(), values.where(finite, -torch.inf).amax()

@@ -1,4 +1,4 @@
-"""The contract of a hook: what it may do, and when it is called."""
+"""The contract of a hook: its methods, and when they are called."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any, Protocol
 
 
 class Hook(Protocol):
-    """Acts on a run (`hook.NAME._target_`): every method may be left out; called on every rank.
+    """An object that acts on a run (`hook.NAME._target_`). Every method is optional. All are called on every rank.
 
     run: `trainrun.training.components.Components`; state: `trainrun.train_state.TrainState`. With `state_dict` and
-    `load_state_dict` its own state is saved with every checkpoint and resumed. What it sets elsewhere is saved where
-    that is (weights); what the config names (`weight_decay` of the optimizer) it sets again in `on_start`.
+        `load_state_dict`, its own state is saved in every checkpoint and restored. Changes to weights are saved with
+        the weights. Changes to what the config sets (`weight_decay` of the optimizer) must be made again in
+        `on_start`.
     """
 
     def on_start(self, run: Any, state: Any) -> None:
@@ -26,13 +27,13 @@ class Hook(Protocol):
         """
 
     def on_step_end(self, run: Any, state: Any) -> None:
-        """Run after every step, which `state.step` counts already."""
+        """Run after every step; `state.step` includes it."""
 
     def on_epoch_end(self, run: Any, state: Any) -> None:
         """Run after the last step of an epoch, before its validation and checkpoint."""
 
     def on_validation_end(self, run: Any, state: Any, metrics: Mapping[str, float]) -> None:
-        """Run after a validation. metrics: by name, as `val/loss`."""
+        """Run after a validation. metrics: by name, such as `val/loss`."""
 
     def on_checkpoint(self, run: Any, state: Any) -> None:
         """Run just before a checkpoint is taken."""

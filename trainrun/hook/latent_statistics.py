@@ -1,6 +1,6 @@
-"""How much a variational autoencoder's code says of its inputs, from means and log variances of many samples.
+"""Statistics of a variational autoencoder's code, from means and log variances of many samples.
 
-All (N, D), float64, of q(z | x) = N(mean, exp(log_var)) and the prior N(0, I); results in nats.
+All inputs are (N, D) float64, for q(z | x) = N(mean, exp(log_var)) and the prior N(0, I). Results are in nats.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ ACTIVE = 0.01  # variance of the mean over the data (Burda et al., 2016, arXiv:1
 
 
 class LatentFacts(NamedTuple):
-    """kl, activity: of each dimension (D,): the mean over samples of KL(q(z_j | x) || p), and the variance over samples
-    of the mean of z_j."""
+    """KL divergence and activity of each dimension of the code, (D,).
+
+    kl: the mean over samples of KL(q(z_j | x) || p). activity: the variance over samples of the mean of z_j.
+    """
 
     kl: Tensor
     activity: Tensor
@@ -48,5 +50,5 @@ def mutual_information(mean: Tensor, log_var: Tensor, noise: Tensor) -> float:
 
 
 def noise_of_code(mean: Tensor, log_var: Tensor, code: Tensor) -> Tensor:
-    """Return the noise with which a draw of N(mean, exp(log_var)) gives this code."""
+    """Return the noise with which N(mean, exp(log_var)) gives this code."""
     return (code - mean) * (-0.5 * log_var).exp()

@@ -1,9 +1,8 @@
-"""`model.unfreeze_at`: frozen parameters are trained from an epoch or a step on: the last layer first, the rest later.
+"""`model.unfreeze_at`: frozen parameters are trained from an epoch or a step on.
 
-When: fine-tuning (`init_from`) where a new, random layer would first spoil the others.
-How: until then they get no gradient, and an optimizer leaves such parameters alone, weight decay included; its
-averages of them begin with their first gradient, exactly as if they had come just then.
-Source: Howard and Ruder 2018 (ULMFiT), section 3.3.
+When: fine-tuning (`init_from`), where a new random layer would first damage the others. How: until then they get no
+    gradient, and an optimizer ignores such parameters, weight decay included; its state for them starts with their
+    first gradient. Source: Howard and Ruder 2018 (ULMFiT), section 3.3.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def faults_of_unfreezing(node: Mapping[str, Any]) -> list[str]:
-    """Return a line for each mistake in `model.freeze_norm` and `model.unfreeze_at`."""
+    """Return a message for each mistake in `model.freeze_norm` and `model.unfreeze_at`."""
     faults = []
     for name in ("freeze_norm", "unfreeze_at"):
         if (value := node.get(name)) and not node.get("freeze"):
@@ -63,7 +62,7 @@ def describe_unfreezing(frozen: Frozen, until: str | None) -> str:
 
 
 def begin_training(model: nn.Module, notes: list[str]) -> None:
-    """Put all layers into training mode, as each validation leaves them; `from_pretrained` gives them otherwise."""
+    """Put all layers into training mode, as after a validation; `from_pretrained` returns them in evaluation mode."""
     others = {name: layer for name, layer in model.named_modules() if not layer.training}
     model.train()
     if changed := [name or type(model).__name__ for name, layer in others.items() if layer.training]:
@@ -75,7 +74,7 @@ def begin_training(model: nn.Module, notes: list[str]) -> None:
 
 
 class Unfreeze:
-    """A hook. after: so many finished epochs, or steps; None: never."""
+    """A hook that unfreezes parameters. after: the number of finished epochs or steps; None for never."""
 
     def __init__(self, frozen: Frozen, after: int | None, by_epoch: bool, said: str = "") -> None:
         self._frozen, self._after, self._by_epoch, self._said = frozen, after, by_epoch, said

@@ -1,10 +1,11 @@
-"""Watch whether the code of a variational autoencoder says anything: posterior collapse, found while it happens.
+"""Detect posterior collapse of a variational autoencoder during the training.
 
-When: every training of one (`monitor=vae`); it costs two forwards of the held samples, each `update_every_n_steps`.
-When not: a step of one graph, which takes no hooks.
-How: the same samples of the validation data each time, with noise of its own, in evaluation mode and without gradients:
-no random number and no bit of the training is another. Every rank computes its share, rank 0 writes the row.
-Source: Burda et al. 2016 (active units), Hoffman and Johnson 2016 (mutual information), Kingma et al. 2016 (free bits).
+When: every training of one (`monitor=vae`). Cost: two forwards of the held samples, every `update_every_n_steps`.
+    When
+not: a step as one graph, which supports no hooks. How: the same validation samples each time, with their own noise,
+    in evaluation mode and without gradients, so that no bit of the training changes. Every rank computes its share;
+    rank 0 writes the row. Source: Burda et al. 2016 (active units), Hoffman and Johnson 2016 (mutual information),
+    Kingma et al. 2016 (free bits).
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ FIRST_BOOST, LAST_BOOST = 0.1, 1.6  # nats of a dimension: it begins with one, d
 
 @runtime_checkable
 class HasBound(Protocol):
-    """A task whose bound can be taken apart: `trainrun.task.vae.Vae`, or one's own with the same parts.
+    """A task with the parts of the bound: `trainrun.task.vae.Vae`, or a custom one with the same parts.
 
-    beta: what the KL weighs in the end.
+    beta: the final weight of the KL divergence.
     """
 
     beta: float
@@ -54,15 +55,16 @@ class HasBound(Protocol):
 
 
 class VaeHealth:
-    """A hook that measures the latent code of a VAE. It raises ConfigError at the start without validation data, or if
-    the task has no bound.
+    """A hook that measures the latent code of a VAE.
+
+    Raises ConfigError at the start without validation data, or if the task has no bound.
 
     Args:
         update_every_n_steps: steps between two measurements.
-        num_samples: about how many samples of the validation data are held for them.
-        window_size: how many measurements in a row must be a collapse.
+        num_samples: the approximate number of validation samples that are measured.
+        window_size: the number of measurements in a row that count as a collapse.
         verbose: print a line with every validation.
-        fast: measure KL and active units alone, from one forward.
+        fast: measure only KL and active units, from one forward.
         on_collapse: `raise` ends the run; `boost_free_bits` raises `task.free_bits`, again after each further window.
     """
 
@@ -144,7 +146,7 @@ class VaeHealth:
         return row
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state while there is no collapse: such a run can be resumed without this hook."""
+        """Return the state; {} without a collapse, so that such a run can be resumed without this hook."""
         if not self._collapsed_kl and self._free_bits is None:
             return {}
         return {"kl": list(self._collapsed_kl), "told": self._is_reported, "free_bits": self._free_bits}
@@ -154,7 +156,7 @@ class VaeHealth:
         self._free_bits = state.get("free_bits")
 
     def _check_collapse(self, run: Components, row: Mapping[str, Any]) -> None:
-        """Report a collapse once, and the next one after the code has recovered."""
+        """Report a collapse once, and again only after the code has recovered."""
         task: Any = run.task
         if not is_collapsed(row, task.beta):
             self._collapsed_kl.clear()
@@ -177,7 +179,7 @@ class VaeHealth:
 
 
 def held_batches(run: Components, num_samples: int) -> list[Any]:
-    """Return this rank's share of batches, spread evenly over the first validation set, which may be sorted by
+    """Return this rank's share of batches, evenly spaced over the first validation set, which may be sorted by
     class.
     """
     stream = run.val
@@ -227,7 +229,7 @@ def measure_code(run: Components, batches: list[Any], step: int, fast: bool) -> 
 
 
 def rank_terms(run: Components, batches: list[Any], fast: bool) -> dict[str, Any]:
-    """Return the terms of the bound of this rank's samples as lists, and how many values and tokens they have."""
+    """Return the terms of the bound for this rank's samples as lists, and their numbers of values and tokens."""
     task: Any = run.task
     if not batches:
         return {"mean": [], "log_var": [], "reconstruction": [], "gain": [], "values": 0, "tokens": 0}
@@ -253,13 +255,13 @@ def rank_terms(run: Components, batches: list[Any], fast: bool) -> dict[str, Any
 
 
 def normal_like(tensor: Tensor) -> Tensor:
-    """Return standard normal noise, the same in every measurement and without the run's generators."""
+    """Return standard normal noise, the same in every measurement, without use of the run's generators."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
 
 
 def takes_noise(batches: list[Any], dimensions: int) -> bool:
-    """Return whether the batches hold noise of the latent code alone."""
+    """Return whether all batches hold noise of the shape of the latent code."""
     noises = [batch_fields(batch).get("noise") for batch in batches]
     return all(isinstance(noise, Tensor) and noise.shape[1:] == (dimensions,) for noise in noises)
 
@@ -279,7 +281,7 @@ def shuffle_codes(batches: list[Any], mean: Tensor, log_var: Tensor) -> list[Any
 
 
 def is_collapsed(row: Mapping[str, Any], last_beta: float) -> bool:
-    """Return whether the code carries nothing, or the decoder ignores it, after beta has risen."""
+    """Return whether the code carries no information, or the decoder ignores it, after beta has risen."""
     num_dimensions = len(row["activity"])
     least = min(num_dimensions, max(LEAST_ACTIVE, LEAST_ACTIVE_SHARE * num_dimensions))
     is_empty = row["active_units"] < least and row["kl"] < LEAST_KL
@@ -289,8 +291,8 @@ def is_collapsed(row: Mapping[str, Any], last_beta: float) -> bool:
 
 
 def describe_collapse(row: Mapping[str, Any]) -> str:
-    """Return `KL 0.02 nats, 0 of 16 dimensions active, codes of other samples cost 0.1 % of the reconstruction,
-    beta 50`.
+    """Return `KL 0.02 nats, 0 of 16 dimensions active, codes of other samples cost 0.1 % of the reconstruction, beta
+    50`.
     """
     parts = [f"KL {row['kl']:.3g} nats", f"{row['active_units']} of {len(row['activity'])} dimensions active"]
     if "gain" in row:
@@ -300,9 +302,7 @@ def describe_collapse(row: Mapping[str, Any]) -> str:
 
 
 def remedy(task: Any, row: Mapping[str, Any], dropped: float = 0.0) -> str:
-    """Return the likely cause, and the setting to try first. dropped: the share of tokens that the decoder does not
-    see.
-    """
+    """Return the likely cause and the setting to try first. dropped: the share of tokens hidden from the decoder."""
     beta, spread = row["beta"], row.get("residual_variance", math.inf)
     if spread < LITTLE_SPREAD * beta:
         return (
@@ -337,7 +337,7 @@ def word_dropout(run: Components) -> float:
 
 
 def describe_beta(beta: float, row: Mapping[str, Any]) -> str:
-    """Return what beta would be beside a loss that is averaged, not summed, over the values of a sample."""
+    """Return beta converted to a loss that is averaged, not summed, over the values of a sample."""
     number = row.get("values") or row["tokens"]
     unit = "values" if "values" in row else "tokens (on average)"
     averaged = f"a loss averaged over the {number:.4g} {unit} of a sample"

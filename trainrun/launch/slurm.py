@@ -1,9 +1,9 @@
 """`trainrun launch=slurm ...`: write a job script into the run folder and submit it.
 
-What: one Slurm task on each machine, which starts the ranks of its machine. Slurm sends SIGUSR2 300 s before the time
-limit; the run saves and ends with exit code 75, and the script asks Slurm to queue the job again. The same settings in
-the same folder go on from the newest checkpoint. When: a cluster with Slurm and a folder that all machines share. When
-not: a sweep; start each of its jobs. Source: https://slurm.schedmd.com/sbatch.html.
+What: one Slurm task per machine, which starts the ranks of its machine. Slurm sends SIGUSR2 300 s before the time
+    limit; the run saves and exits with code 75, and the script queues the job again. The same settings in the same
+    folder continue from the newest checkpoint. When: a cluster with Slurm and a folder that all machines share. When
+    not: a sweep; submit each of its jobs. Source: https://slurm.schedmd.com/sbatch.html.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ NO_LIMIT = ("0", "unlimited", "infinite")
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """nodes: machines. gpus: on each machine, one rank each. sbatch: further flags by their long names."""
+    """Options of a Slurm job. nodes: machines. gpus: per machine, one rank each. sbatch: further flags by their long
+    names.
+    """
 
     nodes: int = 1
     gpus: int | None = None
@@ -43,7 +45,7 @@ class SlurmOptions:
 
 
 def read_options(words: Sequence[str]) -> SlurmOptions | None:
-    """Return the settings that words such as `launch.nodes=2` give; None for launch=local. Raise ConfigError."""
+    """Return the options in settings such as `launch.nodes=2`; None for launch=local. Raise ConfigError."""
     values: dict[str, Any] = {}
     faults = []
     kind = "local"
@@ -78,9 +80,10 @@ def read_options(words: Sequence[str]) -> SlurmOptions | None:
 
 
 def limit_seconds(text: str) -> int | None:
-    """Return the seconds of a time limit as Slurm reads it; None if it is none.
+    """Return the seconds of a Slurm time limit; None if the text is not one.
 
-    Minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds.
+    Formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
+        days-hours:minutes:seconds.
     """
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
@@ -136,7 +139,7 @@ def format_script(options: SlurmOptions, name: str, folder: Path, words: Sequenc
 
 
 def words_of_job(options: SlurmOptions, words: Sequence[str], folder: Path) -> list[str]:
-    """Return the settings of the run, with its folder and the ranks of a machine."""
+    """Return the settings of the run, with its folder and the number of ranks per machine."""
     keys = {word.partition("=")[0] for word in words}
     added = []
     if "parallel" not in keys and (options.nodes > 1 or (options.gpus or 1) > 1):
@@ -148,7 +151,7 @@ def words_of_job(options: SlurmOptions, words: Sequence[str], folder: Path) -> l
 
 
 def submit(options: SlurmOptions, name: str, folder: Path, words: Sequence[str]) -> None:
-    """Write the script into the run folder, submit it, and print the number of the job.
+    """Write the script into the run folder, submit it, and print the job number.
 
     Raise ConfigError without Slurm, LaunchError if Slurm refuses the job.
     """

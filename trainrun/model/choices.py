@@ -1,4 +1,4 @@
-"""What the reference networks take by name, as types of their signatures; no torch here."""
+"""The named choices of the reference networks, as types for their signatures. No torch."""
 
 from __future__ import annotations
 

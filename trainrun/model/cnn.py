@@ -19,10 +19,11 @@ HEAD_SIDE = 7  # larger maps are averaged down to about this side before the las
 
 
 class Cnn(nn.Module):
-    """Pictures (B, *in_shape) with in_shape (C, H, W) of 4 x 4 or more become logits (B, num_classes).
+    """A network from images (B, *in_shape), in_shape (C, H, W) of 4 x 4 or more, to logits (B, num_classes).
 
-    width: channels of the first convolution; the others have twice as many. 28 x 28 and 32: 124k parameters.
-    residual: false makes the block a plain one, and zero_init_residual says nothing then.
+    width: channels of the first convolution; the others have twice as many. For 28 x 28 and width 32: 124k
+        parameters.
+    residual: false makes the block a plain one; then zero_init_residual has no effect.
     """
 
     def __init__(
@@ -66,13 +67,13 @@ class Cnn(nn.Module):
 
 
 def conv(channels: int, next_channels: int, norm: str) -> list[nn.Module]:
-    """Return a 3 x 3 convolution that keeps the size, and its norm; with a bias only without norm."""
+    """Return a 3 x 3 convolution that keeps the size, and its norm. It has a bias only without a norm."""
     layer = nn.Conv2d(channels, next_channels, kernel_size=3, padding=1, bias=norm == "none")
     return [layer, *norm_layers(norm, next_channels, images=True)]
 
 
 def check_picture_shape(in_shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return the shape (C, H, W). Raise ValueError if it has other dimensions, or is too small for two poolings."""
+    """Return the shape (C, H, W). Raise ValueError if it is not 3-D, or too small for two poolings."""
     if len(in_shape) != 3:
         raise ValueError(f"in_shape={list(in_shape)} must be [channels, height, width]")
     channels, height, width = in_shape

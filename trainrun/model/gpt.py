@@ -1,4 +1,4 @@
-"""A decoder-only transformer: tokens in, logits of the next token out."""
+"""A decoder-only transformer: from tokens to logits of the next token."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each on a normalised copy and added to what came in."""
+    """Attention and a two-layer network, each applied to a normalised copy and added to its input."""
 
     def __init__(self, width: int, heads: int, dropout: float, kernel: str) -> None:
         super().__init__()
@@ -73,14 +73,12 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tokens (B, T) become logits (B, T, vocab_size); position t has seen the tokens up to t only.
+    """A network from tokens (B, T) to logits (B, T, vocab_size). Position t depends on the tokens up to t only.
 
-    size: a name that sets layers, width and heads, each of which may be given instead.
-    context: the longest T. positions: rotary (Su et al., 2021, arXiv:2104.09864) or learned.
-    tied: the last layer's weights are those of the embedding.
-    attention: see `trainrun.model.attention`.
-    Padding must come after the tokens: then none of them sees it, and no mask is needed.
-    ValueError: sizes that do not fit each other.
+    size: a name for layers, width and heads, each of which can be given instead. context: the largest T.
+    positions: rotary (Su et al., 2021, arXiv:2104.09864) or learned. tied: the last layer shares the weights of the
+        embedding. attention: see `trainrun.model.attention`. Padding must come after the tokens: then no token sees
+        it, and no mask is needed. Raises ValueError for sizes that do not fit each other.
     """
 
     def __init__(
@@ -122,13 +120,11 @@ class Gpt(nn.Module):
         return_states: bool = False,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the logits.
+        """Return the logits (B, T, vocab_size).
 
-        segment_ids, position_ids: (B, T), of several sequences in a row; 0 is a segment of padding. return_states:
-        return the inputs
-        of `head` instead, (B, T, width). cache: empty at first; with it, tokens continue those of earlier calls, which
-        are not
-        computed again.
+        segment_ids, position_ids: (B, T), for several sequences in a row; segment 0 is padding.
+        return_states: return the inputs of `head` instead, (B, T, width).
+        cache: empty at first; then `tokens` continue those of earlier calls, which are not computed again.
         """
         length = tokens.shape[1]
         before = next(iter(cache.values()))[0].shape[2] if cache else 0
@@ -156,7 +152,7 @@ class Gpt(nn.Module):
         return x if return_states else self.head(x)  # type: ignore[no-any-return]
 
     def _turn(self, before: int, length: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Select the rows of `rotary_table` for these positions: (T, head width) or (B, 1, T, head width) each."""
+        """Return the rows of `rotary_table` for these positions: (T, head width) or (B, 1, T, head width) each."""
         table: Any = self.turns
         if position_ids is None:
             return table[0, before : before + length], table[1, before : before + length]
@@ -170,7 +166,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_table(context: int, head_width: int) -> Tensor:
-    """Return the factors of rotary positions, (2, context, head_width): cosines, and signed sines for the partner."""
+    """Return the factors of rotary positions, (2, context, head_width): cosines, and signed sines for the other
+    half.
+    """
     speeds = ROTARY_BASE ** -(torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     angles = torch.outer(torch.arange(context, dtype=torch.float64), speeds)
     cos, sin = angles.cos(), angles.sin()
@@ -178,7 +176,9 @@ def rotary_table(context: int, head_width: int) -> Tensor:
 
 
 def initialize_gpt(model: Gpt, layers: int) -> None:
-    """Initialize with normal numbers of deviation 0.02, smaller in layers that add to the residual stream (GPT-2)."""
+    """Initialize weights from a normal distribution with deviation 0.02, less in layers that add to the residual
+    stream (GPT-2).
+    """
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:
             added = name.endswith(("out.weight", "narrow.weight"))

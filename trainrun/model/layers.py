@@ -1,4 +1,4 @@
-"""The pieces that the reference networks share: layers by name, and the residual block."""
+"""Parts that the reference networks share: layers by name, and the residual block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "si
 
 
 class Residual(nn.Module):
-    """`x + branch(x)`, or `shortcut(x) + branch(x)` where the branch changes the shape."""
+    """`x + branch(x)`, or `shortcut(x) + branch(x)` if the branch changes the shape."""
 
     def __init__(self, branch: nn.Sequential, shortcut: nn.Module | None = None) -> None:
         super().__init__()
@@ -24,12 +24,12 @@ class Residual(nn.Module):
         return kept + self.branch(x)  # type: ignore[no-any-return]
 
     def last_parameters(self) -> list[nn.Parameter]:
-        """Return those of the last layer that has any; with all of them zero, the block is the identity."""
+        """Return the parameters of the last layer that has any. If all of them are zero, the block is the identity."""
         return [found for layer in self.branch if (found := list(layer.parameters()))][-1]
 
 
 def norm_layers(name: str, num_features: int, images: bool) -> list[nn.Module]:
-    """Return a norm as a list of no layer or one. images: for (B, C, H, W), where `layer` normalizes C, H and W
+    """Return a norm as a list of no layer or one. images: for (B, C, H, W); then `layer` normalises C, H and W
     together.
     """
     if name == "none":
@@ -50,12 +50,13 @@ WEIGHTED = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
 
 
 def initialize(model: nn.Module, scheme: str, zero_init_residual: bool = False) -> None:
-    """Overwrite the weights in place, with numbers from torch's global generator; biases become zero.
+    """Overwrite the weights in place with numbers from torch's global generator; biases become zero.
 
-    zero_init_residual: every residual block begins as the identity, because the last layer of its
-        branch (the norm, or the convolution where there is no norm) is zero, whatever the scheme. It
-        helps deep networks (Goyal et al., 2017, arXiv:1706.02677, section 5.1).
-    ValueError: no such scheme.
+    zero_init_residual: every residual block starts as the identity: the last layer of its branch (the norm, or the
+        convolution without a norm) is zero. It helps deep networks (Goyal et al., 2017, arXiv:1706.02677, section
+        5.1).
+
+    Raise ValueError for an unknown scheme.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"init={scheme} is no scheme; choose {', '.join(SCHEMES)}")
@@ -70,7 +71,7 @@ def initialize(model: nn.Module, scheme: str, zero_init_residual: bool = False) 
 
 
 def fill(layer: nn.Module, scheme: str) -> None:
-    """Draw the weight of one of `WEIGHTED`."""
+    """Initialize the weight of a layer of one of the types `WEIGHTED`."""
     assert isinstance(layer, WEIGHTED)
     is_computed = nn.utils.parametrize.is_parametrized(layer, "weight")  # as by weight_norm
     weight = layer.weight.detach().clone() if is_computed else layer.weight

@@ -13,11 +13,12 @@ from trainrun.model.layers import dropout_layers
 
 
 class Lstm(nn.Module):
-    """Tokens (B, T) become logits: of every position (B, T, num_classes), or of the last (B, num_classes).
+    """A recurrent network from tokens (B, T) to logits of every position (B, T, num_classes), or of the last (B,
+    num_classes).
 
-    vocab_size: of the tokens that come in; None is num_classes, as in language modelling.
-    outputs: `each` or `last`; the last real position where the batch has an attention_mask.
-    Padding must come after the tokens, which then never see it.
+    vocab_size: number of input tokens; None for num_classes, as in language modelling. outputs: `each` or `last`;
+        the last real position if the batch has an attention_mask. Padding must come after the tokens, which then
+        never see it.
     """
 
     def __init__(
@@ -46,9 +47,8 @@ class Lstm(nn.Module):
     ) -> Tensor:
         """Return the logits.
 
-        attention_mask: (B, T) bool, False at padding. return_states: return the inputs of `head` instead. cache: empty
-        at first; with
-        it, tokens continue those of earlier calls.
+        attention_mask: (B, T) bool, False at padding. return_states: return the inputs of `head` instead.
+        cache: empty at first; then `tokens` continue those of earlier calls.
         """
         states, after = self.lstm(self.drop(self.tokens(tokens)), cache.get("state") if cache else None)
         if cache is not None:

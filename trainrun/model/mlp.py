@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: a plain stack, with no Python between its layers."""
+"""A multi-layer perceptron: a stack of layers, without Python between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainrun.model.layers import ACTIVATIONS, dropout_layers, initialize, norm_
 
 
 class Mlp(nn.Module):
-    """Inputs (B, *in_shape) become logits (B, num_classes). Dropout comes after every hidden layer."""
+    """A network from inputs (B, *in_shape) to logits (B, num_classes), with dropout after every hidden layer."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Mlp(nn.Module):
 
 
 def hidden_layer(width: int, next_width: int, act: str, dropout: float, norm: str) -> list[nn.Module]:
-    """Return linear layer, norm, activation and dropout; without a bias if the norm would remove it."""
+    """Return a linear layer, norm, activation and dropout. The linear layer has no bias if the norm would cancel it."""
     return [
         nn.Linear(width, next_width, bias=norm != "batch"),
         *norm_layers(norm, next_width, images=False),

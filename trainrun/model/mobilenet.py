@@ -1,8 +1,8 @@
-"""A light network for small pictures: inverted residual blocks of depthwise convolutions.
+"""A light network for small images: inverted residual blocks of depthwise convolutions.
 
-Source: Sandler et al., 2018 (MobileNetV2, arXiv:1801.04381), with fewer and narrower blocks.
-When: few weights and few operations are wanted (a seventh and a fifth of those of `cnn`). When not: speed on a CPU;
-depthwise convolutions use it badly.
+Source: Sandler et al., 2018 (MobileNetV2, arXiv:1801.04381), with fewer and narrower blocks. When: few weights and
+    operations are needed (a seventh and a fifth of those of `cnn`). When not: speed on a CPU, which depthwise
+    convolutions use badly.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BLOCKS = ((1, 2), (2, 1), (2, 1), (4, 2), (4, 1))  # channels of each in widths,
 
 
 class Mobilenet(nn.Module):
-    """Pictures (B, *in_shape) with in_shape (C, H, W) of 4 x 4 or more become logits (B, num_classes).
+    """A network from images (B, *in_shape), in_shape (C, H, W) of 4 x 4 or more, to logits (B, num_classes).
 
-    width: channels of the first convolution. expansion: how much wider the inside of a block is. 28 x 28 and 8: 17k
-    parameters.
+    width: channels of the first convolution. expansion: how much wider a block is inside. For 28 x 28 and width 8:
+        17k parameters.
     """
 
     def __init__(
@@ -61,7 +61,9 @@ def conv_norm(channels: int, then: int, size: int, stride: int = 1, groups: int 
 
 
 def inverted_block(channels: int, then: int, stride: int, expansion: int) -> nn.Module:
-    """Return a block that widens, convolves each channel alone and narrows, with a shortcut if the shape stays."""
+    """Return a block that widens, convolves each channel separately, and narrows; with a shortcut if the shape
+    stays.
+    """
     wide = expansion * channels
     branch = nn.Sequential(
         *conv_norm(channels, wide, 1), nn.ReLU6(inplace=True),

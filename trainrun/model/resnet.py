@@ -1,4 +1,4 @@
-"""Residual networks for pictures of any size (He et al., 2015, arXiv:1512.03385)."""
+"""Residual networks for images of any size (He et al., 2015, arXiv:1512.03385)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LARGE_SIDE = 96  # from here on `auto` takes the stem that leaves a sixteenth of
 
 
 class ResNet(nn.Module):
-    """Pictures (B, *in_shape) with in_shape (C, H, W) become logits (B, num_classes).
+    """A network from images (B, *in_shape), in_shape (C, H, W), to logits (B, num_classes).
 
-    size: 18, 34 or 50. blocks: how many in each stage, in place of those of the size; every stage after the
-        first halves the picture and doubles the channels. width: channels of the first stage.
-    stem: `small` keeps the size (3 x 3, for CIFAR); `large` leaves a quarter of each side (7 x 7 and
-        pooling, for ImageNet); `auto` is large from 96 x 96 on. Bottlenecks stride in their 3 x 3.
-    zero_init_residual: every block begins as its shortcut (Goyal et al., 2017, arXiv:1706.02677).
+    size: 18, 34 or 50. blocks: the number per stage, instead of those of the size; every stage after the first
+        halves the image and doubles the channels. width: channels of the first stage.
+    stem: `small` keeps the size (3 x 3, for CIFAR); `large` divides each side by 4 (7 x 7 and pooling, for
+        ImageNet); `auto` is large from 96 x 96 on. Bottlenecks have their stride in the 3 x 3 convolution.
+    zero_init_residual: every block starts as its shortcut (Goyal et al., 2017, arXiv:1706.02677).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ def stem_layers(channels: int, width: int, norm: str, large: bool) -> list[nn.Mo
 
 
 def block(channels: int, width: int, stride: int, norm: str, bottleneck: bool) -> list[nn.Module]:
-    """Return two convolutions (with `bottleneck` three, the outer ones 1 x 1) and a shortcut."""
+    """Return a residual block of two 3 x 3 convolutions; with `bottleneck` of three, the outer ones 1 x 1."""
     wide = width * BOTTLENECK if bottleneck else width
     if bottleneck:
         branch = [*normed_conv(channels, width, 1, 1, norm), nn.ReLU(inplace=True)]
@@ -94,6 +94,6 @@ def block(channels: int, width: int, stride: int, norm: str, bottleneck: bool) -
 
 
 def normed_conv(channels: int, next_channels: int, kernel: int, stride: int, norm: str) -> list[nn.Module]:
-    """Return a convolution and its norm; with a bias only without norm."""
+    """Return a convolution and its norm. It has a bias only without a norm."""
     layer = nn.Conv2d(channels, next_channels, kernel, stride, kernel // 2, bias=norm == "none")
     return [layer, *norm_layers(norm, next_channels, images=True)]

@@ -1,8 +1,9 @@
-"""A variational autoencoder of token sequences: an LSTM reads them into a code, another writes them from it.
+"""A variational autoencoder for token sequences: one LSTM encodes them into a code, another decodes them.
 
-Source: Bowman et al., 2016 (arXiv:1511.06349); the code is of the largest of the states, not of the last, which keeps
-it in use far sooner (Long et al., 2019, arXiv:1911.03976). Such a decoder also predicts well without the code, so it
-collapses easily: anneal beta, drop words (`data.augment.word_dropout.rate`), and look with `monitor=vae`.
+Source: Bowman et al., 2016 (arXiv:1511.06349). The code is computed from the maximum over all states, not from the
+    last state, which keeps it in use much sooner (Long et al., 2019, arXiv:1911.03976). Such a decoder also predicts
+    well without the code, so it collapses easily: anneal beta, drop words (`data.augment.word_dropout.rate`), and
+    use `monitor=vae`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from trainrun.model.vae import FIRST_CODE, VaeOutput, draw_code
 
 
 class SequenceVae(nn.Module):
-    """Tokens (B, T) become logits of the same tokens (B, T, vocab_size), through a random code of `latent_dim` numbers.
+    """A network from tokens (B, T) to logits of the same tokens (B, T, vocab_size), through a random code (B,
+    latent_dim).
 
-    Position t is predicted from the code and the tokens before it. Padding must come after the tokens, which then never
-    see it.
+    Position t is predicted from the code and the tokens before t. Padding must come after the tokens, which then
+    never see it.
     """
 
     def __init__(self, vocab_size: Count, latent_dim: Count = 32, width: Count = 128) -> None:
@@ -40,12 +42,12 @@ class SequenceVae(nn.Module):
         noise: Tensor | None = None,
         word_dropout: Tensor | None = None,
     ) -> VaeOutput:
-        """Return reconstruction, mean and log_var.
+        """Return reconstruction (logits), mean and log_var.
 
-        attention_mask: (B, T) bool, False at padding. noise: (B, latent_dim), standard normal; without it, training
-        draws from
-        torch's generator, and evaluation decodes the mean. word_dropout: (B, T or more) bool, tokens hidden from the
-        decoder.
+        attention_mask: (B, T) bool, False at padding. word_dropout: (B, T or more) bool, tokens hidden from the
+            decoder.
+        noise: (B, latent_dim), standard normal. Without it, training draws from torch's generator, and evaluation
+            decodes the mean.
         """
         states, _ = self.encoder(self.tokens(tokens))
         if attention_mask is not None:
@@ -67,7 +69,7 @@ class SequenceVae(nn.Module):
         return hidden.tanh()[None].contiguous(), cell[None].contiguous()
 
     def write(self, code: Tensor, length: int) -> Tensor:
-        """Generate tokens (B, length) from a code (B, latent_dim): each is the likeliest after the earlier ones."""
+        """Generate tokens (B, length) from a code (B, latent_dim), each the most likely one after the earlier ones."""
         code = code.to(self.head.weight.dtype)
         state, written = (
             self._first_state(code),

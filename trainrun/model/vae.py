@@ -20,9 +20,9 @@ FIRST_CODE = 0.1  # how large the code is at the start, against what `init` make
 
 
 class VaeOutput(NamedTuple):
-    """What the task `vae` reads; a network of one's own may return a plain tuple of the same three.
+    """The output that the task `vae` expects. A custom network may return a plain tuple of the same three.
 
-    reconstruction: as the inputs. mean, log_var: of the code of each sample, (B, latent_dim).
+    reconstruction: shaped like the inputs. mean, log_var: of the code of each sample, (B, latent_dim).
     """
 
     reconstruction: Tensor
@@ -31,12 +31,13 @@ class VaeOutput(NamedTuple):
 
 
 class Vae(nn.Module):
-    """Inputs (B, *in_shape) become their reconstruction, through a random code of `latent_dim` numbers.
+    """A network from inputs (B, *in_shape) to their reconstruction, through a random code (B, latent_dim).
 
-    body: `conv` halves pictures (C, H, W) twice, `mlp` takes any shape, `auto` is conv for pictures from
-        8 x 8 on. width: channels of the first convolution. hidden: of the dense layers, from the data to
-        the code; the decoder mirrors them.
-    ValueError: no hidden layer, or convolutions over what is no picture.
+    body: `conv` halves images (C, H, W) twice, `mlp` takes any shape, `auto` is conv for images from 8 x 8 on.
+        width: channels of the first convolution. hidden: widths of the dense layers of the encoder; the decoder
+        mirrors them.
+
+    Raises ValueError without a hidden layer, or for convolutions over inputs that are no images.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Vae(nn.Module):
         """Return reconstruction, mean and log_var.
 
         noise: (B, latent_dim), standard normal. Without it, training draws from torch's generator, and evaluation
-        decodes the mean.
+            decodes the mean.
         """
         mean, log_var, drawn = draw_code(self.encoder(x), noise, self.training)
         if x.dtype in HALF_TYPES:  # then the weights are too
@@ -80,8 +81,8 @@ class Vae(nn.Module):
 
 
 def draw_code(code: Tensor, noise: Tensor | None, training: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, log_var and the code for the decoder, (B, latent_dim) each. code: (B, 2 latent_dim) of the
-    encoder.
+    """Return mean, log_var and the sampled code, (B, latent_dim) each. code: (B, 2 latent_dim), the encoder's
+    output.
     """
     if code.dtype in HALF_TYPES:
         code = code.float()  # the variance is an exponential
@@ -105,7 +106,9 @@ def dense_layers(
 def conv_layers(
     shape: tuple[int, ...], code: int, width: int, hidden: tuple[int, ...]
 ) -> tuple[nn.Sequential, nn.Sequential]:
-    """Return encoder and decoder. The decoder enlarges by repetition before each convolution, which suits any size."""
+    """Return encoder and decoder. The decoder enlarges by repetition before each convolution, which works for any
+    size.
+    """
     channels, rows, columns = shape
     half = ((rows + 1) // 2, (columns + 1) // 2)
     middle = (2 * width, (half[0] + 1) // 2, (half[1] + 1) // 2)

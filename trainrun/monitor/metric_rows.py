@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import DataError
-from trainrun.folder.run_folder import strict, sync_path, write_text
+from trainrun.folder.run_folder import replace_non_finite, sync_path, write_text
 from trainrun.output import SPEEDS
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -262,4 +262,4 @@ def _format_row(row: Mapping[str, Any]) -> str:
     try:
         return ENCODER.encode(row) + "\n"
     except ValueError:  # rare, so the common row pays nothing for it
-        return ENCODER.encode(strict(row)) + "\n"
+        return ENCODER.encode(replace_non_finite(row)) + "\n"

@@ -13,7 +13,7 @@ from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import RunFacts
 from trainrun.output import COMMAND, SPEEDS, counted, duration, figure, path_to_paste, quantity, speed_in
 
-OBJECT_TARGET = "trainrun.runs.api.given"  # of what `trainrun.train(model=...)` was given
+OBJECT_TARGET = "trainrun.runs.api.python_object"  # of what `trainrun.train(model=...)` was given
 
 LEAST_SHARE, MOST_PARTS = 0.05, 3  # of the time: smaller accounts are not named, nor more of them
 

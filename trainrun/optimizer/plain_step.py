@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import LBFGS, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from trainrun.runtime.memory_layout import has_layout_of, in_layout_of, is_dense, lay_out_gradient
+from trainrun.runtime.memory_layout import copy_in_layout, has_same_strides, is_dense, lay_out_gradient
 
 Step = Callable[[], Any]
 KERNEL: Any = getattr(torch, "_fused_adamw_", None)  # where a version has it no more: torch's own code
@@ -100,8 +100,8 @@ def fit_layout(optimizer: Optimizer) -> bool:
         state = optimizer.state.get(param, {})
         for name, value in list(state.items()):
             is_like_param = isinstance(value, Tensor) and value.shape == param.shape
-            if is_like_param and not has_layout_of(value, param):
-                state[name] = in_layout_of(value, param)
+            if is_like_param and not has_same_strides(value, param):
+                state[name] = copy_in_layout(value, param)
                 reset_prepared(optimizer)
     return False
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainrun.errors import ConfigError
 from trainrun.output import counted
-from trainrun.runtime.machine import usable_cores
+from trainrun.runtime.machine import count_usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -272,5 +272,5 @@ def choose_num_devices(
         return devices, f"parallel.devices={devices}"
     if num_gpus > 0:
         return num_gpus, f"one for each of {num_gpus} GPU(s)"
-    cores = usable_cores()
+    cores = count_usable_cores()
     return min(2, cores), f"on a CPU ({cores} core(s)) two ranks, at most one for each core"

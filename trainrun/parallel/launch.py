@@ -26,11 +26,11 @@ from types import FrameType
 from typing import BinaryIO
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
-from trainrun.folder.lock import passed_on
+from trainrun.folder.lock import inherited_lock
 from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.output import say
 from trainrun.parallel.rank_place import Exchanges, format_ranks, listening_path
-from trainrun.runtime.machine import usable_cores
+from trainrun.runtime.machine import count_usable_cores
 from trainrun.runtime.signals import AGAIN_SECONDS, block_stop_signals, catch_stops
 
 POLL_SECONDS = 0.02
@@ -232,7 +232,7 @@ def local_environment(env: Mapping[str, str], local_rank: int, count: int) -> di
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(count),
         "TRAINRUN_DRIVER": str(os.getpid()),
-        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // count)),
+        "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS") or str(max(1, count_usable_cores() // count)),
         "PYTHONUNBUFFERED": env.get("PYTHONUNBUFFERED") or "1",  # the log of a killed rank is complete
     }
 
@@ -252,7 +252,7 @@ def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str
     Each rank has its own session, so that Ctrl-C in the terminal does not reach it. The launcher sends the signal
     once the rank can handle it; an interrupt during its imports would print a traceback.
     """
-    lock, word = passed_on()
+    lock, word = inherited_lock()
 
     def start_process(output: BinaryIO | None) -> Rank:
         with block_stop_signals():

@@ -1,4 +1,4 @@
-"""How all pictures look: size, colours, axes. Matplotlib's global state is left alone."""
+"""The look of all plots: size, colours, axes. Matplotlib's global state does not change."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FEW_POINTS = 40  # below, each point gets a mark
 
 
 def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
-    """Return an empty figure. width, height: inches, at DPI dots each. fitted: fit margins to the texts, which
-    doubles the time.
+    """Return an empty figure. width, height: in inches, at DPI. fitted: fit the margins to the texts, in twice the
+    time.
     """
     from matplotlib.figure import Figure
 
@@ -42,7 +42,7 @@ def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
 def panels(
     title: str, count: int, columns: int = 1, height: float = 2.3, fitted: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """Return `count` axes in a grid under one title. fitted: as in `new_figure`."""
+    """Return a figure and `count` axes in a grid under one title. fitted: as in `new_figure`."""
     from matplotlib import rc_context
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -71,7 +71,7 @@ def panels(
 
 
 def label_steps(ax: Axes, steps_per_epoch: int | None) -> None:
-    """Label the steps below a panel, with the length of an epoch where it is known."""
+    """Label the x-axis with steps, and with the length of an epoch if known."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     ax.set_xlabel(f"step ({steps_per_epoch:,} an epoch)" if steps_per_epoch else "step")
@@ -114,7 +114,7 @@ def show_legend(ax: Axes, **place: Any) -> None:
 
 
 def as_plain_text(legend: Legend) -> None:
-    """Show labels as they are: a `$` in them is not a formula."""
+    """Show a legend's labels literally: a `$` does not start a formula."""
     for text in legend.get_texts():
         text.set_parse_math(False)
 
@@ -130,12 +130,12 @@ def note_gaps(ax: Axes, curves: Sequence[Series]) -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Replace a picture of matplotlib as a whole."""
+    """Save a figure as PNG, replacing the file atomically. Return its path."""
     return replace_picture(path, lambda file: figure.savefig(file, format="png"))
 
 
 def replace_picture(path: Path, write: Callable[[Path], object]) -> Path:
-    """Write a picture under another name and rename it, so that nobody sees half of it."""
+    """Write an image under a temporary name and rename it, so that no reader sees half of it."""
     path.parent.mkdir(exist_ok=True)  # a run whose folder is gone gets none
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

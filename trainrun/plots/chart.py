@@ -1,7 +1,7 @@
-"""Line charts of a page: the data as JSON in the HTML, drawn by `chart.js`, which is part of the page.
+"""Line charts of a page: JSON data in the HTML, drawn by `chart.js`, which is included in the page.
 
-One chart shows one metric over steps, epochs or time, a curve for each split or run. A page with charts needs no other
-file and no network. The reader sees values under the pointer, zooms by dragging, smooths, and chooses the scale.
+One chart shows one metric over steps, epochs or time, with a curve for each split or run. A page with charts needs
+no other file and no network. The reader can read values, zoom by dragging, smooth, and choose the scale.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ STYLE = Path(__file__).with_name("chart.css")
 class Curve:
     """Values over one or more axes.
 
-    axes: name -> positions in ascending order, of the length of `values`. values: may hold nan and inf, which interrupt
-    the line. is_dots: values of single samples, which no line joins. half: of an interval around each value, or nan.
-    is_faint: a thin grey line without a name, behind the others. most: points that are drawn.
+    axes: name -> ascending positions, as many as `values`. values: NaN and infinity interrupt the line. is_dots:
+        single samples, not joined by a line. half: half of an interval around each value, or NaN. is_faint: a thin
+        grey line without a name, behind the others. most: the maximum number of drawn points.
     """
 
     name: str
@@ -43,9 +43,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture: the curves of a metric on one scale. log: None chooses it by the values.
+    """One chart: the curves of a metric on one scale. log: None chooses the scale by the values.
 
-    log_x: whether positions are on a logarithmic axis. x_names: of the positions 0, 1, 2, ... of what is no number.
+    log_x: whether the x-axis is logarithmic. x_names: labels for the positions 0, 1, 2, ... if they are no numbers.
     """
 
     title: str
@@ -60,7 +60,7 @@ class Chart:
         return wants_log_scale([curve.values for curve in self.curves]) if self.log is None else self.log
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `chart.js` reads. Its numbers have six digits."""
+        """Return the data for `chart.js`, with six significant digits."""
         return {
             "title": self.title,
             "unit": self.unit,
@@ -88,12 +88,12 @@ def _curve_to_json(curve: Curve) -> dict[str, Any]:
 
 
 def numbers(values: Floats) -> list[float | None]:
-    """Return plain numbers of six digits; None for one that is not finite, for which JSON has no word."""
+    """Return plain numbers with six significant digits; None for NaN and infinity, which JSON lacks."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 def charts_html(charts: Iterable[Chart]) -> str:
-    """Return the HTML of a group of charts; empty without charts. `chart_code` draws all groups of a page."""
+    """Return the HTML of a group of charts; "" without charts. `chart_code` draws all groups of a page."""
     figures = [
         f'<figure class="chart" data-chart="{escape(json.dumps(chart.to_json()), quote=True)}">'
         f"{escape(chart.title)}: the chart needs JavaScript</figure>"
@@ -105,11 +105,11 @@ def charts_html(charts: Iterable[Chart]) -> str:
 
 
 def chart_code() -> tuple[str, str]:
-    """Return the style and the script of charts; the script stands behind the last chart of a page."""
+    """Return the style and the script of charts. The script must come after the last chart of a page."""
     return STYLE.read_text(encoding="utf-8"), SCRIPT.read_text(encoding="utf-8")
 
 
 def curve_of(name: str, points: Sequence[Point]) -> Curve:
-    """Return points of a run as a curve over steps, epochs and time."""
+    """Return the points of a run as a curve over steps, epochs and time."""
     step, epoch, seconds, values = np.asarray(points, dtype=np.float64).T
     return Curve(name, {"step": step, "epoch": epoch, "time": seconds}, values)

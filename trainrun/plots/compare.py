@@ -1,4 +1,4 @@
-"""Several runs side by side: their curves in one chart for each metric, results and what differs in tables."""
+"""Compare several runs: their curves in one chart per metric, and tables of results and differences."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ UNEQUAL_ALWAYS = ("run_name",)  # differs without saying anything about the trai
 
 @dataclass(frozen=True)
 class RunComparison:
-    """file: the page. table: results and settings in plain text; further: what else differs.
+    """A comparison. file: the page. table: results and settings as text. further: other differences.
 
-    columns: the cells of the table, by the name of the run and of the column.
+    columns: the cells of the table, by the names of run and column.
     """
 
     file: Path
@@ -39,7 +39,7 @@ class RunComparison:
 
 
 def compare(runs: list[RunDir], out: Path) -> RunComparison:
-    """Write `compare.html`."""
+    """Write `compare.html` and return the comparison."""
     histories = dict(zip(short_names(runs), (read_history(run) for run in runs), strict=True))
     head, rows = comparison_table(histories)
     title = f"{len(runs)} runs side by side"
@@ -60,7 +60,7 @@ def compare(runs: list[RunDir], out: Path) -> RunComparison:
 
 
 def environment_of(history: History) -> dict[str, Any]:
-    """Return versions, machine, device and the state of the code of a run."""
+    """Return a run's versions, machine, device and state of the code."""
     found, run = read_environment(history.run), history.run
     found = {name: value for name, value in found.items() if name not in ("command", "folder", "working_dir")}
     with suppress(OSError):
@@ -117,7 +117,7 @@ def describe_loss_difference(histories: dict[str, History]) -> str:
 
 
 def short_names(runs: Sequence[RunDir]) -> list[str]:
-    """Return the run folders without their common parent."""
+    """Return the run folders relative to their common parent."""
     roots = [run.root.absolute() for run in runs]
     common = Path(os.path.commonpath([root.parent for root in roots]))
     return [root.relative_to(common).as_posix() for root in roots]
@@ -148,7 +148,7 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
 
 
 def best_history(histories: Sequence[History]) -> History | None:
-    """Return the run with the best value, if all are judged by one metric and their values differ."""
+    """Return the run with the best value; None if runs have different metrics or all values are equal."""
     judged = [(history.best, history) for history in histories]
     known = [(best, history) for best, history in judged if best is not None]
     if len({best.metric for best, _ in known}) != 1 or len({best.value for best, _ in known}) == 1:
@@ -158,7 +158,7 @@ def best_history(histories: Sequence[History]) -> History | None:
 
 
 def results_of(history: History) -> dict[str, float]:
-    """Return the final metrics of a run and those of its test."""
+    """Return the final validation and test metrics of a run."""
     found = dict(history.summary.get("metrics") or {}) | (history.of("test") or [{}])[-1]
     return {name: value for name, value in found.items() if "/" in name and not name.endswith("/seconds")}
 
@@ -173,7 +173,7 @@ def differing_keys(configs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], most_wide: int = MOST_WIDE) -> str:
-    """Return columns under each other; a line a value where a line a run would be wider than `most_wide` letters."""
+    """Return a table as text. If it is wider than `most_wide` characters, rows and columns are swapped."""
     lines = [head, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     if sum(widths) > most_wide:
@@ -186,7 +186,7 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], most_wide: in
 
 
 def comparison_charts(histories: dict[str, History]) -> list[Chart]:
-    """Return a chart for each metric of training and each of validation, with a curve for each run."""
+    """Return a chart for each training and validation metric, with a curve for each run."""
     found: dict[str, list[Curve]] = {}
     for run, history in histories.items():
         for name, points in curves_in(history.in_order).items():

@@ -1,7 +1,7 @@
-"""Pictures of a run in `plots/`, drawn by a process beside it: `python -m trainrun.plots.draw RUN_DIR`.
+"""Draw the plots of a run into `plots/`, in a separate process: `python -m trainrun.plots.draw RUN_DIR`.
 
-matplotlib takes half a second to import and a tenth to draw a picture. The run writes its rows and its page, starts
-this process and ends. What goes wrong here is a line of `run.log`, and of the terminal if there is one.
+matplotlib takes half a second to import and a tenth to draw a plot. The run writes its rows and its report, starts
+this process and exits. Errors are written to `run.log`, and to the terminal if there is one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainrun.errors import DataError
-from trainrun.folder.run_folder import RunDir, is_there
+from trainrun.folder.run_folder import RunDir, is_run_folder
 from trainrun.output import say
 from trainrun.parallel.launch import module_command
 from trainrun.plots.report import draw_report
@@ -28,20 +28,19 @@ LONGEST_SECONDS = 120.0  # then the process ends itself, as where the disk of th
 
 
 def draw(run: RunDir) -> str:
-    """Draw all pictures of a run. Return what went wrong and how to draw again; "" if nothing did."""
+    """Draw all plots of a run. Return what went wrong and how to draw them again; "" if nothing did."""
     return _problem_of(run, lambda: draw_run(run), "not all pictures were drawn")
 
 
 def write_report(run: RunDir) -> str:
-    """Write `report.html`, which needs no picture of `plots/`. Return what went wrong, as `draw` does."""
+    """Write `report.html`, which does not need `plots/`. Return what went wrong, as `draw` does."""
     return _problem_of(run, lambda: draw_report(run), "report.html was not written")
 
 
 def start_drawing(run: RunDir) -> str:
-    """Start a process that draws the pictures, and do not wait for it. Return what went wrong, as `draw` does.
+    """Start a process that draws the plots, without waiting for it. Return what went wrong, as `draw` does.
 
-    The process lives on when this one ends, in a session of its own. It holds no pipe of this process, whose reader
-    would wait for it too.
+    The process has its own session and survives this one. It inherits no pipe, whose reader would wait for it too.
     """
     errors = None if sys.stderr is not None and sys.stderr.isatty() else subprocess.DEVNULL
     try:
@@ -57,7 +56,7 @@ def start_drawing(run: RunDir) -> str:
 
 
 def ends_with_parent() -> bool:
-    """Return whether a process that this one leaves behind would be ended: in a container, a service or a batch job."""
+    """Return whether a process left behind would be killed: in a container, a service or a batch job."""
     return 1 in (os.getpid(), os.getppid()) or any(name in os.environ for name in BATCH_SYSTEMS)
 
 
@@ -79,15 +78,15 @@ def command_for(run: RunDir) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Draw, at a low priority."""
+    """Draw the plots of a run at a low priority."""
     run = RunDir(Path(argv[0]))
-    if not is_there(run):
+    if not is_run_folder(run):
         return
     with run.log.open("a", encoding="utf-8") as log:
         faulthandler.dump_traceback_later(LONGEST_SECONDS, exit=True, file=log)
         with contextlib.suppress(AttributeError, OSError):  # Windows has no such priority
             os.nice(10)
-        if (problem := draw(run)) and is_there(run):
+        if (problem := draw(run)) and is_run_folder(run):
             say(f"note: {problem}", file=log)
             say(f"note: {problem}", file=sys.stderr)
         faulthandler.cancel_dump_traceback_later()

@@ -1,4 +1,4 @@
-"""What a run folder tells about its run, read once for all pictures and the report."""
+"""The content of a run folder, read once for all plots and the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNKNOWN = "running, or it did not come to an end"
 
 @dataclass(frozen=True)
 class Best:
-    """The value a run is judged by; `metric` as users type it."""
+    """The best monitored value of a run. metric: as users type it."""
 
     metric: str
     value: float
@@ -26,9 +26,9 @@ class Best:
 
 @dataclass(frozen=True)
 class History:
-    """The rows of a run by kind, and all of them in the order of writing.
+    """The rows of a run by kind, and all rows in the order of writing.
 
-    facts: of the last session, as in RunFacts. summary: empty while it runs.
+    facts: of the last session, as in RunFacts. summary: empty while the run trains.
     """
 
     run: RunDir
@@ -42,7 +42,7 @@ class History:
 
     @property
     def state(self) -> tuple[str, str]:
-        """How the run stands by `status.json`, and the message of what ended it; empty while it runs."""
+        """The state of the run in `status.json`, and its final message; "" while it runs."""
         status = read_state(self.run)
         if not status:
             return ("ended", str(self.summary.get("reason") or "")) if self.summary else (UNKNOWN, "")
@@ -56,7 +56,7 @@ class History:
         return steps
 
     def sampling_of(self, metric: str) -> str:
-        """Return ` (measured in every 9th step)` for a metric of training that is not measured in all; else nothing."""
+        """Return ` (measured in every 9th step)` for a training metric that is not measured in all steps; else ""."""
         every = self.facts.get("sample_every") or 1
         if every == 1 or not metric.startswith("train/") or metric == "train/loss":
             return ""
@@ -64,7 +64,7 @@ class History:
 
     @property
     def best(self) -> Best | None:
-        """As the summary says; before the end, the lowest validation loss."""
+        """The best value in the summary; before the end, the lowest validation loss; None without one."""
         metric, value, step = (self.summary.get(name) for name in ("monitor", "value", "best_step"))
         if metric is not None and value is not None and step is not None:
             return Best(metric, value, step)
@@ -78,7 +78,7 @@ class History:
 def read_history(run: RunDir) -> History:
     """Read the rows of a run.
 
-    Raise DataError if `metrics.jsonl` is damaged, and OSError if it is missing though the run did not fail.
+    Raise DataError if `metrics.jsonl` is damaged, and OSError if it is missing although the run did not fail.
     """
     rows: dict[str, list[Row]] = {}
     ended_early = not run.metrics.exists() and read_state(run).get("state") in ("failed", "stopped")
@@ -96,7 +96,7 @@ def read_history(run: RunDir) -> History:
 
 
 def read_state(run: RunDir) -> dict[str, Any]:
-    """Return the content of `status.json`; empty if it cannot be read or has no state."""
+    """Return the content of `status.json`; {} if it cannot be read or has no state."""
     with contextlib.suppress(OSError, ValueError):
         status = read_json(run.status)
         if isinstance(status, dict) and isinstance(status.get("state"), str):
@@ -105,7 +105,7 @@ def read_state(run: RunDir) -> dict[str, Any]:
 
 
 def read_config(run: RunDir) -> dict[str, Any]:
-    """Return the config of a run as plain values; empty if the folder has none."""
+    """Return the config of a run as plain values; {} without one."""
     if not run.config.is_file():
         return {}
     import yaml
@@ -121,7 +121,7 @@ def read_config(run: RunDir) -> dict[str, Any]:
 
 
 def read_environment(run: RunDir) -> dict[str, Any]:
-    """Return the content of `environment.json`; empty if it cannot be read."""
+    """Return the content of `environment.json`; {} if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         environment = read_json(run.environment)
         return environment if isinstance(environment, dict) else {}

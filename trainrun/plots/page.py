@@ -1,4 +1,4 @@
-"""Plain HTML from plain text: everything that comes from a run is escaped."""
+"""Build HTML from text. Everything that comes from a run is escaped."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ figure { margin: 0; } figcaption { margin-bottom: .3em; }
 
 
 def page(title: str, parts: Iterable[str], refresh: float | None = None) -> str:
-    """Return an HTML page that needs no other file. Charts among the parts bring their style and their script.
+    """Return an HTML page that needs no other file. Charts add their style and script.
 
-    refresh: seconds after which it reloads itself, unless the pointer is on a chart (`chart.js`).
+    refresh: seconds after which the page reloads itself, unless the pointer is on a chart.
     """
     reload = "" if refresh is None else f' data-reload="{refresh:g}"'
     inside = [part for part in parts if part]
@@ -70,7 +70,7 @@ def heading(text: str, level: int = 2) -> str:
 
 
 def under(title: str, part: str) -> str:
-    """Return a component under a heading; empty if there is none."""
+    """Return a part with a heading; "" if the part is empty."""
     return f"{heading(title)}\n{part}" if part else ""
 
 
@@ -79,13 +79,13 @@ def paragraph(text: str) -> str:
 
 
 def banner(state: str, message: str, bad: bool = False) -> str:
-    """Return a box with the state of a run and the message of what ended it."""
+    """Return a box with the state of a run and its final message."""
     told = f": {message}" if message else ""
     return f'<p class="banner{" bad" * bad}"><strong>{escape(state)}</strong>{escape(told)}</p>'
 
 
 def pairs(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """Return a table of names and values; empty if there are no rows."""
+    """Return a table of names and values; "" without rows."""
     if not rows:
         return ""
     body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>\n" for name, value in rows)
@@ -93,12 +93,12 @@ def pairs(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def beside(parts: Iterable[str]) -> str:
-    """Return components side by side, if the window is wide enough."""
+    """Return parts side by side, if the window is wide enough."""
     return '<div class="beside">' + "".join(f"<div>{part}</div>\n" for part in parts if part) + "</div>"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], links: Sequence[str] = ()) -> str:
-    """Return a table with a head. links: where the first cell of each row leads to; an empty one leads nowhere."""
+    """Return a table with a head. links: the target of each row's first cell; "" for none."""
     body = ""
     for i, row in enumerate(rows):
         cells = [f"<td>{escape(text)}</td>" for text in row]
@@ -116,7 +116,7 @@ def listing(title: str, lines: Sequence[str]) -> str:
 
 
 def written(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return samples of text, the newest first; empty if there are none."""
+    """Return text samples, the newest first; "" without any."""
     if not rows:
         return ""
     body = "".join(
@@ -133,12 +133,12 @@ def _sample(row: Mapping[str, Any]) -> str:
 
 
 def code(title: str, text: str) -> str:
-    """Return text as it is typed; empty if there is none."""
+    """Return preformatted text under a heading; "" without text."""
     return f"{heading(title)}\n<pre>{escape(text)}</pre>" if text else ""
 
 
 def folded(title: str, text: str) -> str:
-    """Return long text that opens with a click."""
+    """Return long text that opens with a click; "" without text."""
     if not text:
         return ""
     return f"<details>\n<summary>{escape(title)}</summary>\n<pre>{escape(text)}</pre>\n</details>"

@@ -1,4 +1,4 @@
-"""The confusion matrix as a picture, and boards of sample pictures, for `plots/`; `report.html` has both with names."""
+"""The confusion matrix and grids of sample images as files in `plots/`; `report.html` has both with names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def confusion_picture(history: History) -> Figure | None:
-    """Draw the newest confusion matrix: a row is a true class, a colour the share of its samples."""
+    """Draw the newest confusion matrix; rows are true classes, colours their shares. Return None without one."""
     rows = history.of("confusion")
     if not rows:
         return None
@@ -62,7 +62,7 @@ def confusion_picture(history: History) -> Figure | None:
 
 
 def _write_counts(ax: Axes, counts: Floats, shares: Floats) -> None:
-    """Write the number of samples into each cell. Cells without samples stay empty, so that mistakes stand out."""
+    """Write the number of samples into each cell. Cells without samples stay empty, so that mistakes are visible."""
     size = 10 if len(counts) <= 12 else 7
     for target, prediction in np.argwhere(counts > 0):
         color = "white" if shares[target, prediction] > 0.55 else "black"
@@ -71,7 +71,7 @@ def _write_counts(ax: Axes, counts: Floats, shares: Floats) -> None:
 
 
 def boards(run: RunDir) -> dict[str, Image.Image]:
-    """Return boards of pictures by file name: sample predictions, mistakes in red, and what the task drew."""
+    """Return image grids by file name: sample predictions with mistakes in red, and the images of the task."""
     samples = read_samples(run)
     found = (
         {}
@@ -85,7 +85,7 @@ def boards(run: RunDir) -> dict[str, Image.Image]:
 
 
 def board(pictures: Bytes, wrong: npt.NDArray[np.bool_]) -> Image.Image:
-    """Return pictures (B, 1 or 3, H, W) beside and below each other, with a red frame around the wrong ones."""
+    """Return images (B, 1 or 3, H, W) as one grid, with a red frame around the wrong ones."""
     size = max(1, SIDE // max(pictures.shape[2:]))
     pictures = (
         np.broadcast_to(pictures, (len(pictures), 3, *pictures.shape[2:])).repeat(size, 2).repeat(size, 3)
@@ -104,6 +104,6 @@ def board(pictures: Bytes, wrong: npt.NDArray[np.bool_]) -> Image.Image:
 
 
 def shorten(name: str) -> str:
-    """Return a name without its middle if it is long: names of one kind begin alike."""
+    """Return a long name without its middle part, because similar names often have the same beginning."""
     half = LONGEST_NAME // 2
     return name if len(name) <= LONGEST_NAME else f"{name[: half - 1]}…{name[-half:]}"

@@ -1,4 +1,4 @@
-"""Predictions of a run as HTML for the report: confusion matrix, sample pictures, regression, what the task drew."""
+"""Predictions of a run as HTML for the report: confusion matrix, sample images, regression, images of the task."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def describe_weights(row: Row) -> str:
 
 
 def shares(parts: Floats, totals: Floats) -> Floats:
-    """Return parts of totals; nan where there is nothing."""
+    """Return parts divided by totals; NaN where the total is 0."""
     return np.divide(parts, totals, out=np.full_like(parts, np.nan), where=totals > 0)
 
 
@@ -100,7 +100,7 @@ def regression_html(history: History) -> str:
 
 @dataclass(frozen=True)
 class SamplePredictions:
-    """Pictures (B, 1 or 3, H, W) of samples with classes (B,). The first `num_worst` are the worst ones."""
+    """Images (B, 1 or 3, H, W) with classes (B,). The first `num_worst` have the worst predictions."""
 
     images: npt.NDArray[np.uint8]
     target: npt.NDArray[np.int64]
@@ -111,7 +111,9 @@ class SamplePredictions:
 
     @property
     def captions(self) -> list[tuple[str, bool]]:
-        """The prediction of each sample, with its confidence; for a wrong one the true class, and True."""
+        """The caption of each sample and whether it is wrong: the prediction, its confidence, and the true class of
+        a mistake.
+        """
         captions = []
         for i, (target, prediction) in enumerate(zip(self.target, self.prediction, strict=True)):
             text = self._name(prediction)
@@ -139,7 +141,7 @@ def read_samples(run: RunDir) -> SamplePredictions | None:
 
 
 def read_task_pictures(run: RunDir) -> dict[str, tuple[npt.NDArray[np.uint8], list[str]]]:
-    """Return what the task drew at the newest validation, with captions, by name. Raise DataError if it is damaged."""
+    """Return the images of the task at the newest validation, with captions, by name. Raise DataError if damaged."""
     if not run.pictures.is_file():
         return {}
     from safetensors import SafetensorError, safe_open
@@ -153,7 +155,7 @@ def read_task_pictures(run: RunDir) -> dict[str, tuple[npt.NDArray[np.uint8], li
 
 
 def samples_html(run: RunDir) -> str:
-    """Return the worst and a few random samples with what is predicted of them."""
+    """Return the worst and a few random samples with their predictions; "" without any."""
     samples = read_samples(run)
     if samples is None:
         return ""
@@ -165,7 +167,7 @@ def samples_html(run: RunDir) -> str:
 
 
 def task_pictures_html(run: RunDir) -> str:
-    """Return what the task drew at the newest validation, under the name of each picture."""
+    """Return the images of the task at the newest validation, under their names."""
     groups = []
     for name, (pictures, texts) in read_task_pictures(run).items():
         captions = [(text, False) for text in texts or [""] * len(pictures)]
@@ -175,7 +177,7 @@ def task_pictures_html(run: RunDir) -> str:
 
 @contextlib.contextmanager
 def named_if_damaged(path: Path, *faults: type[Exception]) -> Iterator[None]:
-    """Turn an error of reading into a DataError that names the file."""
+    """Turn a read error of the block into a DataError that names the file."""
     try:
         yield
     except faults as error:
@@ -185,9 +187,9 @@ def named_if_damaged(path: Path, *faults: type[Exception]) -> Iterator[None]:
 def tiles_html(
     pictures: npt.NDArray[np.uint8], captions: Sequence[tuple[str, bool]], parts: Sequence[str] = ()
 ) -> str:
-    """Return pictures (B, 1 or 3, H, W) with a caption each; True marks a mistake.
+    """Return images (B, 1 or 3, H, W) with captions; True marks a mistake.
 
-    parts: what several pictures that are one beside the other in each of them show.
+    parts: the headings of the sub-images, if each image consists of several side by side.
     """
     step = max(1, min(pictures.shape[2:]) // MOST_DOTS)
     heads = "".join(f"<span>{escape(part)}</span>" for part in parts if len(parts) > 1)
@@ -201,7 +203,7 @@ def tiles_html(
 
 
 def png_url(picture: npt.NDArray[np.uint8]) -> str:
-    """Return (1 or 3, H, W) bytes as a PNG inside a URL."""
+    """Return an image, (1 or 3, H, W) uint8, as a PNG in a data URL."""
     file = io.BytesIO()
     pixels = picture[0] if len(picture) == 1 else np.moveaxis(picture, 0, 2)
     Image.fromarray(np.ascontiguousarray(pixels)).save(file, format="png")

@@ -37,9 +37,9 @@ MOST_SAMPLES = 40  # of text
 
 
 def draw_report(run: RunDir) -> Path:
-    """Put the facts, the curves and the predictions of the run on one page; it needs no file of `plots/`.
+    """Write the facts, the curves and the predictions of the run to `report.html`. Return its path.
 
-    Raises DataError if the metrics file is damaged, OSError if there is none.
+    Raises DataError if the metrics file is damaged, OSError without one.
     """
     history = read_history(run)
     name = str(history.facts.get("name") or run.root.name)
@@ -95,7 +95,7 @@ def draw_report(run: RunDir) -> Path:
 
 
 def curves_page(run: RunDir) -> str:
-    """Return a page with the curves of a run alone."""
+    """Return a page with the curves of a run."""
     history = read_history(run)
     return page.page(run.root.name, [charts_html(metric_charts(curves_in(history.in_order)))])
 
@@ -113,7 +113,7 @@ def overview_page(run: RunDir) -> str:
 
 
 def layer_table(history: History) -> list[str]:
-    """Return the table of the layers, if the run wrote one (`monitor.summary`)."""
+    """Return the table of layers if the run wrote one (`monitor.summary`)."""
     if not (found := history.of("layers")):
         return []
     rows = (
@@ -124,21 +124,19 @@ def layer_table(history: History) -> list[str]:
 
 
 def state_banner(history: History) -> str:
-    """Return a banner with the state of the run and the message with which it ended."""
+    """Return a banner with the state of the run and its final message."""
     state, message = history.state
     return page.banner(state, message, bad=state == "failed")
 
 
 def changed_settings(run: RunDir) -> list[str]:
-    """Return the settings that were given, one a line, but for the folder."""
+    """Return the typed settings, without the folder and without Python objects."""
     given = _text(run.overrides).splitlines()
     return [word for word in settings_without_objects(given) if word and not word.startswith("output_dir=")]
 
 
 def again_command(run: RunDir, changed: Sequence[str]) -> str:
-    """Return the command that repeats the training in a new folder; "" if the run was not started by a
-    command.
-    """
+    """Return the command that repeats the training in a new folder; "" if no command started the run."""
     return (
         format_call(changed, objects_in_settings(_text(run.overrides).splitlines()))
         if run.overrides.is_file()
@@ -147,7 +145,7 @@ def again_command(run: RunDir, changed: Sequence[str]) -> str:
 
 
 def result_rows(history: History) -> list[tuple[str, str]]:
-    """Return the best metric, the newest ones, and time and speed; while the run goes on, what is known."""
+    """Return the best metric, the newest metrics, time and speed; while the run trains, those that are known."""
     summary, best = history.summary, history.best
     rows: list[tuple[str, str]] = []
     if best is not None:
@@ -171,7 +169,7 @@ def result_rows(history: History) -> list[tuple[str, str]]:
 
 
 def evaluation_table(history: History) -> str:
-    """Return a table of the newest validations, with a mark at the one that was the best; empty without any."""
+    """Return a table of the newest validations, with a mark at the best; "" without any."""
     rows = history.of("eval")[-MOST_EVALUATIONS:]
     names = [name for name in names_in(rows) if name not in NO_METRICS and _of_class(name) is None]
     names = [name for name in names if not name.endswith("/seconds")]
@@ -195,9 +193,7 @@ def results(history: History) -> dict[str, Any]:
 
 
 def class_tables(history: History) -> list[str]:
-    """Return a table of the metrics of single classes (`val/f1/3`) for each split: a row a class, a column a
-    metric.
-    """
+    """Return a table of the metrics of single classes (`val/f1/3`) per split: a row per class, a column per metric."""
     found: dict[str, dict[str, dict[int, Any]]] = {}
     for name, value in results(history).items():
         if (place := _of_class(name)) is not None:
@@ -228,7 +224,7 @@ def _of_class(name: str) -> tuple[str, int] | None:
 
 
 def setup_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return model, data, optimizer, device and lengths, as at the start."""
+    """Return model, data, optimizer, device and lengths, as printed at the start."""
     names = {
         "model_summary": "model", "num_parameters": "parameters", "num_trainable": "trained parameters",
         "update": "optimizer", "num_train": "training samples", "num_val": "validation samples",

@@ -1,4 +1,4 @@
-"""The charts of a run, which its report shows, and `draw_run`, which draws the same charts as PNG files."""
+"""The charts of a run for its report, and `draw_run`, which draws them as PNG files."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ TITLES = {
 
 
 def draw_run(run: RunDir) -> list[Path]:
-    """Draw all pictures that the rows of a run allow into `plots/`; return their paths.
+    """Draw all plots that the rows of a run allow into `plots/`. Return their paths.
 
-    Raises DataError if a file of the run is damaged, OSError if there are no rows.
+    Raises DataError if a file of the run is damaged, OSError without rows.
     """
     history = read_history(run)
     charts = run_charts(history)
@@ -71,7 +71,7 @@ def draw_run(run: RunDir) -> list[Path]:
 
 
 def charts_picture(name: str, charts: Sequence[Chart], history: History) -> Figure:
-    """Return a picture with a panel for each chart. name: of the picture; that of the loss has marks."""
+    """Return a figure with a panel for each chart. name: of the figure; the one of the loss gets marks."""
     run_name = history.facts.get("name")
     title = TITLES[name] + (f" of {run_name}" if run_name else "")
     columns = min(len(charts), 2)
@@ -90,7 +90,7 @@ def charts_picture(name: str, charts: Sequence[Chart], history: History) -> Figu
 
 
 def draw_chart(ax: Axes, chart: Chart) -> None:
-    """Draw the curves of a chart; many noisy values are faint behind the mean of the last ones."""
+    """Draw the curves of a chart. Many noisy values are drawn faintly, with their moving average in front."""
     log = chart.is_log
     curves = []
     for curve, color in zip(chart.curves, cycle(canvas.CYCLE), strict=False):
@@ -121,7 +121,7 @@ def mark_steps(ax: Axes, history: History) -> None:
 
 
 def run_charts(history: History) -> dict[str, list[Chart]]:
-    """Return all charts of a run by the picture that they are part of."""
+    """Return all charts of a run by the name of their figure."""
     charts = metric_charts(curves_in(history.in_order))
     rates = [chart for chart in charts if chart.title in ("lr", "grad_norm")]
     speeds = [chart for chart in charts if chart.title in UNITS]
@@ -136,7 +136,9 @@ def run_charts(history: History) -> dict[str, list[Chart]]:
 
 
 def metric_charts(curves: Mapping[str, Sequence[Point]]) -> list[Chart]:
-    """Return a chart for each metric, with a curve for each split; the loss first, what has no split (`lr`) last."""
+    """Return a chart for each metric, with a curve for each split; the loss first, metrics without a split (`lr`)
+    last.
+    """
     by_metric: dict[str, dict[str, Curve]] = {}
     for name, points in curves.items():
         split, _, metric = name.rpartition("/")
@@ -151,9 +153,9 @@ def metric_charts(curves: Mapping[str, Sequence[Point]]) -> list[Chart]:
 
 
 def without_short_end(curve: Curve) -> Curve:
-    """Leave out the last point if it stands for less than half as many steps as the one before.
+    """Return the curve without its last point if that covers less than half as many steps as the one before.
 
-    What comes once in a run would weigh much in it.
+    One-time costs of a run would weigh too much in it.
     """
     steps = np.diff(curve.axes["step"], prepend=0.0)
     if len(steps) < 2 or steps[-1] >= steps[-2] / 2:
@@ -162,7 +164,9 @@ def without_short_end(curve: Curve) -> Curve:
 
 
 def hardware_charts(history: History) -> list[Chart]:
-    """Return memory and load of the run, its ranks and every GPU; heat, power, throttling; what the disks did."""
+    """Return charts of memory and load of the run, its ranks and GPUs; of temperature, power and throttling; and of
+    disks.
+    """
     rows = history.of("hardware")
     found: dict[str, list[Curve]] = {}
     every_gpu = any("gpu0_percent" in row for row in rows)
@@ -180,7 +184,7 @@ def hardware_charts(history: History) -> list[Chart]:
 
 
 def in_unit(panel: str, curves: list[Curve]) -> Chart:
-    """Return a chart of bytes in the largest unit that its values reach; of other values as they are."""
+    """Return a chart; values in bytes are converted to the largest suitable unit."""
     if panel not in ("memory", "disk"):
         return Chart(panel, curves, log=False)
     most = max((np.nanmax(curve.values) for curve in curves if len(curve.values)), default=0.0)
@@ -190,7 +194,7 @@ def in_unit(panel: str, curves: list[Curve]) -> Chart:
 
 
 def latent_charts(history: History) -> list[Chart]:
-    """Return what `monitor=vae` saw: KL and activity by dimension at the last look, and their way there."""
+    """Return the charts of `monitor=vae`: KL and activity by dimension at the last measurement, and over time."""
     rows = [
         row for row in history.of("vae") if len(row["activity"]) == len(history.of("vae")[-1]["activity"])
     ]

@@ -1,4 +1,4 @@
-"""Curves out of the rows of a run: values over steps, averaged and thinned for the eye."""
+"""Curves from the rows of a run: values over steps, smoothed and thinned for drawing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: steps in ascending order, values of the same length (may hold nan and inf)."""
+    """One curve: ascending steps, and as many values (which may be NaN or infinite)."""
 
     steps: Floats
     values: Floats
@@ -57,9 +57,9 @@ def names_in(rows: Iterable[Row]) -> list[str]:
 
 
 def smoothed(series: Series, window: int, log: bool = False) -> Series | None:
-    """Return the moving average of a series; None below MOST_RAW points, or if the values have no noise.
+    """Return the moving average of a series; None for few points, or for values without noise.
 
-    log: take the geometric mean, for a logarithmic axis, where a single spike would otherwise hide all later values.
+    log: use the geometric mean, for a logarithmic axis, where a single spike would otherwise hide all later values.
     """
     if log:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -73,8 +73,8 @@ def smoothed(series: Series, window: int, log: bool = False) -> Series | None:
 def exponential_mean(series: Series, window: int) -> Series:
     """Return means over the last `window` points, in which newer points weigh more (decay 1 - 2 / window).
 
-    At the start the mean is over fewer points, so it has no bias. Points that are NaN or infinite are left out, and
-    the mean is NaN there: a mean must not continue where a curve ended.
+    At the start the mean is over fewer points, so it has no bias. NaN and infinite points are left out, and the mean
+    is NaN there, so that it does not continue where a curve ended.
     """
     finite = np.isfinite(series.values)
     values = np.where(finite, series.values, 0.0)
@@ -89,7 +89,7 @@ def exponential_mean(series: Series, window: int) -> Series:
 
 
 def is_noisy(series: Series) -> bool:
-    """Return whether most values lie off the line through their neighbours, unlike those of a schedule."""
+    """Return whether most values are off the line through their neighbours, unlike those of a schedule."""
     values = series.values[np.isfinite(series.values)]
     if len(values) < 3:
         return False
@@ -99,7 +99,7 @@ def is_noisy(series: Series) -> bool:
 
 
 def thinned(series: Series) -> Series:
-    """Return a curve of at most MOST_POINTS finite points; see `thin_by_extremes`."""
+    """Return a curve with at most MOST_POINTS finite points; see `thin_by_extremes`."""
     finite = np.isfinite(series.values)
     steps, values = series.steps[finite], series.values[finite]
     index, _ = thin_by_extremes(values, MOST_POINTS)
@@ -107,10 +107,10 @@ def thinned(series: Series) -> Series:
 
 
 def thin_by_extremes(values: Floats, most: int) -> tuple[npt.NDArray[np.intp], Floats | None]:
-    """Return which points to draw, and the mean of the part of the curve that each of them stands for.
+    """Return the indices of the points to draw, and the mean of the part of the curve around each of them.
 
-    A long curve is cut in parts, of which the smallest and the largest value are drawn, so that no spike is lost, and
-    the first and the last point; the means are for smoothing. All points, and None, where there are at most `most`.
+    A long curve is cut into parts. The smallest and the largest value of each part are drawn, so that no spike is
+    lost, and the first and the last point. If there are at most `most` points, return all of them and None.
     """
     if len(values) <= most:
         return np.arange(len(values)), None
@@ -130,14 +130,14 @@ def thin_by_extremes(values: Floats, most: int) -> tuple[npt.NDArray[np.intp], F
 
 
 def wants_log_scale(curves: Iterable[Floats]) -> bool:
-    """Return whether values span more than two decades and none is below zero."""
+    """Return whether all finite values are positive and span more than two decades."""
     values = np.concatenate([np.empty(0), *curves])
     values = values[np.isfinite(values)]
     return bool(len(values) and values.min() > 0 and values.max() > 100 * values.min())
 
 
 class Point(NamedTuple):
-    """One value of a metric. seconds: that the run had run by then."""
+    """One value of a metric. seconds: the training time until then."""
 
     step: float
     epoch: float
@@ -146,7 +146,7 @@ class Point(NamedTuple):
 
 
 class RunningClock:
-    """The seconds that a run has run by the time of each of its rows; pauses between its sessions do not count."""
+    """The training time at each row of a run, without pauses between its sessions."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -154,7 +154,7 @@ class RunningClock:
         self._before = 0.0
 
     def read(self, row: Row) -> float:
-        """Return the seconds at this row; rows are given in the order of writing."""
+        """Return the seconds at this row. Rows must come in the order of writing."""
         now = row.get("time")
         if now is not None:
             if self._began is None or row.get("kind") == "start":
@@ -164,7 +164,7 @@ class RunningClock:
 
 
 def points_in(row: Row, seconds: float) -> Iterator[tuple[str, Point]]:
-    """Yield the name and the value of each curve that goes through a row of a training or a validation."""
+    """Yield name and point of each curve in a training or validation row."""
     kind = row.get("kind")
     if kind not in ("train", "eval"):
         return
@@ -175,7 +175,7 @@ def points_in(row: Row, seconds: float) -> Iterator[tuple[str, Point]]:
 
 
 def is_curve(name: str) -> bool:
-    """Return whether a column is drawn; metrics of single classes (`val/f1/3`) are in a table."""
+    """Return whether a column is drawn as a curve; metrics of single classes (`val/f1/3`) are in a table."""
     last = name.rpartition("/")[2]
     return last not in NO_CURVES and not last.isdecimal()
 

@@ -1,4 +1,4 @@
-"""Where the time of a run went: a stack of shares over the clock."""
+"""The time of a run by phase: shares stacked over the running time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLORS = {
 def time_blocks(rows: Sequence[Mapping[str, Any]], most: int = MOST_BLOCKS) -> Floats:
     """Return seconds as an array (block, account): the differences between neighbouring rows, joined to `most` blocks.
 
-    A resume counts from zero again.
+    After a resume the rows count from zero again.
     """
     booked = np.array([[row["seconds"].get(name, 0.0) for name in ACCOUNTS] for row in rows])
     booked = booked.reshape(-1, len(ACCOUNTS))

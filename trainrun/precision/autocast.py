@@ -56,7 +56,7 @@ def build_precision(
     notes: list[str] = []
     if options.mode != FULL:
         check_model_type(options.mode, model, device)
-        notes = type_notes(options.mode, device)
+        notes = describe_mode(options.mode, device)
     elif any(param.requires_grad and param.dtype.itemsize == 2 for param in model.parameters()):
         notes = describe_half_precision(model)
     precision = Update(
@@ -73,7 +73,7 @@ def build_precision(
     return precision, notes
 
 
-def data_float_dtype(mode: str) -> torch.dtype:
+def choose_data_dtype(mode: str) -> torch.dtype:
     """Return the dtype in which floating-point data is stored and moved. The model converts it further if necessary."""
     return torch.float64 if mode == "64-true" else torch.float32
 
@@ -195,14 +195,14 @@ def describe_matmul_precision(matmul: str, mode: str, capability: tuple[int, int
     )
 
 
-def type_notes(mode: str, device: torch.device) -> list[str]:
+def describe_mode(mode: str, device: torch.device) -> list[str]:
     """Return notes on a mode that this device emulates or lacks. Raise ConfigError for float64 on mps."""
     if mode == "64-true" and device.type == "mps":
         raise ConfigError(
             "precision=64-true: the device mps has no float64; "
             "use precision=32-true or parallel.accelerator=cpu"
         )
-    probes = {"cpu": _cpu_note, "cuda": _cuda_note}
+    probes = {"cpu": _describe_cpu, "cuda": _describe_gpu}
     note = probes[device.type](mode, device) if device.type in probes else ""
     lines = [f"precision={mode}: {note}"] if note else []
     if mode == "bf16-true":
@@ -213,10 +213,10 @@ def type_notes(mode: str, device: torch.device) -> list[str]:
     return lines
 
 
-def _cpu_note(mode: str, _device: torch.device) -> str:
+def _describe_cpu(mode: str, _device: torch.device) -> str:
     if not is_x86():
         return ""  # nothing known, nothing claimed
-    bf16, fp16 = cpu_has("avx512_bf16", "amx_tile"), cpu_has("avx512_fp16", "amx_fp16")
+    bf16, fp16 = has_cpu_feature("avx512_bf16", "amx_tile"), has_cpu_feature("avx512_fp16", "amx_fp16")
     emulated = "so it is emulated and slower than 32-true"
     if mode == "16-mixed" and not fp16:
         better = "; bf16-mixed is native here" if bf16 else ""
@@ -240,17 +240,17 @@ def has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         with torch.cuda.device(device):
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return cpu_has("avx512_bf16", "amx_tile")
+    return has_cpu_feature("avx512_bf16", "amx_tile")
 
 
-def cpu_has(*features: str) -> bool:
+def has_cpu_feature(*features: str) -> bool:
     """Return whether the CPU has one of the features. torch 2.8 probes some of them; later versions have one table."""
     table: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     probes = [getattr(torch.cpu, f"_is_{feature}_supported", bool) for feature in features]
     return any(table.get(feature) for feature in features) or any(probe() for probe in probes)
 
 
-def _cuda_note(mode: str, device: torch.device) -> str:
+def _describe_gpu(mode: str, device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     native_bf16 = not emulates_bfloat16(device)
     if mode.startswith("bf16") and not native_bf16:
@@ -264,7 +264,7 @@ def _cuda_note(mode: str, device: torch.device) -> str:
     return ""
 
 
-def type_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
+def choose_mode_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
     """Return the mode of `precision=auto` when nothing is measured, and the reason. tiny: see `is_tiny`."""
     native = device.type in ("cpu", "cuda") and has_bfloat16(device)
     if not native:

@@ -38,14 +38,14 @@ def step_with_closure(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [param.detach().clone() for param in params]
     state = {
-        key: {name: _kept(value) for name, value in param_state.items()}
+        key: {name: _copy_value(value) for name, value in param_state.items()}
         if isinstance(param_state, dict)
         else param_state
         for key, param_state in optimizer.state.items()
     }
     norms: list[Tensor | None] = []
 
-    def checked() -> Tensor:
+    def evaluate_closure() -> Tensor:
         loss = closure()
         if parallel.world_size > 1:  # the ranks see one loss, or each would search along another line
             parallel.exchange()
@@ -58,7 +58,7 @@ def step_with_closure(
 
     skipped = False
     try:
-        optimizer.step(checked)  # type: ignore[arg-type]
+        optimizer.step(evaluate_closure)  # type: ignore[arg-type]
     except NotFinite:
         skipped = True
         with torch.no_grad():
@@ -70,7 +70,7 @@ def step_with_closure(
     return GradReport(norms[0] if norms else None, skipped)
 
 
-def _kept(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     """Copy a value of the optimizer state. L-BFGS keeps its history in a list whose items never change: a shallow
     copy suffices.
     """

@@ -49,10 +49,10 @@ class GradientLists:
         grads = [grad for param in self.with_gradient if (grad := param.grad) is not None]
         same = len(grads) == len(self.with_gradient) and self._have_known_strides(grads)
         if not same or (self._without and any(param.grad is not None for param in self._without)):
-            return self._examine()
+            return self._update_layout()
         if self._uniform:
             return [grads] if grads else []
-        return by_kind(self.with_gradient)
+        return group_by_kind(self.with_gradient)
 
     def _have_known_strides(self, grads: list[Tensor]) -> bool:
         try:
@@ -60,7 +60,7 @@ class GradientLists:
         except RuntimeError:  # sparse gradients have none
             return False
 
-    def _examine(self) -> Groups:
+    def _update_layout(self) -> Groups:
         """Fix the layout of gradients that need it, and store which parameters have gradients for the next steps."""
         self.with_gradient = [param for param in self.params if param.grad is not None]
         self._without = [param for param in self.params if param.grad is None]
@@ -72,7 +72,7 @@ class GradientLists:
         self._uniform = is_strided and is_uniform(self.with_gradient)
         if self._uniform:
             return [grads] if grads else []
-        return by_kind(self.with_gradient)
+        return group_by_kind(self.with_gradient)
 
 
 def is_uniform(params: Iterable[nn.Parameter]) -> bool:
@@ -81,7 +81,7 @@ def is_uniform(params: Iterable[nn.Parameter]) -> bool:
     return len(kinds) <= 1 and not any(dtype.is_complex for _, dtype in kinds)
 
 
-def total_norm(groups: Groups, device: torch.device) -> Tensor:
+def compute_total_norm(groups: Groups, device: torch.device) -> Tensor:
     """Return the 2-norm of all gradients as one vector, 0-d on `device`. The host does not wait for it.
 
     It is computed in float32 or more, even for 16-bit gradients, unlike torch.nn.utils.get_total_norm. On a CPU a
@@ -112,7 +112,7 @@ def mark_nonfinite(groups: Groups, found: Tensor, one: Tensor) -> None:
         device = grads[0].device
         if NOT_FINITE is None or (device.type == "cuda" and grads[0].dtype is torch.bfloat16):
             # The kernel has no bfloat16 there (torch 2.13, pytorch issue 127176).
-            mark_by_largest(grads, found)
+            mark_nonfinite_by_largest(grads, found)
             continue
         if device.type == "cpu":
             grads = [grad for grad in grads if grad.numel() < LARGE_GRADIENT or not has_finite_sum(grad)]
@@ -135,7 +135,7 @@ def has_finite_sum(tensor: Tensor) -> bool:
     return math.isfinite(tensor.sum().item())
 
 
-def backward(loss: Tensor, gradient: Tensor, params: Sequence[Tensor] = ()) -> None:
+def run_backward(loss: Tensor, gradient: Tensor, params: Sequence[Tensor] = ()) -> None:
     """Run `loss.backward(gradient, inputs=params)` for a 0-d loss and a gradient of the same dtype and device.
 
     If a gradient is given, torch checks its shape with symbols and imports sympy for that: 0.3 s at the first step,
@@ -149,12 +149,12 @@ def backward(loss: Tensor, gradient: Tensor, params: Sequence[Tensor] = ()) -> N
         )
 
 
-def by_kind(params: Iterable[nn.Parameter]) -> Groups:
+def group_by_kind(params: Iterable[nn.Parameter]) -> Groups:
     """Return the existing gradients grouped by device and dtype; see `GradientLists.groups`."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for param in params:
         if (grad := param.grad) is not None:
-            dense_grad = _coalesced(param) if grad.is_sparse else grad
+            dense_grad = _coalesce_gradient(param) if grad.is_sparse else grad
             groups.setdefault((dense_grad.device, dense_grad.dtype), []).append(dense_grad)
     return [
         [_view_as_real(grad) for grad in dense_grad] if dtype.is_complex else dense_grad
@@ -167,13 +167,13 @@ def _view_as_real(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad.conj() if grad.is_conj() else grad)
 
 
-def _coalesced(param: nn.Parameter) -> Tensor:
+def _coalesce_gradient(param: nn.Parameter) -> Tensor:
     assert param.grad is not None
     param.grad = param.grad.coalesce()  # repeated indices are added up: the sum must be finite, not the parts
     return param.grad._values()
 
 
-def mark_by_largest(grads: list[Tensor], found: Tensor) -> None:
+def mark_nonfinite_by_largest(grads: list[Tensor], found: Tensor) -> None:
     """Set `found` if the largest absolute gradient is not finite (NaN included).
 
     Works for any dtype and does not change the gradients.

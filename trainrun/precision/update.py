@@ -26,11 +26,11 @@ from trainrun.optimizer.plain_step import FusedAdam, JointStep, fit_layout, join
 from trainrun.precision.gradients import (
     GradientLists,
     Groups,
-    backward,
     clip_norm_,
     clip_value_,
+    compute_total_norm,
     mark_nonfinite,
-    total_norm,
+    run_backward,
 )
 from trainrun.timing.phases import CHECK, CLIP, OPTIMIZER, PhaseTimer
 
@@ -64,8 +64,8 @@ class Update:
         parallel: Parallel | None = None,
     ) -> None:
         self._parallel = parallel
-        self._grad_norm = parallel.grad_norm if parallel else _as_it_is
-        self._any_rank = parallel.any_rank if parallel else _as_it_is
+        self._grad_norm = parallel.grad_norm if parallel else _identity
+        self._any_rank = parallel.any_rank if parallel else _identity
         self._model = model
         self._device = device
         self._book = (phases or PhaseTimer()).open
@@ -111,7 +111,7 @@ class Update:
             gradient = self._new_share(loss_sum, share)
         if self._scaler is not None:
             gradient = self._scaler.scale(gradient).to(loss_sum.dtype)
-        backward(loss_sum, gradient, params)
+        run_backward(loss_sum, gradient, params)
 
     def _new_share(self, loss_sum: Tensor, share: float) -> Tensor:
         if loss_sum.dim() != 0 or not loss_sum.requires_grad:
@@ -139,7 +139,7 @@ class Update:
     def check_and_clip(self, optimizer: Optimizer, want_norm: bool) -> tuple[bool, Tensor | None]:
         """Unscale, check and clip the gradients. Return whether they can be used, and their norm before clipping."""
         if optimizer is not self._optimizer or len(optimizer.param_groups) != self._num_groups:
-            self._adopt(optimizer)
+            self._read_parameters(optimizer)
         self._book(CHECK)
         groups = self._gradients.groups()
         if self._gradients.with_gradient is not self._with_gradient:
@@ -149,10 +149,10 @@ class Update:
             self._scaler.unscale_(optimizer)
         norm = None
         if want_norm or self._clips_norm:
-            norm = self._grad_norm(total_norm(groups, self._device))
+            norm = self._grad_norm(compute_total_norm(groups, self._device))
         usable = self._is_usable(optimizer, groups, norm)
         if usable:
-            self._clip(groups, norm)
+            self._clip_gradients(groups, norm)
         return usable, norm
 
     def end_step(self, usable: bool) -> None:
@@ -182,7 +182,7 @@ class Update:
         if self._parallel is not None and self._parallel.adopt_trained(self._model):
             self._parallel.exchange()  # the forward itself made a parameter trained, after the ranks agreed on them
 
-    def _adopt(self, optimizer: Optimizer) -> None:
+    def _read_parameters(self, optimizer: Optimizer) -> None:
         """Read the optimizer's parameters when they change, not in every step."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         alike = optimizer is self._optimizer and len(params) == len(self._params)
@@ -225,7 +225,7 @@ class Update:
             self._found.zero_()
         return False
 
-    def _clip(self, groups: Groups, norm: Tensor | None) -> None:
+    def _clip_gradients(self, groups: Groups, norm: Tensor | None) -> None:
         if self._limit is None:
             return
         self._book(CLIP)
@@ -241,19 +241,19 @@ class Update:
 
     def failure(self, wait: bool) -> str:
         if wait:
-            self._look()
+            self._read_flag()
         most = MAX_SKIPS_IN_A_ROW if self._scaler is None else MAX_OVERFLOWS_IN_A_ROW
         if not self._stopped and self._skipped_in_a_row <= most:
             return ""
-        return describe_end(self._stopped, self._scaler is not None, most)
+        return describe_end_of_run(self._stopped, self._scaler is not None, most)
 
-    def _look(self) -> None:
+    def _read_flag(self) -> None:
         """Read the flag from the device. The host waits for it."""
         if self._lazy and not self._stopped:
             self._stopped = self._found.item() != 0
 
     def state_dict(self) -> dict[str, Any]:
-        self._look()
+        self._read_flag()
         return {
             "stopped": self._stopped,
             "skipped_in_a_row": self._skipped_in_a_row,
@@ -273,7 +273,7 @@ def build_context(dtype: torch.dtype | None, device: torch.device) -> AbstractCo
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
-def _as_it_is(value: T) -> T:
+def _identity(value: T) -> T:
     return value
 
 
@@ -309,7 +309,7 @@ def has_overflowed(
     return math.fsum(any_rank(flag).item() for flag in flags.values()) != 0
 
 
-def describe_end(stopped: bool, scales: bool, most: int) -> str:
+def describe_end_of_run(stopped: bool, scales: bool, most: int) -> str:
     """Return why the run ends. stopped: nan_policy=stop; otherwise more than `most` steps in a row were skipped."""
     if stopped:
         return (

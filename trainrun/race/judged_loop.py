@@ -21,7 +21,7 @@ from trainrun.config.schema import RunConfig, with_values
 from trainrun.data.engines.stream import OpenedStream
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Batches
-from trainrun.runtime.machine import settle
+from trainrun.runtime.machine import wait_for_device
 from trainrun.timing.phases import MEASURING
 from trainrun.train_state import TrainState
 from trainrun.training import loop
@@ -136,7 +136,7 @@ class Judge:
     def look(self, state: TrainState) -> None:
         """Evaluate the weights of now, with the clock stopped. Raise ConfigError for a metric that is not there."""
         run = self._run
-        settle(run.parallel.device)
+        wait_for_device(run.parallel.device)
         paused = time.perf_counter()
         seconds = paused - self._began - self._away
         samples = samples_at(run, state)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
-from trainrun.folder.lock import only_writer
-from trainrun.folder.run_folder import RunDir, is_there, named_folder
+from trainrun.folder.lock import lock_folder
+from trainrun.folder.run_folder import RunDir, is_run_folder, resolve_folder
 from trainrun.output import counted, path_to_paste, report_result, say
 from trainrun.race.race_report import PAGE, print_report, race_facts, write_report
 from trainrun.race.racers import Racer, Variation, read_racers, variations
@@ -45,8 +45,8 @@ def main(argv: list[str]) -> int:
     racers = read_racers(words.racers, common)
     changes = differences_to_race(racers) if words.table else []
     varied = [racer for change in changes for racer in (change.alone, change.left_out) if racer is not None]
-    folder = new_folder() if words.out is None else named_folder(words.out)
-    if is_there(RunDir(folder)):
+    folder = new_folder() if words.out is None else resolve_folder(words.out)
+    if is_run_folder(RunDir(folder)):
         raise ConfigError(f"--out {folder}: holds a run; name another folder for the race")
     race = Race(folder, [*racers, *varied], goal, words.seeds, words.every, words.margin)
     again = [
@@ -133,7 +133,7 @@ def run_race(race: Race, changes: Sequence[Variation], again: str) -> int:
     relay = StopRelay()
     with contextlib.ExitStack() as closing:
         race.open()
-        closing.enter_context(only_writer(RunDir(race.folder)))
+        closing.enter_context(lock_folder(RunDir(race.folder)))
         runs = counted(len(race.racers) * race.num_seeds, "run")
         differences = f", {counted(len(changes), 'difference')}" if changes else ""
         say(f"race: {names_of(race.racers)}{differences}; {runs} in {race.folder}", flush=True)

@@ -10,8 +10,8 @@ from trainrun.cli.main import add_import_paths, report_crash, report_fault
 from trainrun.config.compose import Composition, compose_run
 from trainrun.config.schema import with_values
 from trainrun.errors import TrainrunError
-from trainrun.folder.run_folder import LaunchSpec, read_json, typed_settings
-from trainrun.runs.run import execute, new_run
+from trainrun.folder.run_folder import LaunchSpec, list_typed_keys, read_json
+from trainrun.runs.run import create_run, train_in_ranks
 
 REQUEST, JUDGED = "request.json", "judged.jsonl"
 LOOP = "trainrun.race.judged_loop.JudgedLoop"
@@ -32,9 +32,9 @@ def main(argv: list[str]) -> int:
         judge = {"_target_": LOOP, "file": str(folder / JUDGED), **request["judge"]}
         config = replace(config, loop=judge)
         place = {"hydra.run.dir": str(folder)}
-        run = new_run(Composition(config, {}, composition.overrides, place), words)
-        typed = typed_settings(composition.overrides)
-        return execute(run, config, LaunchSpec(resume=False, paths=paths, typed=typed))
+        run = create_run(Composition(config, {}, composition.overrides, place), words)
+        typed = list_typed_keys(composition.overrides)
+        return train_in_ranks(run, config, LaunchSpec(resume=False, paths=paths, typed=typed))
     except TrainrunError as error:
         return report_fault(error)
     except Exception as error:

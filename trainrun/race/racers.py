@@ -14,7 +14,7 @@ from trainrun.benchmark.run_overrides import override_key, plain_overrides, repl
 from trainrun.config.compose import Composition, compose_run, prepare_command_line
 from trainrun.config.schema import DataConfig, validation_nodes
 from trainrun.errors import ConfigError
-from trainrun.runs.resume import ABSENT, differences, word
+from trainrun.runs.resume import ABSENT, compare_configs, format_value_as_typed
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # Keys of the config that are one difference with all that is below them.
@@ -120,7 +120,7 @@ def words_of_file(path: Path) -> list[str]:
     if not isinstance(values, dict):
         raise ConfigError("holds no settings; write one a line, as `data.batch_size: 64`")
     options = [option for entry in values.pop("defaults", None) or [] for option in words_of_default(entry)]
-    return [*options, *(f"{key}={word(value)}" for key, value in leaves(values))]
+    return [*options, *(f"{key}={format_value_as_typed(value)}" for key, value in leaves(values))]
 
 
 def words_of_default(entry: Any) -> Iterator[str]:
@@ -183,7 +183,7 @@ def grouped_changes(before: Racer, after: Racer) -> dict[str, list[str]]:
     Another option of a group is named, with what differs from that option.
     """
     here, there = compose_racer(before.words), compose_racer(after.words)
-    groups = dict.fromkeys(group_of(change.key) for change in differences(here.config, there.config))
+    groups = dict.fromkeys(group_of(change.key) for change in compare_configs(here.config, there.config))
     groups = {group: None for group in groups if group not in NO_DIFFERENCE}
     changes: dict[str, list[str]] = {}
     for group in groups:
@@ -191,9 +191,9 @@ def grouped_changes(before: Racer, after: Racer) -> dict[str, list[str]]:
         words = [f"{group}={option}"] if option and option != here.choices.get(group) else []
         if words:
             base = compose_run(replace_overrides(before.words, words))
-        rest = differences(base.config, there.config)
+        rest = compare_configs(base.config, there.config)
         words += [
-            f"{change.key}={word(change.here)}"
+            f"{change.key}={format_value_as_typed(change.here)}"
             for change in rest
             if group_of(change.key) == group and change.here is not ABSENT
         ]

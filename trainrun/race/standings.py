@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 from typing import Final
 
-from trainrun.timing.paired import Ratio, student_ratio, student_t
+from trainrun.timing.paired import Ratio, estimate_ratio, student_quantile
 
 LATE_FACTOR: Final = 3.0  # times the median of the first racer
 EQUIVALENCE: Final = 0.90  # two one-sided tests of 5 % each
@@ -140,7 +140,7 @@ class RaceResults:
         """Return how many times as fast the second racer arrives as the first, from pairs with one seed."""
         first, second = self.times(slow, with_start), self.times(fast, with_start)
         logs = [math.log(first[seed] / second[seed]) for seed in first if seed in second]
-        return student_ratio(logs, 0.95) if logs and all(map(math.isfinite, logs)) else None
+        return estimate_ratio(logs, 0.95) if logs and all(map(math.isfinite, logs)) else None
 
     def equivalence(self, others: Sequence[RaceRun], runs: Sequence[RaceRun]) -> Equivalence | None:
         sign = 1 if self.mode == "max" else -1
@@ -169,5 +169,5 @@ def equivalence_of(differences: Sequence[float], margin: float) -> Equivalence |
     if count < 2:
         return None
     mean = fmean(differences)
-    half = student_t(EQUIVALENCE, count - 1) * stdev(differences, mean) / math.sqrt(count)
+    half = student_quantile(EQUIVALENCE, count - 1) * stdev(differences, mean) / math.sqrt(count)
     return Equivalence(mean, mean - half, mean + half, margin)

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, Final
 
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
-from trainrun.folder.run_folder import cannot_write, read_json, write_json
+from trainrun.folder.run_folder import build_folder_error, read_json, write_json
 from trainrun.output import figure, masked_words, say
 from trainrun.parallel.launch import module_command
 from trainrun.race.racer_process import JUDGED, REQUEST
@@ -81,7 +81,7 @@ class Race:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.save()
         except OSError as error:
-            raise cannot_write(self.folder, error) from error
+            raise build_folder_error(self.folder, error) from error
 
     def _take_results(self, path: Path) -> None:
         """Take the runs of racers with the same words, judged alike. Raise ConfigError for another race."""

@@ -23,12 +23,12 @@ from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
 from trainrun.data.facts import count_quantities
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, typed_settings
+from trainrun.folder.run_folder import LaunchSpec, RunDir, list_typed_keys, read_json
 from trainrun.folder.status import read_status
 from trainrun.monitor.metric_rows import parse_non_finite, read_metric_rows
 from trainrun.output import say
 from trainrun.runs.restore_config import load_network
-from trainrun.runs.run import begun, open_run, start
+from trainrun.runs.run import open_or_create_run, open_run, start_training
 from trainrun.runtime.memory_layout import make_dense
 from trainrun.seeding import kept_random_state
 from trainrun.transform.lora import LoraLinear, merge_lora
@@ -96,7 +96,7 @@ class Run:
         The network takes inputs like the batches of the run: images scaled (0 to 1 for `data=image_folder`), and
         normalised if `data.augment.normalize` was set.
         """
-        with holding(dict(self.objects) | ({} if model is None else {"model": model})):
+        with objects_available(dict(self.objects) | ({} if model is None else {"model": model})):
             network = load_network(self.files, choose_checkpoint(self.files.checkpoints, which), self.trust)
         if merge:
             if not any(isinstance(layer, LoraLinear) for layer in network.modules()):
@@ -120,7 +120,7 @@ class Run:
         """
         from trainrun.runs.new_samples import predict_new
 
-        with holding(dict(self.objects)):
+        with objects_available(dict(self.objects)):
             return predict_new(self.files, samples, which, self.trust, num_classes_shown)
 
     def history(self) -> Any:
@@ -217,20 +217,20 @@ def train(
     paths = [path for path in sys.path if path]
     # a notebook's own random numbers go on as if nothing had been trained
     with (
-        holding(objects) as used,
-        begun(composition, all_words) as (run, config, again),
+        objects_available(objects) as used,
+        open_or_create_run(composition, all_words) as (run, config, again),
         kept_random_state(),
     ):
-        typed = () if again else typed_settings(composition.overrides)
-        code = start(run, config, LaunchSpec(again, paths, began, typed))
+        typed = () if again else list_typed_keys(composition.overrides)
+        code = start_training(run, config, LaunchSpec(again, paths, began, typed))
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
     trained = Run(run.root, objects=objects)
     if model is not None and "model" in used:
-        take_weights(model, used["model"].state_dict())
+        copy_trained_weights(model, used["model"].state_dict())
     elif model is not None and (steps := committed_steps(run.checkpoints)):  # it was finished already
         last = read_checkpoint(run.checkpoints / folder_name(steps[-1]))
-        take_weights(model, last.shared["model"])
+        copy_trained_weights(model, last.shared["model"])
     elif model is not None:
         say(f"note: {run.root}: finished already and without a checkpoint; the network is as it was")
     return trained
@@ -241,14 +241,14 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {}
 PLACES = {"model": "model", "data": "data.train", "val": "data.val", "test": "data.test", "task": "task"}
 
 
-def config_place(name: str) -> str:
+def config_key_of(name: str) -> str:
     """Return the config key of an object: `data.val.day` for `val.day`."""
     head, dot, rest = name.partition(".")
     return PLACES[head] + dot + rest
 
 
 @contextmanager
-def holding(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def objects_available(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Make the objects available to configs inside the block. Yield a dict of the objects that the run uses, some as
     copies.
     """
@@ -263,20 +263,22 @@ def holding(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             del GIVEN[name]
 
 
-def given(name: str, about: str) -> Any:
+def python_object(name: str, about: str) -> Any:
     """Return the Python object of that name. Raise ConfigError if it is gone or is a different one.
 
     A network is copied, so that changes to its layers do not reach the caller's. A task is copied shallowly.
     """
     if name not in GIVEN:
         raise ConfigError(
-            f"{config_place(name)}: this run was given it from Python ({about}); give the like again, as "
+            f"{config_key_of(name)}: this run was given it from Python ({about}); give the like again, as "
             f"trainrun.train(..., {name.partition('.')[0]}=...)"
             + (" or load_model(run_dir, model=...)" if name == "model" else "")
         )
     value, used = GIVEN[name]
-    if about_of(value) != about:
-        raise ConfigError(f"{config_place(name)}: this run was given {about}, and now {about_of(value)}")
+    if describe_object(value) != about:
+        raise ConfigError(
+            f"{config_key_of(name)}: this run was given {about}, and now {describe_object(value)}"
+        )
     if name == "model":
         make_dense(
             value
@@ -301,7 +303,7 @@ def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[st
     typed_keys = {word.lstrip("+~").partition("=")[0] for word in words}
     out = []
     for name, entry in objects.items():
-        place = config_place(name)
+        place = config_key_of(name)
         if twice := typed_keys & {place.partition(".")[0], place, f"{place}._target_"}:
             raise ConfigError(
                 f"trainrun.train({name}=...): {twice.pop()}= says it too; leave one of them out"
@@ -327,7 +329,7 @@ def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[st
             )
         if name != "data" and place.startswith("data.") and "data" not in objects:
             raise ConfigError(f"trainrun.train({name}=...): give data=... too")
-        node = {"_target_": f"{__name__}.given", "name": name, "about": quoted(about_of(entry))}
+        node = {"_target_": f"{__name__}.given", "name": name, "about": quote_text(describe_object(entry))}
         out += [f"+{place}.{key}={value}" for key, value in node.items()]
     if "model" in objects and "run_name" not in typed_keys:
         out.append(f"run_name={type(objects['model']).__name__}")
@@ -348,29 +350,29 @@ def describe_quantities(data: Any) -> str:
     return f"the targets hold {count:,} different real numbers" if count else ""
 
 
-def quoted(text: str) -> str:
+def quote_text(text: str) -> str:
     return '"' + text.replace("\\", "").replace('"', "'").replace("$", "") + '"'
 
 
-def about_of(found: Any) -> str:
+def describe_object(found: Any) -> str:
     """Describe an object in one line: its class, or the shapes and dtypes of its tensors."""
     kind = f"{type(found).__module__}.{type(found).__qualname__}"
     if hasattr(found, "shape") and hasattr(found, "dtype"):
         return f"{tuple(found.shape)} {found.dtype}"
     if isinstance(found, Mapping):
-        return ", ".join(f"{name} {about_of(part)}" for name, part in found.items())
+        return ", ".join(f"{name} {describe_object(part)}" for name, part in found.items())
     if isinstance(found, tuple | list):
-        return ", ".join(map(about_of, found[:8])) + (", ..." if len(found) > 8 else "")
+        return ", ".join(map(describe_object, found[:8])) + (", ..." if len(found) > 8 else "")
     if callable(getattr(found, "named_parameters", None)):
         sizes = [0 if is_lazy(p) else p.numel() for p in found.parameters()]
         return f"{kind}, {sum(sizes):,} parameters"
     tensors = getattr(found, "tensors", None)
     if isinstance(tensors, tuple):
-        return f"{kind}, {about_of(tensors)}"
+        return f"{kind}, {describe_object(tensors)}"
     return f"{kind}, {len(found):,} samples" if callable(getattr(found, "__len__", None)) else kind
 
 
-def take_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def copy_trained_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy the trained weights into the caller's network. Print a note if the names of parameters differ."""
     weights = model.state_dict()
     if state.keys() == weights.keys() and all(

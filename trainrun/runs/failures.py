@@ -28,13 +28,13 @@ from trainrun.errors import (
     TrainingError,
     TrainrunError,
 )
-from trainrun.folder.run_folder import RunDir, check_there, is_there, write_text
+from trainrun.folder.run_folder import RunDir, check_folder_exists, is_run_folder, write_text
 from trainrun.folder.status import read_status, write_status
 from trainrun.instantiate import satellite
 from trainrun.output import printable, say
 from trainrun.parallel.devices import is_started_by_launcher
 from trainrun.parallel.rank_place import Exchanges, LostContact, MeetingFailed, report_failure
-from trainrun.runtime.signals import StopFlag, stop_deadline
+from trainrun.runtime.signals import StopFlag, limit_stop_time
 from trainrun.timing.phases import RANKS
 from trainrun.user_code import of_the_system
 
@@ -84,7 +84,7 @@ def explain_os_error(run: RunDir, error: Exception) -> Exception:
     """Return an error with advice for a full disk or an unusable path; return other errors unchanged."""
     if isinstance(error, OSError | SaveError):
         try:
-            check_there(run)
+            check_folder_exists(run)
         except SaveError as gone:
             return gone
     if isinstance(error, TrainrunError):
@@ -100,7 +100,7 @@ def explain_os_error(run: RunDir, error: Exception) -> Exception:
 
 def note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
     """Write a failure to `status.json`, and the traceback to the log unless the error is a TrainrunError."""
-    if not is_there(run):
+    if not is_run_folder(run):
         return
     if isinstance(error, TrainrunError):
         state = "stopped" if error.exit_code > 128 else "failed"  # 128 + n: signal n was the reason
@@ -114,7 +114,7 @@ def note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
 
 def draw_ended_run(run: RunDir, config: RunConfig) -> None:
     """Draw the plots and the report of a run that ended with an exception. Print problems as notes."""
-    if not (config.monitor.plots and config.monitor.metrics_file and is_there(run)):
+    if not (config.monitor.plots and config.monitor.metrics_file and is_run_folder(run)):
         return
     problems: list[str] = []
     try:
@@ -138,7 +138,7 @@ def keep_overrides_if_accepted(run: RunDir, state: TrainState) -> Callable[..., 
     before, step = run.config_before.read_text(encoding="utf-8"), state.step
     run.config_before.unlink()
 
-    def end(_: Any, error: BaseException | None, *__: Any) -> bool:
+    def end_context(_: Any, error: BaseException | None, *__: Any) -> bool:
         if not isinstance(error, ConfigError | PluginError | CheckpointError) or isinstance(error, SaveError):
             return False
         if state.step == step and before != run.config.read_text(encoding="utf-8"):
@@ -146,7 +146,7 @@ def keep_overrides_if_accepted(run: RunDir, state: TrainState) -> Callable[..., 
             error.args = (f"{error}; the words of this resume are forgotten",)
         return False  # the exception goes on
 
-    return end
+    return end_context
 
 
 def note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
@@ -193,22 +193,28 @@ def end_meeting(run_dir: RunDir, config: RunConfig, text: str) -> None:
     end_process(EXIT_FAILED)
 
 
-def deadline(run: RunDir, config: RunConfig, flag: StopFlag | None = None) -> AbstractContextManager[None]:
+def end_late_stops(
+    run: RunDir, config: RunConfig, flag: StopFlag | None = None
+) -> AbstractContextManager[None]:
     """End the process if a stop inside the block takes too long or is requested twice.
 
     flag: of a rank. Before its first step a rank exits at once: nothing is lost, and other ranks may never come.
         Later, trainrun's launcher limits the time if there is one.
     """
 
-    def limit() -> float:
+    def limit_seconds() -> float:
         if flag is not None and not flag.training and flag.fault is None:
             return 0.0
         return math.inf if "TRAINRUN_STORE" in os.environ else config.trainer.stop_grace_seconds
 
-    return stop_deadline(limit, lambda number, twice: give_up(run, config, number, twice, flag))
+    return limit_stop_time(
+        limit_seconds, lambda number, twice: end_after_late_stop(run, config, number, twice, flag)
+    )
 
 
-def give_up(run: RunDir, config: RunConfig, number: int, twice: bool, flag: StopFlag | None) -> None:
+def end_after_late_stop(
+    run: RunDir, config: RunConfig, number: int, twice: bool, flag: StopFlag | None
+) -> None:
     """End the process after a stop that took too long or was requested twice. Committed checkpoints stay."""
     name, seconds = signal.Signals(number).name, config.trainer.stop_grace_seconds
     left = "the last checkpoint stands" if any(run.checkpoints.glob("step-*")) else "nothing was saved yet"
@@ -229,7 +235,7 @@ def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, messag
     The status of a run that has ended does not change.
     """
     with suppress(OSError):
-        if is_there(run) and read_status(run).get("state") in (None, "running"):
+        if is_run_folder(run) and read_status(run).get("state") in (None, "running"):
             write_status(run, config.run_name, state=state, exit_code=exit_code, message=message)
         os.write(2, f"\ntrainrun: {printable(message)}\n".encode())
     end_process(exit_code)

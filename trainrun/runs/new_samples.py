@@ -45,8 +45,8 @@ from trainrun.parallel.single import Single
 from trainrun.plugin_faults import did_you_mean
 from trainrun.precision.autocast import build_precision
 from trainrun.runs.predictions import NUMBER_IN_DATA, predict_batches
-from trainrun.runs.restore_config import give_task_state, saved_names, without_gpu
-from trainrun.runs.resume import check_modules, trusted_config
+from trainrun.runs.restore_config import load_saved_names, remove_gpu_settings, restore_task_state
+from trainrun.runs.resume import check_modules, load_trusted_config
 from trainrun.training.task_calls import Place, TaskCalls
 
 KEY = "new samples"
@@ -113,21 +113,21 @@ def predict_new(
     samples: paths (files, folders, patterns), images, rows (a mapping, a list of mappings, a DataFrame) or an array
         of inputs like those of the run's data. If the classes have names, `prediction` holds names.
     """
-    config = without_gpu(trusted_config(run, [], trust))
+    config = remove_gpu_settings(load_trusted_config(run, [], trust))
     check_modules(run, config)
     which = choose_checkpoint(run.checkpoints, which)
     loaded = read_checkpoint(resolve_checkpoint(run.checkpoints, which))
-    input_format = InputFormat(config, saved_names(loaded))
-    facts = saved_facts(run, input_format.names)
+    input_format = InputFormat(config, load_saved_names(loaded))
+    facts = load_data_facts(run, input_format.names)
     source = open_samples(input_format, samples)
-    if input_format.reader != IMAGE_FOLDER or is_batch(samples):
+    if input_format.reader != IMAGE_FOLDER or is_image_batch(samples):
         check_shape(samples, facts.shape, config)
     model = load_network_of_run(run, config, which)
     device = choose_device(config.parallel.accelerator)
     model.to(device)
-    task = build_task(without_class_weights(config), facts)
+    task = build_task(remove_class_weights(config), facts)
     calls = TaskCalls(task, model, Place(config.seed or 0, 0, device), None)
-    give_task_state(task, calls, loaded, device)
+    restore_task_state(task, calls, loaded, device)
     options = stream_options(config, Single(device), "val", lambda text: None)
     options = replace(options, key=KEY, limit=1.0, cache="none", on_error="raise")
     precision, _ = build_precision(precision_options(config), model, device)
@@ -140,10 +140,10 @@ def predict_new(
     rows = columns.pop(NUMBER_IN_DATA, None)
     order = range(len(source)) if rows is None else rows.tolist()
     names = {name: [values[row] for row in order] for name, values in source.names.items()}
-    return names | as_lists(columns, input_format.names.classes)
+    return names | convert_to_lists(columns, input_format.names.classes)
 
 
-def saved_facts(run: RunDir, names: TrainingNames) -> DataFacts:
+def load_data_facts(run: RunDir, names: TrainingNames) -> DataFacts:
     """Return the shape, number of classes and class names of the training data, from the run folder."""
     data_facts = read_identity(run).get("data", {})
     shape = tuple(data_facts["shape"]) if data_facts.get("shape") else None
@@ -171,7 +171,7 @@ def check_shape(samples: Any, expected: tuple[int, ...] | None, config: RunConfi
     )
 
 
-def without_class_weights(config: RunConfig) -> RunConfig:
+def remove_class_weights(config: RunConfig) -> RunConfig:
     """Return the config without `class_weights=balanced`, which needs the training data and does not change
     predictions.
     """
@@ -180,7 +180,7 @@ def without_class_weights(config: RunConfig) -> RunConfig:
     return with_values(config, {"task": {**config.task, "class_weights": None}})
 
 
-def as_lists(columns: Mapping[str, Tensor], class_names: Sequence[str]) -> Columns:
+def convert_to_lists(columns: Mapping[str, Tensor], class_names: Sequence[str]) -> Columns:
     """Return tensors (N, ...) as lists; class numbers become class names."""
     lists: Columns = {}
     for name, tensor in columns.items():
@@ -215,10 +215,10 @@ def open_samples(input_format: InputFormat, samples: Any) -> NewSamples:
             )
     if input_format.is_table and not hasattr(samples, "dtype"):
         return rows_as_samples(input_format, samples)
-    if input_format.reader == IMAGE_FOLDER and not is_batch(samples):
+    if input_format.reader == IMAGE_FOLDER and not is_image_batch(samples):
         pictures = samples if isinstance(samples, list | tuple) else [samples]
         return pictures_as_samples(
-            input_format, [png_of(sample) for sample in pictures], number_names(len(pictures))
+            input_format, [encode_png(sample) for sample in pictures], number_column(len(pictures))
         )
     return arrays_as_samples(samples)
 
@@ -263,7 +263,7 @@ def is_readable(path: Path, endings: Sequence[str]) -> bool:
     return path.is_file() and path.name[0] != "." and path.name.lower().endswith(tuple(endings))
 
 
-def number_names(number: int) -> Columns:
+def number_column(number: int) -> Columns:
     return {"index": list(range(number))}
 
 
@@ -286,12 +286,12 @@ def decode_new_picture(pictures: Sequence[Path | bytes], form: Form, index: int)
     )
 
 
-def is_batch(samples: Any) -> bool:
+def is_image_batch(samples: Any) -> bool:
     """Return whether the samples are an array or a tensor of several images (B, C, H, W)."""
     return hasattr(samples, "dtype") and len(samples.shape) == 4
 
 
-def png_of(picture: Any) -> bytes:
+def encode_png(picture: Any) -> bytes:
     """Encode an image as PNG: a PIL image, an array (H, W) or (H, W, C), or a tensor (C, H, W). Raise DataError if
     not uint8.
     """
@@ -316,7 +316,7 @@ def arrays_as_samples(arrays: Any) -> NewSamples:
     if isinstance(arrays, Mapping):
         fields = {name: as_tensor(values) for name, values in arrays.items()}
         number = len(next(iter(fields.values())))
-        return NewSamples(partial(row_of_fields, fields), number_names(number))
+        return NewSamples(partial(select_row, fields), number_column(number))
     array = arrays if isinstance(arrays, Tensor) else np.asarray(arrays)
     try:
         values = as_tensor(array)
@@ -326,10 +326,10 @@ def arrays_as_samples(arrays: Any) -> NewSamples:
         ) from error
     if not values.ndim:
         raise DataError("predict: a single number was given; give an array (N, ...) of N samples")
-    return NewSamples(values.__getitem__, number_names(len(values)))
+    return NewSamples(values.__getitem__, number_column(len(values)))
 
 
-def row_of_fields(fields: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+def select_row(fields: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     return {name: values[index] for name, values in fields.items()}
 
 
@@ -360,7 +360,7 @@ def rows_as_samples(input_format: InputFormat, rows: Any) -> NewSamples:
             inputs = [table.read(row) for row in range(len(table))]
         except DataError as error:
             raise DataError(str(error).replace(str(path), f"{shown}, as a table with a header,")) from None
-    return NewSamples(inputs.__getitem__, number_names(len(inputs)))
+    return NewSamples(inputs.__getitem__, number_column(len(inputs)))
 
 
 def read_new_table(file: Path, input_format: InputFormat, shown: str = "") -> NewSamples:
@@ -383,14 +383,16 @@ def read_new_table(file: Path, input_format: InputFormat, shown: str = "") -> Ne
         built = splits["train"]
     except InputFault as fault:
         raise DataError(
-            fault.describe(shown or str(file), ways_to_predict(fault), by_rows=bool(shown))
+            fault.describe(shown or str(file), describe_remedies(fault), by_rows=bool(shown))
         ) from None
     dataset = built if (in_memory := columns_of(built, KEY)) is None else in_memory
     number = len(dataset)
-    return NewSamples(partial(input_of, dataset), {"file": [str(file)] * number, "row": list(range(number))})
+    return NewSamples(
+        partial(read_inputs, dataset), {"file": [str(file)] * number, "row": list(range(number))}
+    )
 
 
-def ways_to_predict(fault: InputFault) -> list[str]:
+def describe_remedies(fault: InputFault) -> list[str]:
     """Return advice for cells that the run cannot read."""
     ways = ["Correct these cells, or leave out their rows."]
     if fault.fill is None and any(problem.num_missing for problem in fault.problems):
@@ -421,7 +423,7 @@ def check_table_columns(
         say(f"note: {shown}: not used, for they are no inputs of the run: {join_names(new)}")
 
 
-def input_of(dataset: Any, index: int) -> Any:
+def read_inputs(dataset: Any, index: int) -> Any:
     """Return the inputs of a row: a dict by name, or one tensor."""
     sample = dataset[index]
     return sample[0] if isinstance(sample, tuple | list) else sample

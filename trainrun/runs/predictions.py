@@ -11,7 +11,12 @@ from torch import Tensor
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import IGNORED, Predicts, batch_fields
-from trainrun.task.batches import inputs_and_maybe_target, join_batches, output_tensor, run_model
+from trainrun.task.batches import (
+    extract_output_tensor,
+    join_batches,
+    run_model,
+    split_inputs_and_optional_target,
+)
 from trainrun.task.classification import Classification
 from trainrun.task.language_modeling import LanguageModeling
 
@@ -28,7 +33,8 @@ def predict_batches(
     """Return the task's columns for all samples; the raw outputs if the task has no `predict`.
 
     For tokens (task=classification or language_modeling), columns hold -100 or NaN at padding. Another task handles
-    its padding itself. num_classes_shown: the number of most likely classes that get columns, see `likely_classes`.
+    its padding itself. num_classes_shown: the number of most likely classes that get columns, see
+    `predict_likely_classes`.
     """
     who = getattr(getattr(task, "predict", None), "__self__", None)  # of distillation, the student's task
     is_of_tokens = type(who) in (Classification, LanguageModeling)
@@ -39,9 +45,9 @@ def predict_batches(
             with autocast():
                 columns = predict_batch(model, task, batch.data)
                 if num_classes_shown > 1 and isinstance(who, Classification):
-                    columns |= likely_classes(model, who, batch.data, num_classes_shown)
+                    columns |= predict_likely_classes(model, who, batch.data, num_classes_shown)
             if is_of_tokens:
-                columns = without_padding(columns, batch.data)
+                columns = mask_padding(columns, batch.data)
             if batch.indices is not None and len(batch.indices) == len(next(iter(columns.values()))):
                 columns = {NUMBER_IN_DATA: batch.indices, **columns}
             for name, column in columns.items():
@@ -52,14 +58,16 @@ def predict_batches(
 def predict_batch(model: nn.Module, task: Any, data: Any) -> dict[str, Tensor]:
     if isinstance(task, Predicts):
         return dict(task.predict(model, data))
-    return {"output": raw_output(model, data)}
+    return {"output": predict_raw_output(model, data)}
 
 
-def likely_classes(model: nn.Module, task: Classification, data: Any, number: int) -> dict[str, Tensor]:
+def predict_likely_classes(
+    model: nn.Module, task: Classification, data: Any, number: int
+) -> dict[str, Tensor]:
     """Return the second, third, ... most likely class of each sample as `prediction_2`, ..., with `confidence_2`,
     ...
     """
-    logits = task.logits(model, inputs_and_maybe_target(data)[0], data)
+    logits = task.logits(model, split_inputs_and_optional_target(data)[0], data)
     if logits.ndim != 2:
         return {}
     confidence, classes = logits.float().softmax(1).topk(min(number, logits.shape[1]), dim=1)
@@ -70,7 +78,7 @@ def likely_classes(model: nn.Module, task: Classification, data: Any, number: in
     return columns
 
 
-def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
+def mask_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]:
     """Replace predictions by -100 (NaN for floats) where `attention_mask` (B, T) is 0.
 
     Nothing changes for a decoder, whose positions differ from those of the mask.
@@ -94,12 +102,12 @@ def without_padding(columns: dict[str, Tensor], batch: Any) -> dict[str, Tensor]
     return shown
 
 
-def raw_output(model: Any, batch: Any) -> Tensor:
+def predict_raw_output(model: Any, batch: Any) -> Tensor:
     """Return the model's output tensor for a batch. A dict is passed by the argument names of `forward`. Raise
     PluginError.
     """
-    inputs = batch[0] if isinstance(batch, tuple | list) else inputs_and_maybe_target(batch)[0]
+    inputs = batch[0] if isinstance(batch, tuple | list) else split_inputs_and_optional_target(batch)[0]
     try:
-        return output_tensor(run_model(model, inputs, batch))
+        return extract_output_tensor(run_model(model, inputs, batch))
     except PluginError as error:
         raise PluginError(f"{error}; or give your task a method predict(model, batch)") from error

@@ -36,9 +36,9 @@ from trainrun.errors import (
 from trainrun.folder.run_folder import (
     LaunchSpec,
     RunDir,
-    check_there,
-    note_saved,
+    check_folder_exists,
     read_identity,
+    record_saved,
     write_identity,
 )
 from trainrun.folder.status import write_status
@@ -49,7 +49,7 @@ from trainrun.parallel.devices import choose_device
 from trainrun.parallel.rank_place import LostContact, read_last_exchanges
 from trainrun.parallel.single import Single
 from trainrun.runs.failures import end_hung, keep_overrides_if_accepted
-from trainrun.runtime.collector import collect_as_usual, collect_between_steps, kept_collector
+from trainrun.runtime.collector import collect_as_usual, collect_between_steps, restore_collector
 from trainrun.runtime.machine import return_kept_memory
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.watchdog import Hung, Watchdog
@@ -111,7 +111,7 @@ def train_once(
         if listeners is not None:
             closing.callback(listeners.close)
         closing.enter_context(kept_backends())
-        closing.enter_context(kept_collector())
+        closing.enter_context(restore_collector())
         if config.trainer.compile.scope in ("off", "auto"):  # auto is off, as a rule
             closing.enter_context(unloaded_compiler())
         identity = read_identity(run_dir)
@@ -123,10 +123,10 @@ def train_once(
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         goes_on = resume and bool(committed_steps(run_dir.checkpoints))
         begin = None if goes_on and not config.checkpoint.adapter_only else config.init_from
-        site = site_of(run_dir, identity, parallel, flag, listeners, begin)
+        site = build_context(run_dir, identity, parallel, flag, listeners, begin)
         site = replace(site, phases=phases, measures=not resume, is_new=not goes_on, typed=order.typed)
         run, facts = build_components(config, site)
-        closing.push(lambda kind, error, trace: end_save(run, kind))
+        closing.push(lambda kind, error, trace: finish_save_at_failure(run, kind))
         if run.compile_log is not None and run.config.trainer.compile.scope in ("model", "regional"):
             closing.callback(run.compile_log.listen())
         for stream in (run.train, *run.splits().values()):
@@ -141,7 +141,7 @@ def train_once(
             closing.callback(return_kept_memory)
         facts = replace(facts, choices=(*facts.choices, *lines))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
-        state = first_state(run, run_dir, config, resume, back)
+        state = load_first_state(run, run_dir, config, resume, back)
         for note in notes:
             run.monitors.note(note)
         if listeners is not None:
@@ -175,10 +175,10 @@ def train_once(
             run.hooks.on_end(run, state)
         watchdog.rest()
         session = Session(state.step - before[0], state.items - before[1], run.phases.read())
-        return finish(run, state, run_dir, listeners, facts, session)
+        return finish_training(run, state, run_dir, listeners, facts, session)
 
 
-def first_state(
+def load_first_state(
     run: Components, run_dir: RunDir, config: RunConfig, resume: bool, back: RollBack | None
 ) -> TrainState:
     """Return a fresh state, or that of the checkpoint from which the run continues."""
@@ -192,7 +192,7 @@ def first_state(
     return state
 
 
-def site_of(
+def build_context(
     run_dir: RunDir, identity: dict[str, Any], parallel: Parallel, flag: StopFlag, listeners: Listeners | None,
     init_from: str | None,
 ) -> RunContext:  # fmt: skip
@@ -203,7 +203,7 @@ def site_of(
 
     def before_commit() -> None:
         assert listeners is not None
-        check_there(run_dir)
+        check_folder_exists(run_dir)
         listeners.bus.sync()  # a run that goes on from it has every row before it, also after a power loss
         record_checkpoints(run_dir)
 
@@ -213,7 +213,7 @@ def site_of(
     )  # fmt: skip
 
 
-def end_save(run: Components, kind: type[BaseException] | None) -> bool:
+def finish_save_at_failure(run: Components, kind: type[BaseException] | None) -> bool:
     """Finish the save in progress when the run fails. Do not wait for it after Ctrl-C."""
     if kind is RollBack:  # all ranks are here: what was begun or kept in memory is the newest checkpoint
         run.checkpoints.close()
@@ -257,7 +257,7 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
         raise
 
 
-def finish(
+def finish_training(
     run: Components, state: TrainState, run_dir: RunDir, listeners: Listeners | None, facts: RunFacts, session: Session
 ) -> int:  # fmt: skip
     """Save, evaluate, write the summary and the plots at the end of a training. Return the exit code."""
@@ -276,12 +276,12 @@ def finish(
         )  # of the best checkpoint, which is on the disk by now
     if listeners is None:
         return code
-    check_there(run_dir)
+    check_folder_exists(run_dir)
     record_checkpoints(run_dir)
     run.phases.open(MEASURING)
     measured = at_end.measure_finished_run(run, state, run_dir, session) if at_end is not None else {}
     run.phases.open(RUNNER)
-    summary = summary_of(run, state, facts) | measured | listeners.end_hardware()
+    summary = build_summary(run, state, facts) | measured | listeners.end_hardware()
     if faults := listeners.faults():
         summary["listener_faults"] = faults
     status = "done" if code == EXIT_DONE else "stopped"
@@ -293,10 +293,10 @@ def finish(
 def record_checkpoints(run_dir: RunDir) -> None:
     """Record in RUN.json that the run has checkpoints, if it has any."""
     if committed_steps(run_dir.checkpoints):
-        note_saved(run_dir)
+        record_saved(run_dir)
 
 
-def summary_of(run: Components, state: TrainState, facts: RunFacts) -> dict[str, Any]:
+def build_summary(run: Components, state: TrainState, facts: RunFacts) -> dict[str, Any]:
     """Return the summary of the training for the last row, `status.json` and the screen."""
     return {
         "reason": state.stop_reason,

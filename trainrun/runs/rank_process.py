@@ -11,24 +11,24 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, not
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, record_reads
 from trainrun.errors import EXIT_AGAIN, EXIT_INTERRUPTED
-from trainrun.folder.lock import take_over
+from trainrun.folder.lock import hold_inherited_lock
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.folder.status import read_status, write_status
 from trainrun.interfaces import Parallel
 from trainrun.output import complain
 from trainrun.parallel.worker import run_as_rank
-from trainrun.runs.failures import deadline, end_meeting
+from trainrun.runs.failures import end_late_stops, end_meeting
 from trainrun.runs.rank import train_rank
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.streams import guard_streams
-from trainrun.timing.phases import PhaseTimer, process_start
+from trainrun.timing.phases import PhaseTimer, measure_process_start
 
 
 def main(argv: list[str]) -> int:
     """Run one rank of a launched run. Return its exit code."""
     guard_streams()
     sys.excepthook = complain
-    take_over()
+    hold_inherited_lock()
     run_dir = RunDir(Path(argv[0]))
     attempt = int(argv[1])
     job = read_json(run_dir.job)
@@ -42,15 +42,15 @@ def run_rank_of(run_dir: RunDir, config: RunConfig, order: LaunchSpec, store: St
     launcher.
     """
 
-    def work(parallel: Parallel, flag: StopFlag) -> int:
-        return train_rank(run_dir, config, order, parallel, flag, PhaseTimer(process_start()))
+    def train(parallel: Parallel, flag: StopFlag) -> int:
+        return train_rank(run_dir, config, order, parallel, flag, PhaseTimer(measure_process_start()))
 
     record_reads()
     rank = int(os.environ["RANK"])
     run_dir.rank_error(rank).unlink(missing_ok=True)
     flag = StopFlag(training=False)
     code = run_as_rank(
-        run_dir, config.parallel, work, store, flag, deadline(run_dir, config, flag),
+        run_dir, config.parallel, train, store, flag, end_late_stops(run_dir, config, flag),
         lambda text: end_meeting(run_dir, config, text),
     )  # fmt: skip
     if (

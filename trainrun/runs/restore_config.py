@@ -18,12 +18,12 @@ from trainrun.checkpoint.weights import path_of_base_weights
 from trainrun.config.saved_config import translated
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import DataError
-from trainrun.folder.run_folder import RunDir, read_identity, typed_settings
+from trainrun.folder.run_folder import RunDir, list_typed_keys, read_identity
 from trainrun.instantiate import BUILT, is_node
 from trainrun.output import say_note
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.runs.resume import check_modules, trusted_config
+from trainrun.runs.resume import check_modules, load_trusted_config
 from trainrun.runtime.signals import StopFlag
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.train_state import TrainState
@@ -42,7 +42,7 @@ NO_FOLDS = {"data.folds": None, "data.fold": None, "data.stratified": False, "da
 
 def load_network(run_dir: RunDir, which: str, trust: bool = False) -> nn.Module:
     """Return the network alone, with averaged weights if the run has them. Nothing else is built."""
-    config = trusted_config(run_dir, [], trust)
+    config = load_trusted_config(run_dir, [], trust)
     check_modules(run_dir, config)
     return load_network_of_run(run_dir, config, which)
 
@@ -60,9 +60,9 @@ def load_parts(
     measured: the split that the command evaluates. If an override sets `data.path`, all samples there are read for
         it. If `is_held_out` and the path is the training data, only the held-out part is read.
     """
-    config = trusted_config(run_dir, overrides, trust, measured)
+    config = load_trusted_config(run_dir, overrides, trust, measured)
     check_modules(run_dir, config)
-    typed = set(typed_settings(translated(overrides).overrides))
+    typed = set(list_typed_keys(translated(overrides).overrides))
     config = use_new_validation_data(config, typed)
     averaged = config.trainer.ema.enabled if typed & {"trainer.ema", "trainer.ema.enabled"} else None
     # the averaged weights are loaded into the model itself
@@ -72,17 +72,17 @@ def load_parts(
         config.parallel.accelerator, devices=listed
     )  # the saved ones may be of another machine
     if device.type != "cuda":
-        config = without_gpu(config)
+        config = remove_gpu_settings(config)
     identity, folder = read_identity(run_dir), resolve_checkpoint(run_dir.checkpoints, which)
     loaded = read_checkpoint(folder)
-    if names_samples(config, typed, measured):
+    if sets_all_samples(config, typed, measured):
         if is_held_out and is_training_data(config, device, loaded):
             say_note(
                 f"data.path={config.data.path} has as many samples as the run was trained on, so the part that was "
                 f"held out is read; data.train.{measured}_path={config.data.path} reads all of it"
             )
         else:
-            config = reading_whole_path(config, measured)
+            config = read_all_samples_as(config, measured)
     site = RunContext(
         run_dir,
         identity["run_id"],
@@ -92,7 +92,7 @@ def load_parts(
         init_from=path_of_base_weights(config.init_from, loaded),
         chosen=chosen_before(identity),
         trains=False,
-        trained=saved_names(loaded),
+        trained=load_saved_names(loaded),
         typed=tuple(sorted(typed)),
     )
     BUILT.clear()
@@ -102,7 +102,7 @@ def load_parts(
     seed_everything(derive_seed(seed, 1))
     check_classes(folder.name, loaded.shared, run.data_facts.class_names)
     load_weights(run.model, loaded, device, averaged)
-    give_task_state(run.task, run.task_calls, loaded, device)
+    restore_task_state(run.task, run.task_calls, loaded, device)
     return run, folder
 
 
@@ -120,7 +120,7 @@ def use_new_validation_data(config: RunConfig, typed: set[str]) -> RunConfig:
     return config
 
 
-def names_samples(config: RunConfig, typed: set[str], split: str) -> bool:
+def sets_all_samples(config: RunConfig, typed: set[str], split: str) -> bool:
     """Return whether a typed `data.path` sets all samples of a split, for a built-in data format.
 
     It does not if a path of the split or a held-out share is typed as well.
@@ -134,7 +134,7 @@ def names_samples(config: RunConfig, typed: set[str], split: str) -> bool:
 def is_training_data(config: RunConfig, device: torch.device, loaded: Loaded) -> bool:
     """Return whether `data.path` is the training data of the run, judged by the number of samples."""
     try:
-        sources, drawn = build_sources(config, [], saved_names(loaded))
+        sources, drawn = build_sources(config, [], load_saved_names(loaded))
         stream = open_split(config, Single(device), "train", sources["train"], [], lambda text: None, drawn)
     except DataError:
         return False
@@ -144,7 +144,7 @@ def is_training_data(config: RunConfig, device: torch.device, loaded: Loaded) ->
     return number is not None and number == loaded.shared.get("stream", {}).get("num_samples")
 
 
-def reading_whole_path(config: RunConfig, split: str) -> RunConfig:
+def read_all_samples_as(config: RunConfig, split: str) -> RunConfig:
     """Return the config in which a split is all samples of `data.path`, or those named like the split there."""
     data, key = config.data, f"{split}_path"
     split_node = getattr(data, split)
@@ -158,13 +158,13 @@ def reading_whole_path(config: RunConfig, split: str) -> RunConfig:
     return with_values(config, changes)
 
 
-def saved_names(loaded: Loaded) -> TrainingNames:
+def load_saved_names(loaded: Loaded) -> TrainingNames:
     """Return the names of classes and input columns in a checkpoint; empty for an older one without names."""
     stream = loaded.shared.get("stream", {})
     return TrainingNames(stream.get("classes") or (), stream.get("inputs") or {})
 
 
-def give_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.device) -> None:
+def restore_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.device) -> None:
     """Restore the task's state and step, on which its loss may depend. Note parts of the model that no checkpoint
     holds.
     """
@@ -179,12 +179,12 @@ def give_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.d
         load_task_state(loaded.folder.name, task, task_state, device)
 
 
-def without_gpu(config: RunConfig) -> RunConfig:
+def remove_gpu_settings(config: RunConfig) -> RunConfig:
     """Return the config without settings that need a GPU."""
     return with_values(config, {"trainer.cuda_graphs": False, "trainer.activation_offload": False})
 
 
-def checkpoint_of(run: RunDir, which: str | None) -> str:
+def choose_saved_checkpoint(run: RunDir, which: str | None) -> str:
     """Return the checkpoint of `--which`; without it the best one, or the last one (with a note) if none was the
     best.
     """

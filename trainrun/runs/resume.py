@@ -26,13 +26,13 @@ from trainrun.folder.run_folder import (
     SEED,
     SEED_DRAWN,
     RunDir,
-    cannot_write,
-    is_there,
+    build_folder_error,
+    is_run_folder,
     read_bytes,
     read_identity,
     read_json,
-    sound_identity,
-    was_saved,
+    read_valid_identity,
+    was_ever_saved,
     write_identity,
     write_json,
     write_text,
@@ -57,14 +57,14 @@ class Difference(NamedTuple):
     here: object
 
 
-def trusted_config(run: RunDir, overrides: list[str], trust: bool, measured: str = "") -> RunConfig:
+def load_trusted_config(run: RunDir, overrides: list[str], trust: bool, measured: str = "") -> RunConfig:
     """Load the config of a folder that this user has sealed or trusts now. Raise ConfigError otherwise."""
-    values = readable_config(run)
+    values = load_readable_config(run)
     check_sealed(run, trust)
     return with_overrides(values, run.effective_config_path, overrides, measured)
 
 
-def readable_config(run: RunDir) -> dict[str, Any]:
+def load_readable_config(run: RunDir) -> dict[str, Any]:
     """Return the config as plain values. Raise ConfigError with advice if it is damaged."""
     path = run.effective_config_path
     try:
@@ -91,11 +91,11 @@ def check_modules(run: RunDir, config: RunConfig) -> None:
         if find_spec(module) is None:
             raise ConfigError(
                 f"{run.root}: names {target}, and there is no module {module} (looked in {Path.cwd()}, PYTHONPATH and "
-                f"what is installed){_where_it_began(run)}"
+                f"what is installed){_describe_origin(run)}"
             )
 
 
-def _where_it_began(run: RunDir) -> str:
+def _describe_origin(run: RunDir) -> str:
     """Return a hint about where the modules of the run are likely to be."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         environment = read_json(run.environment)
@@ -106,18 +106,18 @@ def _where_it_began(run: RunDir) -> str:
     return ""
 
 
-def check_ours(run: RunDir) -> None:
+def check_no_foreign_files(run: RunDir) -> None:
     """Raise ConfigError if the folder holds other files under the names that a run writes."""
     places = (
         run.config, run.overrides, run.environment, run.metrics, run.samples, run.pictures, run.tokenizer,
         run.status, run.log, run.report, *run.plots.glob("*.png"),
     )  # fmt: skip
     present = [str(path.relative_to(run.root)) for path in places if path.exists()]
-    if was_saved(run):  # the newest stay, and the first ones of a new run would be the oldest
+    if was_ever_saved(run):  # the newest stay, and the first ones of a new run would be the oldest
         present.append(run.checkpoints.name)
-    if present and not is_there(run):
+    if present and not is_run_folder(run):
         remedy = "name another folder, or take them away"
-        if was_saved(run):
+        if was_ever_saved(run):
             remedy += f" (ckpt_path={run.root} takes over a checkpoint)"
         raise ConfigError(
             f"output_dir={run.root}: holds {', '.join(present)} and no {run.identity.name}, so no run made it; "
@@ -125,7 +125,7 @@ def check_ours(run: RunDir) -> None:
         )
 
 
-def check_reachable(run: RunDir) -> None:
+def check_checkpoint_link(run: RunDir) -> None:
     """Raise ConfigError if the folder of checkpoints is a dangling link; otherwise the run would start over."""
     place = run.checkpoints
     if place.is_symlink() and not place.is_dir():
@@ -135,35 +135,38 @@ def check_reachable(run: RunDir) -> None:
         )
 
 
-def config_to_continue(run: RunDir, config: RunConfig) -> RunConfig | None:
+def load_config_to_continue(run: RunDir, config: RunConfig) -> RunConfig | None:
     """Return the config with the seed of the earlier session; None if the folder holds no run to continue.
 
     The targets of the config come from this command line, so only the files of the folder can be foreign. Raise
     ConfigError if the folder holds another run, or something else.
     """
-    check_ours(run)
-    check_reachable(run)
-    repair(run)
-    if not run.config.exists() or (not has_trained(run) and forget_failure(run)):
+    check_no_foreign_files(run)
+    check_checkpoint_link(run)
+    repair_folder(run)
+    if not run.config.exists() or (not has_trained(run) and remove_failed_run(run)):
         return None
     resume = f"trainrun resume {shlex.quote(str(run.root))}"
     check_files(run.root, trust=False, way=f"{resume} --trust")  # a new run takes no such flag
-    before = with_overrides(readable_config(run), run.effective_config_path, [])
+    before = with_overrides(load_readable_config(run), run.effective_config_path, [])
     if config.seed is None and read_identity(run).get(SEED_DRAWN, True):
         config = replace(config, seed=before.seed)
-    if changes := differences(placed(before, Path.cwd()), placed(config, Path.cwd())):
-        there, here = (flat_values(public(item)[0]) for item in (before, config))  # without secrets
+    if changes := compare_configs(placed(before, Path.cwd()), placed(config, Path.cwd())):
+        there, here = (flatten_config(public(item)[0]) for item in (before, config))  # without secrets
         changed = [Difference(key, there.get(key, ABSENT), here.get(key, ABSENT)) for key, _, _ in changes]
-        shown = ", ".join(f"{key}={word(old)} (here {word(new)})" for key, old, new in changed[:SHOWN])
+        shown = ", ".join(
+            f"{key}={format_value_as_typed(old)} (here {format_value_as_typed(new)})"
+            for key, old, new in changed[:SHOWN]
+        )
         rest = f" and {len(changed) - SHOWN} other values" if len(changed) > SHOWN else ""
         way = f"{resume} (key=value after it, for what can change on the way)"
-        if "trainrun.runs.api.given" in run.config.read_text():  # its objects are in no other process
+        if "trainrun.runs.api.python_object" in run.config.read_text():  # its objects are in no other process
             way = f"trainrun.train(..., 'ckpt_path={run.root}')"
         raise ConfigError(
             f"output_dir={run.root}: holds a run already, which has {shown}{rest}; name another folder, or go on with "
             f"that run: {way}"
         )
-    if forget_failure(run):
+    if remove_failed_run(run):
         return None
     restore_config(run)
     return config
@@ -174,16 +177,18 @@ def check_same_network(run: RunDir, saved: RunConfig, config: RunConfig) -> None
 
     saved: the config in the folder.
     """
-    changed = differences(saved, config)
+    changed = compare_configs(saved, config)
     faults = [
-        f"{key}={word(here)}: the run has trained with {word(there)}, and its transforms stay; leave it out, or begin "
+        f"{key}={format_value_as_typed(here)}: the run has trained with {format_value_as_typed(there)}, and its "
+        "transforms stay; leave it out, or begin "
         f"another run with its weights: init_from={run.root}"
         for key, there, here in changed
         if key.startswith("transform.")
     ]
     if committed_steps(run.checkpoints) and not config.checkpoint.adapter_only:
         faults += [
-            f"{key}={word(here)}: is of the beginning of a run, and this one goes on from a checkpoint; leave it out "
+            f"{key}={format_value_as_typed(here)}: is of the beginning of a run, and this one goes on from a "
+            "checkpoint; leave it out "
             "or begin another run"
             for key, _, here in changed
             if here is not None
@@ -193,8 +198,8 @@ def check_same_network(run: RunDir, saved: RunConfig, config: RunConfig) -> None
         raise ConfigError(*faults)
 
 
-def differences(before: RunConfig, config: RunConfig) -> list[Difference]:
-    there, here = flat_values(before), flat_values(config)
+def compare_configs(before: RunConfig, config: RunConfig) -> list[Difference]:
+    there, here = flatten_config(before), flatten_config(config)
     return [
         Difference(key, there.get(key, ABSENT), here.get(key, ABSENT))
         for key in {**there, **here}
@@ -202,20 +207,20 @@ def differences(before: RunConfig, config: RunConfig) -> list[Difference]:
     ]
 
 
-def flat_values(config: RunConfig) -> dict[str, object]:
+def flatten_config(config: RunConfig) -> dict[str, object]:
     """Return the values of a config by their full keys. A list is one value."""
 
-    def flat(value: Any, key: str) -> Iterator[tuple[str, object]]:
+    def flatten(value: Any, key: str) -> Iterator[tuple[str, object]]:
         if not isinstance(value, dict):
             yield key, value
             return
         for name, item in value.items():
-            yield from flat(item, f"{key}.{name}" if key else str(name))
+            yield from flatten(item, f"{key}.{name}" if key else str(name))
 
-    return dict(flat(plain_values(resolved(config)), ""))
+    return dict(flatten(plain_values(resolved(config)), ""))
 
 
-def word(value: object) -> str:
+def format_value_as_typed(value: object) -> str:
     """Format a value as it would be typed."""
     if value is ABSENT:
         return "nothing"
@@ -235,10 +240,10 @@ def has_trained(run: RunDir) -> bool:
     return read_status(run).get("step", 0) > 0 or any('"kind": "train"' in row for row in rows)
 
 
-def forget_failure(run: RunDir) -> bool:
+def remove_failed_run(run: RunDir) -> bool:
     """Remove the files of a run that ended before it saved anything. Return whether they were removed."""
     state = read_status(run).get("state") if run.status.exists() else "stopped"  # before it could say so
-    if state not in ("failed", "stopped") or was_saved(run):
+    if state not in ("failed", "stopped") or was_ever_saved(run):
         return False
     for path in (
         run.metrics,
@@ -251,7 +256,7 @@ def forget_failure(run: RunDir) -> bool:
     return True
 
 
-def finished(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
+def describe_finished(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
     """Return the message for a run that has ended and would end again at once with this config; else "".
 
     saved: the config in the folder.
@@ -290,26 +295,26 @@ def finished(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
     )
 
 
-def repair(run: RunDir, note: Callable[[str], None] = say_note) -> None:
+def repair_folder(run: RunDir, note: Callable[[str], None] = say_note) -> None:
     """Repair the folder of a run so that it can continue. Only the process that holds its lock may call this.
 
     Damaged files are set aside. Raises ConfigError if the folder is not writable.
     """
     try:
-        for path in _files(run):
-            if os.path.lexists(path) and not _is_plain(path):
-                _set_aside(path, "is no plain file", note)
+        for path in _list_files(run):
+            if os.path.lexists(path) and not _is_not_folder(path):
+                _set_aside_with_note(path, "is no plain file", note)
         for path in (run.plots, run.nonfinite):
-            if os.path.lexists(path) and not path.is_dir() and _is_ours(path):
-                _set_aside(path, "is no folder", note)
+            if os.path.lexists(path) and not path.is_dir() and _may_be_set_aside(path):
+                _set_aside_with_note(path, "is no folder", note)
         _repair_identity(run, note)
         _repair_status(run, note)
         _repair_rows(run, note)
     except OSError as error:
-        raise cannot_write(run.root, error) from error
+        raise build_folder_error(run.root, error) from error
 
 
-def _files(run: RunDir) -> list[Path]:
+def _list_files(run: RunDir) -> list[Path]:
     """Return all regular files that a run may write; files of single ranks are found by patterns."""
     single_files = (
         run.status, run.overrides, run.environment, run.identity, run.identity_copy, run.metrics, run.log, run.samples,
@@ -319,7 +324,7 @@ def _files(run: RunDir) -> list[Path]:
     return [*single_files, *(path for pattern in patterns for path in sorted(run.root.glob(pattern)))]
 
 
-def _is_plain(path: Path) -> bool:
+def _is_not_folder(path: Path) -> bool:
     """Return whether a path is not a folder. A link counts as its target, a broken link as a file."""
     try:
         return not stat.S_ISDIR(path.stat().st_mode)
@@ -329,21 +334,21 @@ def _is_plain(path: Path) -> bool:
         return False
 
 
-def _is_ours(path: Path) -> bool:
+def _may_be_set_aside(path: Path) -> bool:
     """Return whether a path is a regular file or a broken link, so that it may be set aside."""
     mode = path.lstat().st_mode
-    return stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and not _is_plain(path))
+    return stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and not _is_not_folder(path))
 
 
 def _repair_identity(run: RunDir, note: Callable[[str], None]) -> None:
     for path in (run.identity, run.identity_copy):
-        if not sound_identity(path):
+        if not read_valid_identity(path):
             try:
                 identity = read_identity(run)
             except ConfigError:
                 return  # said where it is needed
             if path.exists():
-                _set_aside(path, "is damaged", note)
+                _set_aside_with_note(path, "is damaged", note)
             elif path == run.identity:
                 note(f"{path}: missing; written again from its copy")
             write_identity(run, identity)
@@ -353,16 +358,16 @@ def _repair_status(run: RunDir, note: Callable[[str], None]) -> None:
     """Restore the file of overrides from the status, and mark a killed run as stopped."""
     status = read_status(run)
     if run.status.is_file() and not status:
-        _set_aside(run.status, "is damaged", note)
-    if run.overrides.is_file() and not _is_text(run.overrides):
-        _set_aside(run.overrides, "is damaged", note)
+        _set_aside_with_note(run.status, "is damaged", note)
+    if run.overrides.is_file() and not _is_utf8_text(run.overrides):
+        _set_aside_with_note(run.overrides, "is damaged", note)
     if status and not run.overrides.exists():
         write_text(run.overrides, "".join(f"{word}\n" for word in status.get("overrides", [])))
     if status.get("state") == "running":  # and nobody held its lock
         write_json(run.status, status | {"state": "stopped", "message": KILLED})
 
 
-def _is_text(path: Path) -> bool:
+def _is_utf8_text(path: Path) -> bool:
     try:
         read_bytes(path, MAX_WORDS_BYTES).decode("utf-8")
     except ValueError:
@@ -376,10 +381,10 @@ def _repair_rows(run: RunDir, note: Callable[[str], None]) -> None:
     lines, num_bad = read_valid_lines(run.metrics)
     if num_bad:
         rows = f"{num_bad} of its {len(lines) + num_bad} rows are damaged"
-        _set_aside(run.metrics, f"{rows}, the others are kept", note)
+        _set_aside_with_note(run.metrics, f"{rows}, the others are kept", note)
         write_text(run.metrics, "".join(f"{line}\n" for line in lines), durable=True)
 
 
-def _set_aside(path: Path, why: str, note: Callable[[str], None]) -> None:
+def _set_aside_with_note(path: Path, why: str, note: Callable[[str], None]) -> None:
     target = set_aside(path, FileLayer())
     note(f"{path}: {why}; set aside as {target.name}, the run goes on without it")

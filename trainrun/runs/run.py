@@ -19,60 +19,62 @@ from trainrun.config.saved_config import load_config, translated
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, record_reads, stop_recording
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainrunError
-from trainrun.folder.environment import describe_environment, uncommitted
-from trainrun.folder.lock import only_writer
+from trainrun.folder.environment import describe_environment, read_uncommitted_changes
+from trainrun.folder.lock import lock_folder
 from trainrun.folder.run_folder import (
     SEED,
     SEED_DRAWN,
     LaunchSpec,
     RunDir,
-    cannot_write,
+    build_folder_error,
     format_json,
-    is_name_of_a_run,
-    is_there,
-    named_folder,
-    typed_settings,
-    was_saved,
+    is_run_file_name,
+    is_run_folder,
+    list_typed_keys,
+    resolve_folder,
+    was_ever_saved,
     write_identity,
     write_json,
     write_text,
 )
 from trainrun.folder.seal import is_sealed, seal_folder
-from trainrun.folder.status import named_run
+from trainrun.folder.status import find_named_run
 from trainrun.instantiate import BUILT
 from trainrun.limits import is_url
 from trainrun.output import counted, masked_word, say, say_note
 from trainrun.parallel.devices import choose_num_devices, is_started_by_launcher
 from trainrun.parallel.launch import launch_ranks, module_command
 from trainrun.runs import resume
-from trainrun.runs.failures import deadline, run_status
-from trainrun.runtime.signals import StopFlag, catch_signals, watchdog_limit
-from trainrun.timing.phases import command_start
+from trainrun.runs.failures import end_late_stops, run_status
+from trainrun.runtime.signals import StopFlag, catch_signals, resolve_watchdog_limit
+from trainrun.timing.phases import measure_command_start
 
 
 @contextmanager
-def begun(composition: Composition, words: list[str]) -> Iterator[tuple[RunDir, RunConfig, bool]]:
+def open_or_create_run(
+    composition: Composition, words: list[str]
+) -> Iterator[tuple[RunDir, RunConfig, bool]]:
     """Create a run, or open the run in its folder if it has the same settings. The folder is locked inside the
     block.
 
     Yield the folder, the config with its seed, and whether an existing run is continued. Raise ConfigError if the
     folder holds a run with other settings; nothing is overwritten.
     """
-    run, config = RunDir(folder_of(composition)), composition.config
-    with unless_refused(run), only_writer(run):
+    run, config = RunDir(choose_folder(composition)), composition.config
+    with remove_if_refused(run), lock_folder(run):
         earlier_config = None
         if any(path != run.lock for path in run.root.iterdir()):
-            earlier_config = resume.config_to_continue(run, config)
+            earlier_config = resume.load_config_to_continue(run, config)
             if earlier_config is not None and not run.overrides.exists():  # damaged, and set aside
                 write_words(run, words)
         if earlier_config is None:
             config = config if config.seed is not None else replace(config, seed=secrets.randbelow(2**32))
-            new_run(replace(composition, config=config), words, run, composition.config.seed is None)
+            create_run(replace(composition, config=config), words, run, composition.config.seed is None)
         yield run, earlier_config or config, earlier_config is not None
 
 
 @contextmanager
-def unless_refused(run: RunDir) -> Iterator[None]:
+def remove_if_refused(run: RunDir) -> Iterator[None]:
     """Make the folder of a run. If a new run is refused before its first step, remove what was written inside the
     block.
 
@@ -80,25 +82,25 @@ def unless_refused(run: RunDir) -> Iterator[None]:
     """
     made = [folder for folder in (run.root, *run.root.parents) if not folder.exists()]
     before = [] if made else list(run.root.iterdir())
-    is_new = not is_there(run)
+    is_new = not is_run_folder(run)
     try:
         run.create()
         yield
     except TrainrunError as error:
-        nothing_done = is_new and not was_saved(run) and not resume.has_trained(run)
+        nothing_done = is_new and not was_ever_saved(run) and not resume.has_trained(run)
         if error.exit_code == EXIT_USAGE and nothing_done and not is_started_by_launcher():
-            remove_written(run, before, made)
+            remove_new_files(run, before, made)
         raise
 
 
-def remove_written(run: RunDir, before: list[Path], made: list[Path]) -> None:
+def remove_new_files(run: RunDir, before: list[Path], made: list[Path]) -> None:
     """Remove the files of a run that were not there before, then the folders made for it if they are empty.
 
     Other new files belong to the user, for example downloaded data.
     """
     with suppress(OSError):  # the mistake is what counts
         for path in run.root.iterdir():
-            if path in before or not is_name_of_a_run(path.name):
+            if path in before or not is_run_file_name(path.name):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -108,14 +110,14 @@ def remove_written(run: RunDir, before: list[Path], made: list[Path]) -> None:
             folder.rmdir()
 
 
-def new_run(
+def create_run(
     composition: Composition, words: list[str], run: RunDir | None = None, seed_drawn: bool = False
 ) -> RunDir:
     """Create the folder of a new run with its identity, overrides, config and environment.
 
     seed_drawn: whether the seed was drawn at random and not given by the user.
     """
-    run = run or RunDir(folder_of(composition))
+    run = run or RunDir(choose_folder(composition))
     assert not run.config.exists()
     run.create()
     config = composition.config
@@ -130,11 +132,11 @@ def new_run(
         write_json(
             run.environment, environment := describe_environment(Path.cwd()) | {"folder": str(run.root)}
         )
-        if (environment["git"] or {}).get("changed") and (diff := uncommitted(Path.cwd())):
+        if (environment["git"] or {}).get("changed") and (diff := read_uncommitted_changes(Path.cwd())):
             write_text(run.changes, diff)
         write_config(run, config)
     except OSError as error:
-        raise cannot_write(run.root, error) from error
+        raise build_folder_error(run.root, error) from error
     return run
 
 
@@ -161,46 +163,46 @@ def write_words(run: RunDir, words: list[str]) -> None:
     write_text(run.overrides, "".join(f"{masked_word(word)}\n" for word in words))
 
 
-def folder_of(composition: Composition) -> Path:
+def choose_folder(composition: Composition) -> Path:
     named = composition.own.get("hydra.run.dir")
     if named:
-        return named_folder(named)
+        return resolve_folder(named)
     now = datetime.now()
     called = str(composition.config.run_name).replace("/", "-")
     name = f"{now:%H-%M-%S}-{called}-{secrets.token_hex(4)}"
     return Path("outputs").absolute() / f"{now:%Y-%m-%d}" / name
 
 
-def start(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
+def start_training(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Train the run and return its exit code. Do nothing if it has already reached its end."""
-    if order.resume and (text := resume.finished(run, load_config(run.config, []), config)):
+    if order.resume and (text := resume.describe_finished(run, load_config(run.config, []), config)):
         return report_finished(text)
-    return execute(run, config, order)
+    return train_in_ranks(run, config, order)
 
 
 def report_finished(text: str) -> int:
     """Print why there is nothing to do, release the ranks of torchrun or Slurm, and return the exit code."""
     say(text)
     if is_started_by_launcher():
-        torchrun_ranks().dismiss()
+        import_torchrun().dismiss_ranks()
     return EXIT_DONE
 
 
-def torchrun_ranks() -> ModuleType:
+def import_torchrun() -> ModuleType:
     """Import the module that meets the ranks of torchrun or Slurm. It needs torch, which a launcher does not import."""
     from trainrun.runs import torchrun
 
     return torchrun
 
 
-def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
+def train_in_ranks(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Train in this process or in new ranks, and return the exit code. Raise TrainrunError."""
     record_reads()
     BUILT.clear()
-    if order.resume:  # else `new_run` has written it
+    if order.resume:  # else `create_run` has written it
         write_config(run, config, seal=is_sealed(run))
     if is_started_by_launcher():
-        return int(torchrun_ranks().lead_run(run, config, order))
+        return int(import_torchrun().train_as_rank_zero(run, config, order))
     parallel = config.parallel
     if parallel.mode == "single":
         # imported here: a library may swallow the interrupt of a run that has begun
@@ -208,13 +210,13 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     else:
         count, reason = choose_num_devices(parallel.mode, parallel.accelerator, parallel.devices)
     write_json(run.job, {"resume": order.resume, "paths": order.paths, "typed": order.typed})
-    began = command_start() if order.began is None else order.began
+    began = measure_command_start() if order.began is None else order.began
     flag = StopFlag(training=False)
     try:
         with (
             catch_signals(flag),
             run_status(run, config, order.resume, flag),
-            deadline(run, config)
+            end_late_stops(run, config)
             if parallel.mode == "single"
             else nullcontext(),  # `launch_ranks` has its own clock
         ):
@@ -227,7 +229,8 @@ def execute(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
             return launch_ranks(
                 lambda attempt: module_command("trainrun.runs.rank_process", str(run.root), str(attempt)),
                 count, run, grace_seconds=config.trainer.stop_grace_seconds,
-                alone_seconds=watchdog_limit(config.trainer.watchdog_seconds), max_restarts=parallel.max_restarts,
+                alone_seconds=resolve_watchdog_limit(config.trainer.watchdog_seconds),
+                max_restarts=parallel.max_restarts,
             )  # fmt: skip
     finally:
         stop_recording()
@@ -243,7 +246,7 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
         from trainrun.checkpoint.mirror import fetch_run  # needs an optional package
 
         folder = fetch_run(str(folder), say_note)
-    run = named_run(folder)
+    run = find_named_run(folder)
     if not run.config.is_file():
         raise ConfigError(f"{key}={folder}: no run is there (no config.yaml)")
     return run
@@ -254,25 +257,25 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
 
     Overrides that the run refuses are discarded.
     """
-    with only_writer(run):
-        return _go_on(run, overrides, paths, trust)
+    with lock_folder(run):
+        return _continue_run(run, overrides, paths, trust)
 
 
-def _go_on(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> int:
-    config = resume.trusted_config(run, overrides, trust)
-    resume.check_reachable(run)
-    resume.repair(run)
+def _continue_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> int:
+    config = resume.load_trusted_config(run, overrides, trust)
+    resume.check_checkpoint_link(run)
+    resume.repair_folder(run)
     resume.check_modules(run, config)
     saved = load_config(run.effective_config_path, []) if overrides else config
     resume.check_same_network(run, saved, config)
     if config.seed is None:
         raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
     resume.restore_config(run)
-    if message := resume.finished(run, saved, config):
+    if message := resume.describe_finished(run, saved, config):
         return report_finished(message)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
-        typed = typed_settings(translated(overrides).overrides)
-        return execute(run, config, LaunchSpec(resume=True, paths=paths, typed=typed))
+        typed = list_typed_keys(translated(overrides).overrides)
+        return train_in_ranks(run, config, LaunchSpec(resume=True, paths=paths, typed=typed))
     finally:
         resume.restore_config(run)

@@ -25,55 +25,55 @@ from trainrun.parallel.devices import describe_local_ranks_fault
 from trainrun.parallel.handshake import Meeting, read_previous_folder, receive_config, send_config
 from trainrun.parallel.rank_place import LostContact
 from trainrun.runs.rank_process import run_rank_of
-from trainrun.runtime.signals import left_at_stops
+from trainrun.runtime.signals import exit_at_stops
 
 FOLDER_SECONDS = 20.0  # for a network's folder to show what rank 0 wrote
 POLL_SECONDS = 0.1
 MEETING = "parallel.meeting_seconds="
 
 
-def lead_run(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
+def train_as_rank_zero(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Send folder and config to the other ranks, and train as rank 0. Return the exit code of this rank."""
     parallel = config.parallel
     fault = describe_local_ranks_fault(parallel.devices, parallel.accelerator)
     if parallel.mode == "single":
         fault = f"parallel={parallel.mode}: this was started as several ranks; use parallel=ddp"
     if fault:
-        dismiss(EXIT_USAGE)
+        dismiss_ranks(EXIT_USAGE)
         raise ConfigError(fault)
     payload = {
-        "folder": str(run.root), "config": _digest(run),
+        "folder": str(run.root), "config": _digest_config(run),
         "resume": order.resume, "paths": order.paths, "typed": order.typed,
         "devices": parallel.devices, "accelerator": parallel.accelerator,
     }  # fmt: skip
-    with left_at_stops():
+    with exit_at_stops():
         meeting = send_config(payload, sys.argv[1:], parallel.meeting_seconds)
-    return _work(run, config, order, meeting)
+    return _train_this_rank(run, config, order, meeting)
 
 
-def dismiss(code: int = EXIT_DONE) -> None:
+def dismiss_ranks(code: int = EXIT_DONE) -> None:
     """End the other ranks if the run is complete or cannot begin. Called on rank 0.
 
     Otherwise they would wait for rank 0: Slurm, unlike torchrun, does not end them when one rank exits.
     """
-    with contextlib.suppress(LostContact), left_at_stops():
-        send_config({}, [], _meeting_seconds(), exit_code=code)
+    with contextlib.suppress(LostContact), exit_at_stops():
+        send_config({}, [], _read_meeting_seconds(), exit_code=code)
 
 
-def follow_run() -> int:
+def train_as_other_rank() -> int:
     """Receive folder and config from rank 0, and train. Called on every other rank. Return the exit code."""
-    with left_at_stops():
-        meeting = receive_config(sys.argv[1:], _meeting_seconds(), fault_of=_fault_here)
+    with exit_at_stops():
+        meeting = receive_config(sys.argv[1:], _read_meeting_seconds(), fault_of=_check_this_rank)
     if meeting.exit_code is not None:
         return meeting.exit_code
     payload = meeting.payload
     sys.path += [path for path in payload["paths"] if path not in sys.path]
     run = RunDir(Path(payload["folder"]))
     order = LaunchSpec(payload["resume"], payload["paths"], typed=tuple(payload["typed"]))
-    return _work(run, load_config(run.config, []), order, meeting)
+    return _train_this_rank(run, load_config(run.config, []), order, meeting)
 
 
-def _meeting_seconds() -> float:
+def _read_meeting_seconds() -> float:
     """Return `parallel.meeting_seconds` from the command line (no config is composed yet), else the default."""
     values = [word.removeprefix(MEETING) for word in sys.argv if word.startswith(MEETING)]
     with contextlib.suppress(ValueError):  # rank 0 refuses it
@@ -81,7 +81,7 @@ def _meeting_seconds() -> float:
     return ParallelConfig().meeting_seconds
 
 
-def _fault_here(payload: dict[str, Any]) -> str:
+def _check_this_rank(payload: dict[str, Any]) -> str:
     """Return why this rank cannot take part; "" if it can. It needs the right number of ranks and the shared run
     folder.
     """
@@ -90,7 +90,7 @@ def _fault_here(payload: dict[str, Any]) -> str:
     fault = describe_local_ranks_fault(payload["devices"], payload["accelerator"])
     if fault:
         return f"{fault} (rank {os.environ['RANK']} on {socket.gethostname()})"
-    if _is_shared(run := RunDir(Path(payload["folder"])), payload["config"]):
+    if _sees_shared_config(run := RunDir(Path(payload["folder"])), payload["config"]):
         return ""
     return (
         f"output_dir={run.root}: rank {os.environ['RANK']} on {socket.gethostname()} does not find the run folder of "
@@ -98,30 +98,30 @@ def _fault_here(payload: dict[str, Any]) -> str:
     )
 
 
-def _digest(run: RunDir) -> str:
+def _digest_config(run: RunDir) -> str:
     return hashlib.sha256(run.config.read_bytes()).hexdigest()
 
 
-def _is_shared(run: RunDir, digest: str) -> bool:
+def _sees_shared_config(run: RunDir, digest: str) -> bool:
     """Return whether this rank sees rank 0's config. A network folder may show it late; a local folder may hold an
     old run.
     """
     until = time.monotonic() + FOLDER_SECONDS
     while True:
         with contextlib.suppress(OSError):
-            if _digest(run) == digest:
+            if _digest_config(run) == digest:
                 return True
         if time.monotonic() > until:
             return False
         time.sleep(POLL_SECONDS)
 
 
-def earlier_folder() -> str | None:
+def find_earlier_folder() -> str | None:
     """Return the run folder of this job from before torchrun restarted its ranks; None at its first start."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
-    with left_at_stops():
-        folder = read_previous_folder(_meeting_seconds())
+    with exit_at_stops():
+        folder = read_previous_folder(_read_meeting_seconds())
     if folder is None:
         say(
             "note: torchrun restarted the ranks, and no folder of their run is known: a new run begins (with "
@@ -130,7 +130,7 @@ def earlier_folder() -> str | None:
     return folder
 
 
-def _work(run: RunDir, config: RunConfig, order: LaunchSpec, meeting: Meeting) -> int:
+def _train_this_rank(run: RunDir, config: RunConfig, order: LaunchSpec, meeting: Meeting) -> int:
     rank = int(os.environ["RANK"])
     code = run_rank_of(run, config, order, meeting.store)
     if code != EXIT_DONE and run.rank_error(rank).exists():

@@ -71,7 +71,7 @@ def can_fork() -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return False
-    return not any(name.startswith(AUTOGRAD) for name in _thread_names())
+    return not any(name.startswith(AUTOGRAD) for name in _list_thread_names())
 
 
 def run_in_child(
@@ -93,7 +93,7 @@ def run_in_child(
         warnings.simplefilter("ignore", DeprecationWarning)
         process = os.fork()
     if process == 0:
-        _be_child(work, reading, writing, state, computes)
+        _run_as_child(work, reading, writing, state, computes)
     os.close(writing)
     try:
         answer = _read_answer(reading, limit_seconds or math.inf, say)
@@ -121,11 +121,11 @@ def send_sign(text: str = "") -> bool:
     """
     if _answers is None:
         return False
-    _send(_answers, SIGN, text)
+    _send_message(_answers, SIGN, text)
     return True
 
 
-def _be_child(work: Callable[[], Any], reading: int, writing: int, state: Any, computes: bool) -> None:
+def _run_as_child(work: Callable[[], Any], reading: int, writing: int, state: Any, computes: bool) -> None:
     """Run the work, send its result, and exit without any clean-up of the parent's objects."""
     global _answers
     try:
@@ -137,8 +137,8 @@ def _be_child(work: Callable[[], Any], reading: int, writing: int, state: Any, c
         signal.set_wakeup_fd(-1)
         gc.disable()  # a collection would copy every page that holds an object
         random.setstate(state)
-        _open_files_again(writing)
-        threading.Thread(target=_leave_with, args=(owner,), daemon=True).start()
+        _reopen_files(writing)
+        threading.Thread(target=_exit_with_owner, args=(owner,), daemon=True).start()
         if computes:
             context = contextvars.copy_context()
             worker = threading.Thread(target=context.run, args=(_send_result, work, writing))
@@ -161,11 +161,11 @@ def _send_result(work: Callable[[], Any], writing: int) -> None:
     try:
         answer = pickle.dumps((True, work()))
     except BaseException as error:
-        answer = pickle.dumps((False, _sendable(error)))
-    _send(writing, ANSWER, answer)
+        answer = pickle.dumps((False, _make_sendable(error)))
+    _send_message(writing, ANSWER, answer)
 
 
-def _send(pipe: int, kind: bytes, content: str | bytes) -> None:
+def _send_message(pipe: int, kind: bytes, content: str | bytes) -> None:
     """Write one message: its kind, its length in bytes, and its content."""
     content = content.encode() if isinstance(content, str) else content
     rest = memoryview(kind + len(content).to_bytes(8, "little") + content)
@@ -173,7 +173,7 @@ def _send(pipe: int, kind: bytes, content: str | bytes) -> None:
         rest = rest[os.write(pipe, rest) :]
 
 
-def _sendable(error: BaseException) -> Exception:
+def _make_sendable(error: BaseException) -> Exception:
     """Return the error if it survives pickling, else a ChildError with its class, message and traceback."""
     text = "".join(traceback.format_exception(error))
     first_line = str(error).partition("\n")[0]
@@ -188,13 +188,13 @@ def _sendable(error: BaseException) -> Exception:
         return replacement
 
 
-def take_own_positions() -> None:
+def reopen_read_files() -> None:
     """Reopen the files that the parent has open for reading, so that this process has its own positions in them."""
-    for entry in _names(OPEN_FILES):
+    for entry in _list_folder(OPEN_FILES):
         with suppress(OSError):
-            mode = _mode_of(int(entry))
-            if _is_file(int(entry)) and mode & os.O_ACCMODE == os.O_RDONLY:
-                _open_again(int(entry), mode)
+            mode = _open_mode(int(entry))
+            if _is_regular_file(int(entry)) and mode & os.O_ACCMODE == os.O_RDONLY:
+                _reopen_file(int(entry), mode)
 
 
 def end_pipes_and_sockets() -> None:
@@ -202,39 +202,39 @@ def end_pipes_and_sockets() -> None:
     once.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
-    for entry in _names(OPEN_FILES):
+    for entry in _list_folder(OPEN_FILES):
         with suppress(OSError):  # it was the descriptor of the listing
             kind = os.fstat(int(entry)).st_mode
             if int(entry) != _answers and (stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
                 os.dup2(nothing, int(entry), inheritable=False)
 
 
-def _open_files_again(pipe: int) -> None:
+def _reopen_files(pipe: int) -> None:
     """Reopen the files of the parent, so that this process has its own positions, and redirect output to the null
     device.
 
     A fork shares the position of each open file: reading here would move it for the parent as well.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
-    for entry in _names(OPEN_FILES):
+    for entry in _list_folder(OPEN_FILES):
         descriptor = int(entry)
         if descriptor in (pipe, nothing):
             continue
         with suppress(OSError):
-            mode = _mode_of(descriptor)
-            if descriptor in (1, 2) or (_is_file(descriptor) and mode & os.O_ACCMODE == os.O_WRONLY):
+            mode = _open_mode(descriptor)
+            if descriptor in (1, 2) or (_is_regular_file(descriptor) and mode & os.O_ACCMODE == os.O_WRONLY):
                 os.dup2(nothing, descriptor, inheritable=False)
-            elif _is_file(descriptor):
-                _open_again(descriptor, mode)
+            elif _is_regular_file(descriptor):
+                _reopen_file(descriptor, mode)
 
 
-def _mode_of(descriptor: int) -> int:
+def _open_mode(descriptor: int) -> int:
     import fcntl  # not on Windows
 
     return fcntl.fcntl(descriptor, fcntl.F_GETFL)
 
 
-def _open_again(descriptor: int, mode: int) -> None:
+def _reopen_file(descriptor: int, mode: int) -> None:
     """Reopen the file behind a descriptor at the same position, which then no other process moves."""
     position = os.lseek(descriptor, 0, os.SEEK_CUR)
     opened = os.open(OPEN_FILES / str(descriptor), mode & ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC))
@@ -243,11 +243,11 @@ def _open_again(descriptor: int, mode: int) -> None:
     os.close(opened)
 
 
-def _is_file(descriptor: int) -> bool:
+def _is_regular_file(descriptor: int) -> bool:
     return stat.S_ISREG(os.fstat(descriptor).st_mode)
 
 
-def _leave_with(owner: int) -> None:
+def _exit_with_owner(owner: int) -> None:
     """Wait for the parent to exit, then end this process."""
     while os.getppid() == owner:
         sleep(OWNER_SECONDS)
@@ -257,15 +257,15 @@ def _leave_with(owner: int) -> None:
 def _read_answer(reading: int, limit_seconds: float, say: Say | None) -> bytes | None:
     """Return the pickled result, b"" if the child exited without one, None if it is late."""
     while True:
-        head = _read(reading, HEAD_BYTES, limit_seconds)
-        content = head and _read(reading, int.from_bytes(head[1:], "little"), limit_seconds)
+        head = _read_bytes(reading, HEAD_BYTES, limit_seconds)
+        content = head and _read_bytes(reading, int.from_bytes(head[1:], "little"), limit_seconds)
         if not head or content is None or head[:1] == ANSWER:
             return head and content
         if content and say is not None:
             say(content.decode())
 
 
-def _read(reading: int, number: int, limit_seconds: float) -> bytes | None:
+def _read_bytes(reading: int, number: int, limit_seconds: float) -> bytes | None:
     """Return `number` bytes of the pipe, b"" if its other end is closed, None after `limit_seconds` without data.
 
     Waiting is counted in ticks, so time in which this process itself was suspended does not count.
@@ -287,15 +287,15 @@ def _read(reading: int, number: int, limit_seconds: float) -> bytes | None:
     return b"".join(parts)
 
 
-def _thread_names() -> list[str]:
+def _list_thread_names() -> list[str]:
     names = []
-    for entry in _names(THREADS):
+    for entry in _list_folder(THREADS):
         with suppress(OSError):  # it has ended meanwhile
             names.append((THREADS / entry / "comm").read_text())
     return names
 
 
-def _names(folder: Path) -> list[str]:
+def _list_folder(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
     except OSError:

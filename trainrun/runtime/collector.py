@@ -24,7 +24,7 @@ _frozen_at_start = gc.get_freeze_count()  # Python 3.12 begins with objects of i
 _has_frozen = False  # by this module; counting frozen objects takes 8 ms in a large process
 
 
-def rest_while_starting() -> None:
+def suspend_collector() -> None:
     """Suspend garbage collection during imports, which make many objects and no garbage. For trainrun's own
     processes only.
     """
@@ -37,7 +37,7 @@ def freeze_objects() -> None:
 
 
 @contextmanager
-def kept_collector() -> Iterator[None]:
+def restore_collector() -> Iterator[None]:
     """Restore the settings of the garbage collector at the end of the block."""
     global _has_frozen
     thresholds, had_frozen = gc.get_threshold(), _has_frozen
@@ -51,7 +51,7 @@ def kept_collector() -> Iterator[None]:
 
 
 def collect_as_usual() -> None:
-    """Undo `rest_while_starting`. Thresholds that the user has set stay."""
+    """Undo `suspend_collector`. Thresholds that the user has set stay."""
     if gc.get_threshold() == STARTING:
         gc.set_threshold(*_usual)
 
@@ -68,7 +68,7 @@ def collect_between_steps() -> None:
         gc.set_threshold(BETWEEN, *_usual[1:])
 
 
-def freeze_more() -> None:
+def freeze_new_objects() -> None:
     """Freeze objects that were built after `collect_between_steps`, such as a compiler with its modules."""
     if _has_frozen:
         gc.collect()

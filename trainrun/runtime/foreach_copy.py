@@ -17,7 +17,7 @@ Lists = tuple[list[Tensor], list[Tensor]]
 COPY: Any = getattr(torch, "_foreach_copy_", None)
 
 
-def by_type(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Lists]:
+def group_by_type(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Lists]:
     """Group pairs (target, source) by dtypes and device, because `copy_` of mixed types is slow."""
     groups: dict[tuple[torch.dtype, torch.dtype, torch.device], Lists] = {}
     for target, source in pairs:

@@ -1,6 +1,7 @@
 """Turn the attributes of an object into texts that can be compared: plain values, tensors, and generators.
 
-what: compare `comparable_values` of two moments with `changed`. Iterators and open files are compared by position.
+what: compare `comparable_values` of two moments with `changed_names`. Iterators and open files are compared by
+position.
     when not: for objects with more than 10,000 entries or unreadable content. Their text is empty.
 """
 
@@ -33,7 +34,7 @@ EMPTY: tuple[Iterable[Any], ...] = ([], (), "", b"", {}, set(), range(0), {}.val
 ITERATORS = tuple(type(iter(one)) for one in EMPTY)
 
 
-def unsaved_attributes(owner: Any) -> dict[str, Any]:
+def list_unsaved_attributes(owner: Any) -> dict[str, Any]:
     """Return the attributes of an object; for a module, those that its state_dict does not contain."""
     held = getattr(owner, "__dict__", {})
     if not isinstance(owner, nn.Module):
@@ -44,54 +45,54 @@ def unsaved_attributes(owner: Any) -> dict[str, Any]:
 
 def comparable_values(owner: Any, known: set[int]) -> dict[str, str]:
     """Return the attributes of an object that can be compared, as texts."""
-    texts = {name: state_text(value, known) for name, value in unsaved_attributes(owner).items()}
+    texts = {name: format_state(value, known) for name, value in list_unsaved_attributes(owner).items()}
     return {name: text for name, text in texts.items() if text}
 
 
-def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+def changed_names(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """Return the sorted names that are in both mappings with different texts."""
     return sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
 
 
-def first_names(names: list[str]) -> str:
+def format_first_names(names: list[str]) -> str:
     rest = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + rest
 
 
-def shape_of(text: str) -> str:
+def shape_in_text(text: str) -> str:
     return text.partition("|")[0]
 
 
-def state_text(value: Any, known: set[int]) -> str:
+def format_state(value: Any, known: set[int]) -> str:
     """Return `shape|digest`, equal for equal contents; "" for a value whose state cannot be compared.
 
     known: ids of objects that are left out.
     """
-    texts = list(islice(leaf_texts(value, known), 2 * MOST_ENTRIES + 1))  # names and values
+    texts = list(islice(iterate_leaf_texts(value, known), 2 * MOST_ENTRIES + 1))  # names and values
     if len(texts) > 2 * MOST_ENTRIES or (texts and not any(texts)):
         return ""
     if isinstance(value, Tensor | np.ndarray):
         shape = str(tuple(value.shape))
     else:
         shape = f"{type(value).__name__} {len(texts)}"
-    return f"{shape}|{digest(repr(texts).encode())}"
+    return f"{shape}|{hash_bytes(repr(texts).encode())}"
 
 
-def leaf_texts(value: Any, known: set[int], above: tuple[int, ...] = ()) -> Iterator[str]:
+def iterate_leaf_texts(value: Any, known: set[int], above: tuple[int, ...] = ()) -> Iterator[str]:
     """Yield the names and values of a tree as texts; "" for a value that cannot be compared."""
     if id(value) in known or id(value) in above or len(above) == DEEPEST:
         yield ""
         return
-    children = children_of(value)
+    children = list_children(value)
     if children is None:
-        yield leaf_text(value)
+        yield format_leaf(value)
         return
     for name, child in children:
         yield repr(name)
-        yield from leaf_texts(child, known, (*above, id(value)))
+        yield from iterate_leaf_texts(child, known, (*above, id(value)))
 
 
-def children_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
+def list_children(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return the named parts of a container; None for a value that is compared as a whole."""
     if value is None or isinstance(value, (*PLAIN, Tensor, type)):
         return None
@@ -110,37 +111,37 @@ def children_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
     return None
 
 
-def leaf_text(value: Any) -> str:
+def format_leaf(value: Any) -> str:
     """Return the text of a value without parts; "" if it cannot be compared."""
     if value is None or isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, Tensor):
-        return tensor_text(value)
+        return format_tensor(value)
     if isinstance(value, np.ndarray | np.generic):
-        return digest(value.tobytes()) if value.dtype != object else ""
+        return hash_bytes(value.tobytes()) if value.dtype != object else ""
     if isinstance(value, torch.Generator):
-        return digest(value.get_state().numpy().tobytes())
+        return hash_bytes(value.get_state().numpy().tobytes())
     if isinstance(value, random.Random):
-        return digest(repr(value.getstate()).encode())
+        return hash_bytes(repr(value.getstate()).encode())
     if isinstance(value, np.random.Generator):
-        return digest(repr(value.bit_generator.state).encode())
+        return hash_bytes(repr(value.bit_generator.state).encode())
     if isinstance(value, np.random.RandomState):
-        return digest(repr(value.get_state()).encode())
+        return hash_bytes(repr(value.get_state()).encode())
     if isinstance(value, ITERATORS):
         return f"{operator.length_hint(value)} to come"
-    return position_of(value) if isinstance(value, io.IOBase) else ""
+    return file_position(value) if isinstance(value, io.IOBase) else ""
 
 
-def position_of(file: io.IOBase) -> str:
+def file_position(file: io.IOBase) -> str:
     """Return the position in an open file as text; "" if it has none, such as a pipe."""
     try:
         return str(file.tell())
     except (OSError, ValueError):  # a text file that is read line by line says none, but its bytes do
         below = getattr(file, "buffer", None)
-        return "" if below is None else position_of(below)
+        return "" if below is None else file_position(below)
 
 
-def tensor_text(tensor: Tensor) -> str:
+def format_tensor(tensor: Tensor) -> str:
     """Return the shape and a digest of a tensor's numbers; the host waits for the device.
 
     Return "" for a tensor that belongs to a graph, has no memory, or is not strided.
@@ -152,8 +153,8 @@ def tensor_text(tensor: Tensor) -> str:
     if tensor.numel() > MOST_NUMBERS:
         tensor = tensor.flatten()[:: tensor.numel() // MOST_NUMBERS | 1]  # odd: no column of a table alone
     numbers = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{tuple(tensor.shape)} {digest(numbers.numpy().tobytes())}"
+    return f"{tuple(tensor.shape)} {hash_bytes(numbers.numpy().tobytes())}"
 
 
-def digest(data: bytes) -> str:
+def hash_bytes(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=12).hexdigest()

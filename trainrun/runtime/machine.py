@@ -33,14 +33,14 @@ def can_set_allocator() -> bool:
     """Return whether the C library has the allocator settings and no environment variable has set them."""
     by_variable = any(name in os.environ for name in GLIBC_VARIABLES)
     is_set = by_variable or "malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    return not is_set and glibc_function("mallopt") is not None
+    return not is_set and find_glibc_function("mallopt") is not None
 
 
 def set_allocator(rule: str) -> bool:
     """Set how freed host memory is treated for the rest of the process (a key of SWITCHES). Return whether that
     worked.
     """
-    mallopt = glibc_function("mallopt")
+    mallopt = find_glibc_function("mallopt")
     if mallopt is None:
         return False
     successes = [mallopt(parameter, value) == 1 for parameter, value in SWITCHES[rule]]
@@ -52,11 +52,11 @@ def set_allocator(rule: str) -> bool:
 def return_kept_memory() -> None:
     """Undo `keep` and return free memory to the system."""
     set_allocator("libc")
-    if (malloc_trim := glibc_function("malloc_trim")) is not None:
+    if (malloc_trim := find_glibc_function("malloc_trim")) is not None:
         malloc_trim(0)
 
 
-def glibc_function(name: str) -> Any:
+def find_glibc_function(name: str) -> Any:
     """Return a function of the C library; None if there is none of this name."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
@@ -71,17 +71,17 @@ class Memory(NamedTuple):
     total: int
 
 
-def host_memory() -> Memory:
+def read_host_memory() -> Memory:
     import psutil  # imported where it is needed: most streams never ask
 
     machine = psutil.virtual_memory()
-    limit, used = _number(CGROUP / "memory.max"), _number(CGROUP / "memory.current")
+    limit, used = _read_number(CGROUP / "memory.max"), _read_number(CGROUP / "memory.current")
     if limit is None or used is None or limit >= machine.total:
         return Memory(int(machine.available), int(machine.total))
     return Memory(min(int(machine.available), max(limit - used, 0)), limit)
 
 
-def free_bytes(device: torch.device) -> int:
+def read_free_bytes(device: torch.device) -> int:
     """Return the free memory of the device in bytes. For a GPU this includes memory that torch's allocator keeps for
     reuse.
     """
@@ -90,10 +90,10 @@ def free_bytes(device: torch.device) -> int:
 
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    return host_memory().free
+    return read_host_memory().free
 
 
-def settle(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Wait until the device has finished all its work."""
     import torch
 
@@ -103,7 +103,7 @@ def settle(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def _number(file: Path) -> int | None:
+def _read_number(file: Path) -> int | None:
     try:
         text = file.read_text().strip()
     except OSError:
@@ -111,7 +111,7 @@ def _number(file: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

@@ -18,7 +18,7 @@ from trainrun.errors import PluginError
 Dimensions = list[tuple[int, int]]
 
 
-def dimensions_of(tensor: Tensor) -> Dimensions:
+def sort_dimensions(tensor: Tensor) -> Dimensions:
     """Return (stride, size) of each dimension with more than one value, the smallest stride first."""
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     return sorted(pair for pair in pairs if pair[1] != 1)
@@ -29,7 +29,7 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return tensor.layout is torch.strided
     expected = 1
-    for stride, size in dimensions_of(tensor):
+    for stride, size in sort_dimensions(tensor):
         if stride != expected:
             return False
         expected *= size
@@ -40,7 +40,7 @@ def has_overlap(tensor: Tensor) -> bool:
     """Return whether two elements of the tensor share memory, as after `expand`."""
     if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
         return False
-    reach, dimensions = 0, dimensions_of(tensor)
+    reach, dimensions = 0, sort_dimensions(tensor)
     for stride, size in dimensions:
         if stride == 0:
             return True
@@ -58,7 +58,7 @@ def _has_equal_offsets(dimensions: Dimensions) -> bool:
     return len(set(offsets.tolist())) < len(offsets)
 
 
-def has_layout_of(tensor: Tensor, other: Tensor) -> bool:
+def has_same_strides(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape have equal strides. Strides of dimensions of size 1 do not matter."""
     if tensor.stride() == other.stride():
         return True
@@ -66,7 +66,7 @@ def has_layout_of(tensor: Tensor, other: Tensor) -> bool:
     return all(size == 1 or first == second for first, second, size in strides)
 
 
-def in_layout_of(tensor: Tensor, other: Tensor) -> Tensor:
+def copy_in_layout(tensor: Tensor, other: Tensor) -> Tensor:
     """Return a copy of `tensor` with the strides of `other`, which must be dense."""
     copy = torch.empty_like(other, dtype=tensor.dtype, device=tensor.device, requires_grad=False)
     return copy.copy_(tensor.detach())
@@ -77,8 +77,8 @@ def lay_out_gradient(param: Tensor) -> Tensor:
     grad = param.grad
     assert grad is not None
     is_strided = grad.layout is torch.strided and param.layout is torch.strided
-    if is_strided and not has_layout_of(grad, param) and is_dense(param):
-        param.grad = grad = in_layout_of(grad, param)
+    if is_strided and not has_same_strides(grad, param) and is_dense(param):
+        param.grad = grad = copy_in_layout(grad, param)
     return grad
 
 
@@ -88,7 +88,7 @@ def make_dense(model: nn.Module) -> None:
     Raise PluginError for a parameter whose elements share memory, and for such a buffer that is a view of another
     tensor of the model: an update or a load would change both.
     """
-    tensors = dict(named_tensors(model))
+    tensors = dict(iterate_named_tensors(model))
     copies: dict[Tensor, Tensor] = {}  # a buffer may have several names
     for name, tensor in tensors.items():
         if not has_overlap(tensor):
@@ -113,7 +113,7 @@ def make_dense(model: nn.Module) -> None:
         setattr(model.get_submodule(owner), key, copies.setdefault(tensor, tensor.contiguous()))
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iterate_named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Iterate over parameters and buffers with all their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)

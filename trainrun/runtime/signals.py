@@ -94,19 +94,19 @@ def block_stop_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_at_interrupt(trains: bool = False) -> None:
+def exit_at_interrupt(trains: bool = False) -> None:
     """End the process at once on Ctrl-C until a run begins: an exception could be lost in an import.
 
     trains: also for the other stop signals, with the exit code that requests a restart.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, _exit_at_signal)
     for number in STOP_SIGNALS if trains else ():
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _leave)
+            signal.signal(number, _exit_at_signal)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit_at_signal(number: int, frame: FrameType | None) -> None:
     try:
         os.write(2, INTERRUPTED)  # say() is not safe in a handler
     finally:
@@ -132,20 +132,23 @@ def catch_stops(handler: Handler) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if old is None else old)
 
 
-def watchdog_limit(seconds: float) -> float:
+def resolve_watchdog_limit(seconds: float) -> float:
     """Return `trainer.watchdog_seconds` as a limit; 0 means infinity."""
     return seconds or math.inf
 
 
 @contextmanager
-def left_at_stops() -> Iterator[None]:
+def exit_at_stops() -> Iterator[None]:
     """End the process at once at a stop signal inside the block, even if the main thread waits in C code."""
-    with catch_stops(_leave), stop_deadline(lambda: 0.0, lambda number, twice: _leave(number, None)):
+    with (
+        catch_stops(_exit_at_signal),
+        limit_stop_time(lambda: 0.0, lambda number, twice: _exit_at_signal(number, None)),
+    ):
         yield
 
 
 @contextmanager
-def stop_deadline(limit: Callable[[], float], expire: Expire) -> Iterator[None]:
+def limit_stop_time(limit: Callable[[], float], expire: Expire) -> Iterator[None]:
     """Call `expire` in a thread if a stop inside the block takes longer than `limit()` seconds or is requested
     twice.
 
@@ -161,7 +164,9 @@ def stop_deadline(limit: Callable[[], float], expire: Expire) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    clock = threading.Thread(target=_listen, args=(reader, limit, expire), name="trainrun stop", daemon=True)
+    clock = threading.Thread(
+        target=_watch_stop_signals, args=(reader, limit, expire), name="trainrun stop", daemon=True
+    )
     clock.start()
     try:
         yield
@@ -173,7 +178,7 @@ def stop_deadline(limit: Callable[[], float], expire: Expire) -> Iterator[None]:
         os.close(writer)
 
 
-def _listen(reader: int, limit: Callable[[], float], expire: Expire) -> None:
+def _watch_stop_signals(reader: int, limit: Callable[[], float], expire: Expire) -> None:
     until, first, twice = math.inf, 0, False
     seen: dict[int, float] = {}
     while True:

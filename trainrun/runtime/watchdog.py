@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainrun.runtime.signals import StopFlag, watchdog_limit
+from trainrun.runtime.signals import StopFlag, resolve_watchdog_limit
 from trainrun.timing.phases import ACCOUNTS, COMPILE, PhaseTimer
 
 TICK_SECONDS = 1.0
@@ -54,11 +54,11 @@ class Watchdog:
     def __init__(
         self, seconds: float, phases: PhaseTimer, flag: StopFlag, place: Path, end: Callable[[str, int], None]
     ) -> None:  # fmt: skip
-        self._seconds = watchdog_limit(seconds)
+        self._seconds = resolve_watchdog_limit(seconds)
         self._phases, self._flag, self._place, self._end = phases, flag, place, end
         self._components: Progress | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="trainrun watchdog", daemon=True)
+        self._thread = threading.Thread(target=self._watch_progress, name="trainrun watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         if self._seconds < math.inf and threading.current_thread() is threading.main_thread():
@@ -78,7 +78,7 @@ class Watchdog:
         """Expect no progress from now on."""
         self._components = None
 
-    def _watch(self) -> None:
+    def _watch_progress(self) -> None:
         tick = min(TICK_SECONDS, self._seconds / 4)
         before: tuple[int, int, int] | None = None
         idle, looked = 0.0, time.monotonic()
@@ -89,15 +89,15 @@ class Watchdog:
             last_seen: tuple[int, int, int] | None = None
             if run is not None:
                 last_seen = (run.monitors.step, run.triggers.looks, self._phases.account)
-            if last_seen is None or last_seen != before or last_seen[2] == COMPILE or in_debugger():
+            if last_seen is None or last_seen != before or last_seen[2] == COMPILE or is_in_debugger():
                 before, idle = last_seen, 0.0
                 continue
             idle += passed
             if idle >= self._seconds:
-                self._bark(last_seen[0], last_seen[2])
+                self._report_no_progress(last_seen[0], last_seen[2])
                 return
 
-    def _bark(self, step: int, account: int) -> None:
+    def _report_no_progress(self, step: int, account: int) -> None:
         text = (
             f"no progress for {self._seconds:g} s after step {step}, in the account {ACCOUNTS[account]!r} "
             f"(trainer.watchdog_seconds); where every thread stood: {self._place}"
@@ -119,7 +119,7 @@ class Watchdog:
             self._end(text, account)
 
 
-def in_debugger() -> bool:
+def is_in_debugger() -> bool:
     """Return whether the main thread waits at a breakpoint."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:

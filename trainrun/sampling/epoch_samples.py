@@ -1,10 +1,11 @@
-"""Samples of text while a language model learns, in `metrics.jsonl` and `report.html` (`monitor.samples_every`).
+"""Text samples during the training of a language model, in `metrics.jsonl` and `report.html`
+(`monitor.samples_every`).
 
-When: a training whose loss says little to people. When not: models that take a second for a token.
-How: beginnings of the same validation samples each time, continued by the model that is validated, with numbers drawn
-aside: no bit of the training is another. Rank 0 alone writes them; the others wait at the next step, or make the same
-forwards where these are collective.
-Of a VAE whose model has `write(code, length)`, as `trainrun.model.sequence_vae`: samples, and what their codes become.
+When: the loss says little to people. When not: models that take a second per token. How: beginnings of the same
+    validation samples each time, continued by the validated model, with a random generator of their own, so that no
+    bit of the training changes. Only rank 0 writes them; the others wait at the next step, or make the same forwards
+    if these are collective. For a VAE whose model has `write(code, length)`, such as `trainrun.model.sequence_vae`:
+    samples and their reconstructions.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from trainrun.sampling.run_tokens import (
     tokens_of_data,
     writes_lines,
 )
-from trainrun.task.dict_batches import bare_model, keywords_of
-from trainrun.task.language_modeling import tokens_and_target
-from trainrun.task.vae import Vae, has_next_tokens, tokens_and_mask
+from trainrun.task.dict_batches import inspect_forward, unwrap_model
+from trainrun.task.language_modeling import split_tokens_and_target
+from trainrun.task.vae import Vae, has_next_tokens, split_tokens_and_mask
 
 if TYPE_CHECKING:
     from trainrun.config.schema import RunConfig
@@ -44,7 +45,7 @@ TEMPERATURE = 0.8
 
 
 class EpochSamples:
-    """A hook. ConfigError: the run learns to write no text."""
+    """A hook that writes text samples. Raises ConfigError if the run does not learn to write text."""
 
     def __init__(self, config: RunConfig, run_dir: RunDir) -> None:
         self._every = parse_rounds(config.monitor.samples_every)
@@ -81,22 +82,22 @@ class EpochSamples:
 
     @torch.no_grad()
     def _rebuilt(self, run: Components, model: Any) -> Iterator[dict[str, str]]:
-        """Yield the first validation samples, each with its reconstruction from the code alone."""
+        """Yield the first validation samples, each with its reconstruction from the code."""
         batch = next(iter(run.val.epoch(0)), None) if run.val is not None else None
         if batch is None:
             return
         task: Any = run.task
-        tokens, mask = tokens_and_mask(batch.data, with_last=has_next_tokens(batch.data))
+        tokens, mask = split_tokens_and_mask(batch.data, with_last=has_next_tokens(batch.data))
         with run.precision.autocast():
             mean = task.terms(model, batch.data).mean[:NUM_REBUILT]
-            writer: Any = bare_model(model)
+            writer: Any = unwrap_model(model)
             written = writer.write(mean, min(LENGTH, tokens.shape[1]))
         for row, real, new in zip(tokens, mask, written, strict=False):
             size = min(int(real.sum()), LENGTH)
             yield {"original": self._text(row[:size].tolist()), "rebuilt": self._text(new[:size].tolist())}
 
     def _continued(self, run: Components, model: Any, prompt: list[int], number: int) -> Any:
-        cached = "cache" in keywords_of(type(model).forward)[0]
+        cached = "cache" in inspect_forward(type(model).forward)[0]
         draw = Draw(TEMPERATURE, max_tokens=LENGTH, seed=number)
         context = context_of(model, run.config, cached)
         return next_tokens(
@@ -104,11 +105,11 @@ class EpochSamples:
         )
 
     def _beginnings(self, run: Components) -> list[list[int]]:
-        """Return the first tokens of the first validation samples; a new line if there are none."""
+        """Return the first tokens of the first validation samples; a newline without validation data."""
         batch = next(iter(run.val.epoch(0)), None) if run.val is not None else None
         if batch is None:
             return [encoded(self._tokens, "\n") or [0]]  # some tokenizers leave it out
-        rows, target = tokens_and_target(batch.data)
+        rows, target = split_tokens_and_target(batch.data)
         return [
             row[target[i] >= 0][:PROMPT].tolist() or row[:1].tolist()
             for i, row in enumerate(rows[:NUM_SAMPLES])
@@ -116,7 +117,7 @@ class EpochSamples:
 
 
 def writes_codes(config: RunConfig) -> bool:
-    """Return whether this is a VAE whose network writes tokens from a code."""
+    """Return whether the run trains a VAE whose network generates tokens from a code."""
     task, model = ((node or {}).get("_target_") for node in (config.task, config.model))
     if not task or not model or locate(task, "task") is not Vae:
         return False

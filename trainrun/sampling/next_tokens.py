@@ -1,7 +1,7 @@
-"""Token after token: the model is asked for the next one, and what was drawn is what it is asked with.
+"""Generate text token by token from a model.
 
-A model whose `forward` names `cache` is given a dict, empty at first, and from then on new tokens alone: it keeps there
-what it needs of those before. Every other model computes all tokens again each time.
+A model whose `forward` has an argument `cache` gets a dict, empty at first, and then only new tokens: it stores
+there what it needs of earlier ones. Any other model computes all tokens again for each new one.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import PluginError, TrainingError
-from trainrun.task.batches import output_tensor
-from trainrun.task.dict_batches import keywords_of
+from trainrun.task.batches import extract_output_tensor
+from trainrun.task.dict_batches import inspect_forward
 
 NEAR = 1e-2  # of the largest logit: a cache that is another model's is further off
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How tokens are chosen. temperature: 0 takes the likeliest. top_k: only among so many."""
+    """How tokens are sampled. temperature: 0 takes the most likely. top_k: sample only among that many."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -36,16 +36,15 @@ def next_tokens(
     model: nn.Module, prompt: Sequence[int], draw: Draw, vocabulary: int, context: int | None = None,
     cached: bool = True, around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[int]:  # fmt: skip
-    """Yield up to `max_tokens` tokens below `vocabulary`, computed on the model's device. A cache does not change
+    """Yield up to `max_tokens` tokens below `vocabulary`, computed on the model's device. The cache does not change
     them.
 
-    context: the most tokens that the model reads; beyond it, it starts again with the newer half of them. around: a
-    context
-    for each forward. PluginError: the output is not logits of tokens. TrainingError: the logits are not finite.
+    context: the maximum length that the model reads; beyond it, the newer half is kept. around: a context for each
+        forward. Raise PluginError if the output is not logits of tokens, TrainingError if the logits are not finite.
     """
     generator = torch.Generator().manual_seed(draw.seed)
     tokens, start, seen = list(prompt), 0, 0
-    cached = cached and "cache" in keywords_of(type(model).forward)[0]
+    cached = cached and "cache" in inspect_forward(type(model).forward)[0]
     is_own = not type(model).__module__.startswith("trainrun.")
     cache: dict[Any, Any] = {}
     for _ in range(draw.max_tokens):
@@ -72,14 +71,14 @@ def last_logits(
     model: nn.Module, tokens: Sequence[int], cache: dict[Any, Any] | None,
     around: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:  # fmt: skip
-    """Return the logits of the last position, (V,) float64 on the host, without compiled code: each length would
-    compile anew.
+    """Return the logits of the last position, (V,) float64 on the host. Nothing is compiled, since each length would
+    be again.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = torch.tensor([list(tokens)], device=device)
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with around(), eager:
-        found = output_tensor(model(given) if cache is None else model(given, cache=cache))
+        found = extract_output_tensor(model(given) if cache is None else model(given, cache=cache))
     if found.ndim != 3 or found.shape[:2] != given.shape:
         raise PluginError(
             f"model: {tuple(found.shape)} came out of tokens of shape {tuple(given.shape)}; a model that writes gives "

@@ -1,4 +1,6 @@
-"""A tokenizer that is trained on the data of a run is kept in its folder: all that goes on from it uses the same."""
+"""The tokenizer that was trained on the data of a run. It is stored in the run folder and used by every
+continuation.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ SEAL = "tokenizer"  # in RUN.json: the hash of the file
 
 
 def with_tokenizer(config: RunConfig, run: RunDir, parallel: Parallel, notes: list[str]) -> RunConfig:
-    """Return the config with a file in place of `bpe:4096`, which rank 0 trains if it does not exist.
+    """Return the config with a tokenizer file instead of `bpe:4096`; rank 0 trains it if it does not exist.
 
-    A run that starts with the weights of another one uses its tokenizer. ConfigError: the file is missing or another
-    one.
+    A run that starts with the weights of another one uses that run's tokenizer. Raise ConfigError if the file is
+    missing or has changed.
     """
     if "_target_" not in config.data.train:  # each set would have another
         raise ConfigError(
@@ -41,7 +43,7 @@ def with_tokenizer(config: RunConfig, run: RunDir, parallel: Parallel, notes: li
 
 
 def _with_file(node: Any, spec: str) -> Any:
-    """Return the node, or each of several named ones, with the file of the tokenizer."""
+    """Return the node, or each of several named nodes, with the tokenizer file."""
     if not isinstance(node, dict):
         return node
     if str(node.get("tokenizer")).startswith("bpe:"):
@@ -50,7 +52,7 @@ def _with_file(node: Any, spec: str) -> Any:
 
 
 def saved_tokenizer(run: RunDir) -> Path:
-    """Return the tokenizer file of a run. Raise ConfigError if it is missing, or not the one of the training."""
+    """Return the tokenizer file of a run. Raise ConfigError if it is missing or has changed since the training."""
     if not run.tokenizer.is_file():
         raise ConfigError(f"{run.tokenizer}: is missing, and this run was trained with it; bring it back")
     told = read_identity(run) if run.identity.is_file() else {}  # none of a trial
@@ -81,7 +83,7 @@ def _provide(config: RunConfig, run: RunDir, notes: list[str]) -> None:
 
 
 def _of_another(config: RunConfig) -> Path | None:
-    """Return the tokenizer of the run that `init_from` or `ckpt_path` names, perhaps by a checkpoint in its folder."""
+    """Return the tokenizer of the run that `init_from` or `ckpt_path` names; None without one."""
     for named in filter(None, (config.ckpt_path, config.init_from)):
         place = Path(named).expanduser().absolute()
         for folder in (place, *place.parents[:2]):

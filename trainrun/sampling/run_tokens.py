@@ -1,4 +1,4 @@
-"""How the tokens of a run are made of text, and text of them."""
+"""Convert text to the tokens of a run, and tokens to text."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CUT = "\ufffd"  # what decoding gives for a character that is not whole yet
 
 
 def tokens_of(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
-    """Return the tokens of a run that learns to write. Raise ConfigError if it does not. key: of the setting, for
-    the message.
+    """Return the tokenizer functions of a run that generates text. Raise ConfigError for another one. key: names the
+    setting.
     """
     task = config.task or {}
     of_each_place = task.get("class_dim") == -1  # of a student that is taught at every place of its text
@@ -33,7 +33,7 @@ def tokens_of(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
 
 
 def tokens_of_data(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
-    """Return the tokens of a run that reads text. Raise ConfigError if it does not."""
+    """Return the tokenizer functions of a run that reads text. Raise ConfigError for another one."""
     data = config.data.train or {}
     if data.get("_target_") != TEXT:
         raise ConfigError(
@@ -46,8 +46,8 @@ def tokens_of_data(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
 
 
 def context_of(model: Any, config: RunConfig, cached: bool) -> int | None:
-    """Return the most tokens that a model reads: its own limit; else, without a cache, the length of a training
-    sample.
+    """Return the maximum length that a model reads: its own limit; without a cache, the length of training samples;
+    or None.
     """
     said = getattr(model, "context", None)
     if isinstance(said, int) or cached:
@@ -57,7 +57,7 @@ def context_of(model: Any, config: RunConfig, cached: bool) -> int | None:
 
 
 def writes_lines(config: RunConfig) -> bool:
-    """Return whether each sample was one line: then the model has seen nothing after a newline."""
+    """Return whether each training sample was one line, so that the model has never seen anything after a newline."""
     return (config.data.train or {}).get("kind") == "lines"
 
 
@@ -74,7 +74,7 @@ def encoded(tokens: Tokens, text: str) -> list[int]:
 
 
 def pieces(tokens: Tokens, ids: Iterable[int]) -> Iterator[str]:
-    """Yield a text for each token: the characters that are complete, or ""."""
+    """Yield for each token the characters that are complete by then, or ""."""
     if tokens.decode is None:
         reader = codecs.getincrementaldecoder("utf-8")("replace")
         yield from (reader.decode(bytes([token])) for token in ids)

@@ -1,4 +1,4 @@
-"""`trainrun sample RUN_DIR --prompt TEXT`: what a trained language model writes, token by token."""
+"""`trainrun sample RUN_DIR --prompt TEXT`: print generated text token by token."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.output import report_result, say
 from trainrun.parallel.devices import choose_device
-from trainrun.runs.restore_config import checkpoint_of, load_network
-from trainrun.runs.resume import trusted_config
+from trainrun.runs.restore_config import choose_saved_checkpoint, load_network
+from trainrun.runs.resume import load_trusted_config
 from trainrun.runs.run import open_run
 from trainrun.sampling.next_tokens import Draw, next_tokens
 from trainrun.sampling.run_tokens import context_of, encoded, first_line, pieces, tokens_of, writes_lines
-from trainrun.task.dict_batches import keywords_of
+from trainrun.task.dict_batches import inspect_forward
 
 MOST = 2**63 - 1
 
 
 def main(argv: list[str]) -> int:
-    """Print the prompt and what follows; Ctrl-C, or a reader that closes the pipe, ends it."""
+    """Print the prompt and its continuation until Ctrl-C or a closed pipe ends it. Return the exit code."""
     asked = _checked(_parser().parse_args(argv))
     run_dir = open_run(asked.run_dir)
-    which = checkpoint_of(run_dir, asked.which)
+    which = choose_saved_checkpoint(run_dir, asked.which)
 
-    config = trusted_config(run_dir, [], asked.trust)
+    config = load_trusted_config(run_dir, [], asked.trust)
     tokens = tokens_of(config, run_dir, "sample")
     if asked.prompt is None and writes_lines(config):
         raise ConfigError(
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     model = load_network(run_dir, which, asked.trust).to(
         choose_device(config.parallel.accelerator, local_rank=0)
     )
-    cached = not asked.no_cache and "cache" in keywords_of(type(model).forward)[0]
+    cached = not asked.no_cache and "cache" in inspect_forward(type(model).forward)[0]
     draw = Draw(asked.temperature, asked.top_k, asked.max_tokens, asked.seed)
     found = next_tokens(model, prompt, draw, tokens.vocabulary, context_of(model, config, cached), cached)
     text = pieces(tokens, found)

@@ -1,4 +1,4 @@
-"""From the config to a schedule: warmup, lengths and rates by batch size, mistakes named."""
+"""Build a schedule from the config: warmup, lengths, rates scaled by batch size, and messages for mistakes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ LENGTHS_OF_CLASS = {"LinearLR": "total_iters", "PolynomialLR": "total_iters"}
 def resolve_warmup(
     steps: int | None, ratio: float | None, epochs: float | None, total_steps: int | None, steps_per_epoch: int | None
 ) -> int:  # fmt: skip
-    """Return the warmup in steps. At most one of steps, ratio (of all steps) and epochs may be set."""
+    """Return the warmup in steps. Raise ConfigError if more than one of steps, ratio (of all steps) and epochs is
+    set.
+    """
     words = {"steps": steps or None, "ratio": ratio, "epochs": epochs}
     typed = {word: value for word, value in words.items() if value is not None}
     if not typed:
@@ -50,10 +52,10 @@ def resolve_warmup(
 
 
 def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> tuple[float, str]:
-    """Scale the learning rate by (global / base) batch size or its root. Return it with a note, empty without a
-    change.
+    """Return the learning rate scaled by (global / base) batch size or its root, and a note ("" without a change).
 
-    rule: none, linear or sqrt. linear: for SGD (Goyal et al. 2017); sqrt: for Adam and its kin (Malladi et al. 2022).
+    rule: none, linear or sqrt. linear: for SGD (Goyal et al. 2017); sqrt: for Adam and similar (Malladi et al.
+        2022).
     """
     if rule == "none":
         return lr, ""
@@ -75,11 +77,12 @@ def build_schedule(
 ) -> Schedule:  # fmt: skip
     """Build the schedule of an optimizer.
 
-    target: a torch scheduler class, or a function whose first argument is `optimizer` and that returns a torch
-    scheduler; else
-    a curve, called as `target(step, **keywords)`. total_steps: of the whole run, the warmup included; the target gets
-    those after the warmup. metric: what ReduceLROnPlateau reads (`val/loss`). by_epoch: the target counts epochs, of
-    `steps_per_epoch`. validates: whether the run has validation data.
+    target: a torch scheduler class; or a function whose first argument is `optimizer` and that returns a torch
+        scheduler; or a curve, called as `target(step, **keywords)`.
+    total_steps: of the whole run, with warmup; the target gets the steps after the warmup.
+    metric: the metric of ReduceLROnPlateau (`val/loss`). by_epoch: whether the target counts epochs of
+        `steps_per_epoch`.
+    validates: whether the run has validation data.
     """
     if by_epoch and (not makes_scheduler(target) or target is ReduceLROnPlateau):
         plateau = target is ReduceLROnPlateau
@@ -111,7 +114,7 @@ def build_schedule(
 
 
 def makes_scheduler(target: Callable[..., Any]) -> bool:
-    """Return whether the target is called once with the optimizer, and not with a step at every update."""
+    """Return whether the target builds a torch scheduler from the optimizer, and is not a curve over steps."""
     if inspect.isclass(target):
         return issubclass(target, LRScheduler)
     return next(iter(_parameters(target)), "") == "optimizer"
@@ -120,7 +123,7 @@ def makes_scheduler(target: Callable[..., Any]) -> bool:
 def _with_length(
     target: Callable[..., Any], name: str, keywords: dict[str, Any], left: int | None
 ) -> dict[str, Any]:
-    """Return the keywords, with the length of the training if the target takes it and the user did not set it."""
+    """Return the keywords with the length of the training, if the target takes it and the user did not set it."""
     length_names = [word for word in (*LENGTHS, LENGTHS_OF_CLASS.get(name)) if word in _parameters(target)]
     if keywords.get("epochs") is not None and keywords.get("steps_per_epoch") is not None:
         return keywords  # OneCycleLR computes its length from these

@@ -1,7 +1,7 @@
-"""Learning-rate curves in closed form: step -> what the base learning rate is multiplied by.
+"""Learning-rate curves in closed form: from a step to a factor of the base learning rate.
 
-`step` counts the updates done since the warmup ended, so the first update after it sees `curve(0)`.
-Behind `total_steps` every curve stays where it ended.
+`step` counts the updates since the end of the warmup, so the first update after it uses `curve(0)`. After
+`total_steps` every curve keeps its final value.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ def inverse_sqrt(step: int, timescale: Positive = 1000) -> float:
 
 
 def wsd(step: int, total_steps: Steps, decay_ratio: Fraction = 0.2, end_factor: NotNegative = 0.0) -> float:
-    """Warm up, stay stable, decay: 1 until the last `decay_ratio` of the steps, then linear to `end_factor`.
+    """Return 1 until the last `decay_ratio` of the steps, then decrease linearly to `end_factor` (warmup, stable,
+    decay).
 
-    A run that is cut at any point of the stable part and decayed gives a finished model (Hu et al. 2024, MiniCPM).
+    A run that is cut at any point of the stable part and then decayed gives a finished model (Hu et al. 2024,
+    MiniCPM).
     """
     decay_steps = decay_ratio * total_steps
     if decay_steps <= 0:

@@ -1,6 +1,7 @@
-"""The learning rates of an optimizer over the updates it has made.
+"""The learning rates of an optimizer as a function of its updates.
 
-One owner: linear warmup in front, then a curve in closed form, or one of torch's schedulers (`torch_scheduler.py`).
+A schedule is a linear warmup, followed by a curve in closed form or one of torch's schedulers
+(`torch_scheduler.py`).
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ Curve = Callable[[int], float]
 
 
 class Schedule:
-    """Sets every group's rate for update s (0 is the first), where W is `warmup_steps`:
+    """The learning rate of every group for update s (0 is the first), with W = `warmup_steps`.
 
-    s < W: base * (F + (1 - F) * (s + 1) / W) with F = `warmup_start_factor`, so the first update learns already and
-    update W - 1 has the base rate;
-    s >= W: base * curve(s - W), or what torch's scheduler says after s - W of its steps.
+    s < W: base * (F + (1 - F) * (s + 1) / W) with F = `warmup_start_factor`, so that the first update has a positive
+    rate and update W - 1 the base rate. s >= W: base * curve(s - W), or the rate of torch's scheduler after s - W of
+    its steps.
 
-    base is the rate of the group as the optimizer was built; with a torch scheduler it is what that
-    scheduler starts with (OneCycleLR starts at max_lr / 25).
-
-    curve: None for a constant rate. wrapped: a scheduler of torch, built on this optimizer, in place of a curve.
+    base is the group's rate when the optimizer was built; with a torch scheduler, its initial rate (OneCycleLR
+    starts at max_lr / 25). curve: None for a constant rate. wrapped: a torch scheduler on this optimizer, instead of
+    a curve.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Schedule:
 
     @property
     def rates(self) -> dict[str, float]:
-        """For a row of metrics."""
+        """Return the learning rates for a row of metrics."""
         return {"lr": self.lr}
 
     @property
     def peak_lrs(self) -> list[float]:
-        """Return the rate of each group that the schedule starts from, or climbs to."""
+        """Return the base (or maximum) rate of each group."""
         pairs = zip(self._optimizer.param_groups, self._base_lrs, strict=True)
         return [float(group.get("max_lr", base or group.get("initial_lr", base))) for group, base in pairs]
 
@@ -63,7 +63,7 @@ class Schedule:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def step(self) -> None:
-        """Advance by a step; called after every update that was not skipped."""
+        """Advance by one step. Called after every update that was not skipped."""
         self._count += 1
         if self._curve is not None or self._count <= self.warmup_steps:
             self._follow()
@@ -71,12 +71,12 @@ class Schedule:
             self._wrapped.after_update(self._count)
 
     def end_epoch(self) -> None:
-        """Advance by an epoch; called after the last update of every epoch, skipped or not."""
+        """Advance by one epoch. Called after the last update of every epoch, skipped or not."""
         if self._wrapped is not None and self._count > self.warmup_steps:
             self._wrapped.after_epoch(self._count)
 
     def _follow(self) -> None:
-        """Set the rates of the warmup, or those at its end."""
+        """Set the rates of the warmup, or of the curve after it."""
         if self._count < self.warmup_steps:
             start = self._start_factor
             factor = start + (1 - start) * (self._count + 1) / self.warmup_steps
@@ -86,7 +86,7 @@ class Schedule:
         self._set([base * factor for base in self._base_lrs])
 
     def on_validation(self, metrics: dict[str, float]) -> None:
-        """Let ReduceLROnPlateau look at its metric; every other schedule ignores validations."""
+        """Pass the metrics to ReduceLROnPlateau. Other schedules ignore validations."""
         if self._wrapped is not None and self._count >= self.warmup_steps:
             self._wrapped.on_validation(metrics)
 
@@ -96,11 +96,12 @@ class Schedule:
         return {"count": self._count, **rates, "interval": "step", "wrapped": None} | wrapped
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state, after the optimizer has its own.
+        """Restore the state, after the optimizer's state was restored. Raise CheckpointError for another number of
+        groups.
 
-        Warmup and curves are computed again from the step count, so a rate or length that was changed for a resume is
-        used. Torch's
-        schedulers continue from their rates, or repeat their steps if their arguments or the schedule changed.
+        Warmup and curves are computed again from the step count, so a rate or length that was changed for a resume
+        is used. Torch's schedulers continue from their rates, or repeat their steps if their arguments or the
+        schedule changed.
         """
         if len(state["lrs"]) != len(self.lrs):
             raise CheckpointError(
@@ -122,7 +123,7 @@ class Schedule:
 
 
 def set_lr(group: dict[str, Any], lr: float) -> None:
-    """Set the rate of a group; if it is a tensor, in place, so that captured graphs see it."""
+    """Set the rate of a group. A tensor is changed in place, so that captured graphs see it."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(lr)
     else:

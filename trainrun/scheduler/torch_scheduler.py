@@ -1,7 +1,7 @@
-"""One of torch's schedulers behind the warmup.
+"""A torch scheduler after the warmup.
 
-They are often recursive (each value is computed from the one in the optimizer), so during the warmup the wrapped one
-is not stepped at all, and gets the value it left in the optimizer back at its end.
+Torch's schedulers often compute each value from the one in the optimizer. So during the warmup they are not stepped,
+and at its end their initial values are restored in the optimizer.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ IN_GROUPS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum") 
 
 
 class TorchScheduler:
-    """scheduler: built on the optimizer of the schedule. metric: the validation metric that ReduceLROnPlateau reads.
+    """A torch scheduler. scheduler: built on the optimizer. metric: the validation metric for ReduceLROnPlateau.
 
-    by_epoch: it takes a step at the end of each epoch (of the first one behind the warmup on), however many updates it
-        had, and however many of them were skipped.
+    by_epoch: step at the end of each epoch after the warmup, independent of its number of updates.
     """
 
     def __init__(self, scheduler: LRScheduler, metric: str | None = None, by_epoch: bool = False) -> None:
@@ -35,7 +34,7 @@ class TorchScheduler:
         self._fields = [{name: group[name] for name in _fields(group)} for group in self._groups]
 
     def after_update(self, count: int) -> None:
-        """count: updates so far."""
+        """Step the scheduler, unless it counts epochs. count: updates so far."""
         if not self._by_epoch:
             self._step(count)
 
@@ -67,7 +66,7 @@ class TorchScheduler:
         self._scheduler.step(metrics[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what differs of the state of a schedule."""
+        """Return the entries that this scheduler adds to the state of a schedule."""
         wrapped = plain_state(self._scheduler.state_dict())
         return {"interval": self._interval, "wrapped": wrapped, "first": self._first}
 
@@ -76,13 +75,11 @@ class TorchScheduler:
         return "epoch" if self._by_epoch else "step"
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> list[float]:
-        """Restore a torch scheduler. Return the learning rates from which to continue; empty if it begins.
+        """Restore a torch scheduler. Return the learning rates from which to continue; [] if it has not begun.
 
-        state: of the schedule. steps: updates so far after the warmup. The optimizer has the initial rates of the
-        scheduler. If an
-        argument, a rate or the kind of schedule differs from the earlier run, a scheduler of torch repeats all its
-        steps. The
-        rates of a plateau, and of a class of the user's, change in proportion to the initial ones.
+        state: of the schedule. steps: updates after the warmup so far. The optimizer has the scheduler's initial
+            rates. If an argument, a rate or the kind of schedule changed, a scheduler of torch repeats all its
+            steps; for a plateau or a custom class the rates change in proportion to the initial ones.
         """
         interval = state.get("interval", "step")
         if interval != self._interval:
@@ -109,13 +106,13 @@ class TorchScheduler:
         return rates
 
     def _changed(self, before: dict[str, Any]) -> dict[str, Any]:
-        """Return the initial values of a new scheduler that differ from those of the earlier run."""
+        """Return the initial values of this scheduler that differ from those of the earlier session."""
         now, mine = json.loads(self._first), plain_state(self._scheduler.state_dict())
         names = [name for name in now.keys() - MOVING if before.get(name) != now[name]]
         return {name: mine[name] for name in names if not isinstance(mine[name], dict)}
 
     def _replay(self, steps: int) -> list[float]:
-        """Return the rates after `steps` steps of this scheduler, as if it had been used from the beginning."""
+        """Return the rates after `steps` steps of this scheduler from its beginning."""
         for group, fields in zip(self._groups, self._fields, strict=False):
             group.update(fields)
         with warnings.catch_warnings():
@@ -135,9 +132,9 @@ def _is_of_torch(scheduler: LRScheduler) -> bool:
 
 
 def plain_state(tree: Any) -> Any:
-    """Copy the state of a torch scheduler as a tree that JSON can hold.
+    """Return a copy of a scheduler's state that JSON can hold.
 
-    Entries that are not plain values (functions), or whose keys are not strings, are left out: a new scheduler has
+    Entries that are not plain values (functions), or whose keys are not strings, are left out; a new scheduler has
     them.
     """
     if isinstance(tree, dict):

@@ -25,12 +25,12 @@ from trainrun.config.compose import Composition
 from trainrun.config.schema import InitConfig, RunConfig, with_values
 from trainrun.errors import EXIT_DONE, ConfigError, SaveError
 from trainrun.export.served import output_tensors, record_call
-from trainrun.folder.lock import only_writer
+from trainrun.folder.lock import lock_folder
 from trainrun.folder.run_folder import (
     RunDir,
-    named_folder,
-    note_saved,
     read_identity,
+    record_saved,
+    resolve_folder,
     sync_path,
     write_identity,
 )
@@ -38,12 +38,17 @@ from trainrun.folder.status import write_status
 from trainrun.output import quantity, report_result, say
 from trainrun.parallel.single import Single
 from trainrun.plots.compare import text_table
-from trainrun.runs.restore_config import checkpoint_of, give_task_state, load_parts, without_gpu
-from trainrun.runs.resume import trusted_config
-from trainrun.runs.run import new_run, open_run
+from trainrun.runs.restore_config import (
+    choose_saved_checkpoint,
+    load_parts,
+    remove_gpu_settings,
+    restore_task_state,
+)
+from trainrun.runs.resume import load_trusted_config
+from trainrun.runs.run import create_run, open_run
 from trainrun.runtime.signals import StopFlag
 from trainrun.sampling.run_tokenizer import SEAL
-from trainrun.timing.paired import Rules, compare_in_turns, turn_of
+from trainrun.timing.paired import Rules, build_turn, compare_in_turns
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
@@ -99,10 +104,10 @@ def open_source(arguments: Namespace, ending: str, own_transforms: Sequence[str]
     """
     run = open_run(arguments.run_dir)
     folder = choose_folder(arguments.out, run, ending)
-    which = checkpoint_of(run, arguments.which)
+    which = choose_saved_checkpoint(run, arguments.which)
     overrides = [*UNCOMPILED, *arguments.overrides]
     parts, checkpoint = load_parts(run, which, overrides, arguments.trust)
-    config = trusted_config(run, arguments.overrides, arguments.trust)
+    config = load_trusted_config(run, arguments.overrides, arguments.trust)
     if present := [name for name in own_transforms if name in config.transform]:
         raise ConfigError(
             f"{run.root}: has transform.{present[0]} already; use the run that it was made from"
@@ -112,7 +117,7 @@ def open_source(arguments: Namespace, ending: str, own_transforms: Sequence[str]
 
 def choose_folder(text: str | None, source: RunDir, ending: str) -> RunDir:
     """Return the folder of the new run. Raise ConfigError if it is not empty."""
-    folder = named_folder(text) if text else source.root.with_name(f"{source.root.name}-{ending}")
+    folder = resolve_folder(text) if text else source.root.with_name(f"{source.root.name}-{ending}")
     if folder.is_file() or (folder.exists() and any(folder.iterdir())):
         raise ConfigError(f"--out {folder}: something is there already; name another folder")
     if source.root in folder.parents:
@@ -152,8 +157,8 @@ def write_run(source: SourceRun, config: RunConfig, model: nn.Module, reason: st
         "init_from": None, "init": InitConfig(), "ckpt_path": None, "checkpoint.adapter_only": False
     })  # fmt: skip
     source_identity = read_identity(source.run)
-    with atomic_folder(source.new_run) as part, only_writer(part):
-        new_run(Composition(config, {}, [], {}), [f"# {reason}"], part)
+    with atomic_folder(source.new_run) as part, lock_folder(part):
+        create_run(Composition(config, {}, [], {}), [f"# {reason}"], part)
         if source.run.tokenizer.is_file():
             shutil.copyfile(source.run.tokenizer, part.tokenizer)
         names = ("data", "precision", "num_threads", SEAL)
@@ -175,17 +180,17 @@ def write_run(source: SourceRun, config: RunConfig, model: nn.Module, reason: st
                 "transform": {**config.transform, PENDING_TRANSFORM: node},
                 "trainer.compile.scope": "off",
             }
-            parts, _ = build_components(with_values(without_gpu(config), changes), site)
+            parts, _ = build_components(with_values(remove_gpu_settings(config), changes), site)
         finally:
             PENDING_WEIGHTS.clear()
         loaded = read_checkpoint(source.checkpoint)
-        give_task_state(parts.task, parts.task_calls, loaded, parts.parallel.device)
+        restore_task_state(parts.task, parts.task_calls, loaded, parts.parallel.device)
         state = TrainState(stop_reason=reason)
         if parts.validation:
-            parts.triggers.note_validation(state, evaluate_all(parts))
+            parts.triggers.record_validation(state, evaluate_all(parts))
         parts.checkpoints.save(parts, state)
         parts.checkpoints.close()
-        note_saved(part)
+        record_saved(part)
         metrics = {name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")}
         write_status(
             part, config.run_name, state="stopped", exit_code=0, message="", reason=reason, metrics=metrics,
@@ -218,7 +223,7 @@ def measure_run(parts: Components) -> Measurement:
 def compare_runs(source: SourceRun) -> int:
     """Load the new run, print both measurements, and return the exit code."""
     parts, new_run = source.parts, source.new_run
-    again, _ = load_parts(new_run, checkpoint_of(new_run, None), UNCOMPILED, trust=True)
+    again, _ = load_parts(new_run, choose_saved_checkpoint(new_run, None), UNCOMPILED, trust=True)
     # a loss that depends on the step is compared at the same one
     again.task_calls.start(parts.task_calls.place)
     after = measure_run(again)
@@ -265,7 +270,7 @@ def measure_speeds(
             return output_tensors(model(*args, **named))
 
         comparison = compare_in_turns(
-            turn_of(partial(run, before.model)), {"after": turn_of(partial(run, after.model))},
+            build_turn(partial(run, before.model)), {"after": build_turn(partial(run, after.model))},
             Rules(deadline=time.perf_counter() + SECONDS),
         )  # fmt: skip
         size = next(len(tensor) for tensor in inputs if tensor.ndim)

@@ -1,4 +1,4 @@
-"""`trainrun init [DIR]`: the first files of a project; with `--from`, what each line of a script becomes."""
+"""`trainrun init [DIR]`: write the first files of a project. `--from`: translate a script of another trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAPPING = "mapping.md"
 
 
 def main(argv: list[str]) -> int:
-    """Write the files and print what to do next. No file is overwritten."""
+    """Write the files and print the next commands. No file is overwritten."""
     words = init_parser().parse_args(argv)
     folder = Path(words.dir).expanduser()
     if words.source:
@@ -57,7 +57,7 @@ def write_new_files(folder: Path, files: dict[str, str]) -> None:
 
 
 def write_mapping(folder: Path, kind: str, script: str) -> int:
-    """Write the page of a script's mapping, and print how many lines were understood."""
+    """Write the translation of a script as a page, and print how many lines were understood. Return the exit code."""
     if kind not in KINDS:
         raise ConfigError(f"--from {kind}: must be one of {', '.join(KINDS)}")
     path = Path(script).expanduser()

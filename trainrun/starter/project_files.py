@@ -1,4 +1,4 @@
-"""The files of a new project: a model, data, an experiment, a notebook and a README. They train as they are."""
+"""The files of a new project: a model, data, an experiment, a notebook and a README. They train without changes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def notebook_text() -> str:
 
 
 def project_files() -> dict[str, str]:
-    """Return the text of each file by its path in the folder of the project."""
+    """Return the text of each file by its path in the project folder."""
     return {
         "my_model.py": MODEL,
         "my_data.py": DATA,

@@ -1,7 +1,7 @@
-"""What each line of a small script of another trainer becomes here. The script is read, never run.
+"""Translate the lines of a small script of another trainer into settings. The script is parsed, never run.
 
-Names of arguments are looked up in `config/aliases.py`, as on the command line. A line that no rule knows is listed as
-not understood; nothing is guessed.
+Names of arguments are looked up in `config/aliases.py`, as on the command line. A line that no rule covers is
+reported as not understood.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HELD_OUT = ("val", "test", "eval", "dev")
 
 @dataclass
 class Mapping:
-    """What became of a script. known: line number, code and meaning; unknown: line number and code."""
+    """The translation of a script. known: line number, code and meaning. unknown: line number and code."""
 
     known: list[tuple[int, str, str]] = field(default_factory=list)
     unknown: list[tuple[int, str]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Mapping:
 
 
 def map_script(text: str, kind: str, module: str) -> Mapping:
-    """Return what each statement of a script becomes. kind: one of `KINDS`; module: its name as a module of Python."""
+    """Return the translation of a script. kind: one of `KINDS`. module: its name as a Python module."""
     tree = ast.parse(text)
     reader = ScriptReader(kind, module, tree)
     for statement in reader.statements(tree.body):
@@ -73,7 +73,7 @@ def map_script(text: str, kind: str, module: str) -> Mapping:
 
 
 class ScriptReader:
-    """Reads the statements of one script in their order into a `Mapping`."""
+    """A parser of one script that collects the meaning of its statements in a `Mapping`."""
 
     def __init__(self, kind: str, module: str, tree: ast.Module) -> None:
         self.mapping, self.kind, self.module = Mapping(), kind, module
@@ -86,7 +86,7 @@ class ScriptReader:
         self.known_groups = groups([conf_dir()])
 
     def statements(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
-        """Yield the statements that a line of the mapping is about; those of networks and imports are left out."""
+        """Yield the statements that need a line in the mapping; networks and imports are left out."""
         for statement in body:
             if isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass) or is_docstring(statement):
                 continue
@@ -102,7 +102,7 @@ class ScriptReader:
                 yield from self.statements(getattr(statement, part, []))
 
     def read(self, statement: ast.stmt, code: str) -> None:
-        """Put a statement among the known ones with its meaning, or among the unknown ones."""
+        """Record a statement as known, with its meaning, or as unknown."""
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             value = self.value_of(statement.value)
             if value is not None:
@@ -120,7 +120,7 @@ class ScriptReader:
             self.mapping.unknown.append((statement.lineno, f"`{code}`{reason}"))
 
     def meanings(self, statement: ast.stmt) -> Iterator[tuple[str, bool]]:
-        """Yield what a statement becomes, and whether this names something that is not understood."""
+        """Yield the meanings of a statement, each with whether a part of it is not understood."""
         if isinstance(statement, ast.ClassDef):
             yield from self.class_meaning(statement)
         elif isinstance(statement, ast.For):
@@ -158,7 +158,7 @@ class ScriptReader:
             yield "done: the batches of the data", False
 
     def call_meaning(self, call: ast.Call, target: str) -> Iterator[tuple[str, bool]]:
-        """Yield what a call becomes; nothing for a call that no rule knows."""
+        """Yield the meanings of a call; nothing for an unknown one."""
         name = name_of_call(call)
         named = {word.arg: word.value for word in call.keywords if word.arg}
         first = self.value_of(call.args[-1]) if call.args else None
@@ -205,7 +205,7 @@ class ScriptReader:
     def optimizer_meaning(
         self, call: ast.Call, name: str, named: dict[str, ast.expr]
     ) -> Iterator[tuple[str, bool]]:
-        """Yield what an optimizer or a schedule of torch becomes."""
+        """Yield the settings for an optimizer or a schedule of torch."""
         if is_below(call, "lr_scheduler"):
             known = OPTIONS["scheduler"] | {
                 f"{option}lr": option for option in options("scheduler", [conf_dir()])
@@ -230,7 +230,7 @@ class ScriptReader:
             yield from self.prefixed_meaning("optimizer", {"lr": call.args[1]})
 
     def loader_meaning(self, named: dict[str, ast.expr], target: str) -> Iterator[tuple[str, bool]]:
-        """Yield what a DataLoader becomes; one of held-out data has a batch size of its own."""
+        """Yield the settings for a DataLoader. One with held-out data sets data.val_batch_size."""
         if any(word in target.lower() for word in HELD_OUT):
             sizes = {"data.val_batch_size": named["batch_size"]} if "batch_size" in named else {}
             for key, value in sizes.items():
@@ -243,7 +243,7 @@ class ScriptReader:
         )
 
     def arguments_meaning(self, named: dict[str, ast.expr]) -> Iterator[tuple[str, bool]]:
-        """Yield what arguments of another trainer become, each by the words that the command line knows."""
+        """Yield the settings for another trainer's arguments, translated as on the command line."""
         for name, node in named.items():
             value = self.value_of(node)
             if value is None:
@@ -268,7 +268,7 @@ class ScriptReader:
                 yield name, True
 
     def object_meaning(self, name: str, node: ast.expr) -> Iterator[tuple[str, bool]]:
-        """Yield what an argument becomes whose value is made by calls, as a list of callbacks."""
+        """Yield the meaning of an argument whose value is not a constant, such as a list of callbacks."""
         if not any(isinstance(child, ast.Call) for child in ast.walk(node)):
             yield f"{name}={ast.unparse(node)}", True
 
@@ -282,7 +282,7 @@ class ScriptReader:
                 yield self.add_setting(key, value), False
 
     def add_setting(self, key: str, value: Any) -> str:
-        """Note a setting, the first of its values, and return it as it is typed."""
+        """Record the first value of a setting. Return the setting as it is typed."""
         text = text_of(value)
         if key.endswith(".monitor"):
             text = re.sub(r"^(train|val|test)_", r"\1/", text)
@@ -290,7 +290,7 @@ class ScriptReader:
         return f"{key}={text}"
 
     def value_of(self, node: ast.expr) -> Any:
-        """Return the value of a constant, or of a name that has one; None for anything else."""
+        """Return the value of a constant, or of a variable with a constant value; None for anything else."""
         if isinstance(node, ast.Name):
             return self.constants.get(node.id)
         try:
@@ -306,7 +306,7 @@ def name_of_call(node: ast.expr) -> str:
 
 
 def calls_of(statement: ast.stmt) -> list[ast.Call]:
-    """Return the calls in a statement; of one with a body those in its first line."""
+    """Return the calls in a statement; for one with a body, those in its first line."""
     parts: list[ast.AST] = [statement]
     if isinstance(statement, ast.With):
         parts = [item.context_expr for item in statement.items]
@@ -320,7 +320,7 @@ def is_below(call: ast.Call, module: str) -> bool:
 
 
 def assigned_name(statement: ast.stmt) -> str:
-    """Return the name that a statement assigns, or of the function that holds a returned value; empty without one."""
+    """Return the name to which a statement assigns; "" for other statements."""
     return ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from trainrun.errors import PluginError, TrainrunError
-from trainrun.runtime.held_state import changed, comparable_values
+from trainrun.runtime.held_state import changed_names, comparable_values
 from trainrun.seeding import kept_random_state
 from trainrun.training.checks.unsaved_state import ids_of_saved_parts
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import describe_out_of_memory
-from trainrun.training.without_trace import NoTrial, put_back
+from trainrun.training.without_trace import NoTrial, restore_state
 
 Function = Callable[..., list[Tensor]]
 Run = Callable[[], list[Tensor]]
@@ -29,7 +29,7 @@ AHEAD = 4  # recorded steps that the host may be ahead of the device; beyond, ba
 WARM_UP = 3  # what cuBLAS and others allocate at their first calls must lie outside the graph
 
 
-def rehearse(run: Components, batch: Any) -> None:
+def run_rehearsal(run: Components, batch: Any) -> None:
     """Compute forward and loss twice without lasting effects. The first pass also runs the task's checks of its
     first batch.
 
@@ -37,7 +37,7 @@ def rehearse(run: Components, batch: Any) -> None:
     random numbers, would be frozen without notice. Raises PluginError for both.
     """
 
-    def forward() -> tuple[Any, Any, dict[str, Any]]:
+    def run_forward() -> tuple[Any, Any, dict[str, Any]]:
         with run.precision.autocast():
             run.task.step(run.model, batch)
         numpy = sys.modules.get("numpy.random")
@@ -51,9 +51,9 @@ def rehearse(run: Components, batch: Any) -> None:
         return draws, comparable_values(run.task, ids_of_saved_parts(run.model)), attributes
 
     try:
-        with torch.no_grad(), put_back((run.model,), run.parallel.device):
-            draws, outputs, attributes = forward()
-            draws_now, kept_now, attributes_now = forward()
+        with torch.no_grad(), restore_state((run.model,), run.parallel.device):
+            draws, outputs, attributes = run_forward()
+            draws_now, kept_now, attributes_now = run_forward()
     except NoTrial as error:
         raise PluginError(
             f"trainer.compile.scope=step: {error}, so two trial steps cannot be taken back; "
@@ -64,7 +64,7 @@ def rehearse(run: Components, batch: Any) -> None:
         fault = "draws from Python's or NumPy's random numbers"
     if moved := [name for name in attributes if attributes_now.get(name) != attributes[name]]:
         fault = f"changes its Python attribute {moved[0]}"
-    if moved := changed(outputs, kept_now):
+    if moved := changed_names(outputs, kept_now):
         owner, fault = type(run.task).__name__, f"changes its attribute {moved[0]}"
     if fault:
         raise PluginError(
@@ -142,14 +142,14 @@ class OnCuda:
             outputs = run()
         self._graphs.add(graph)
 
-        def replay() -> None:
+        def replay_graph() -> None:
             graph.replay()
             self._given.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
             self._given[-1].record()
             if len(self._given) > AHEAD:
                 self._given.popleft().synchronize()  # a busy device has done that one by then
 
-        return replay, outputs
+        return replay_graph, outputs
 
 
 def record_graph(function: Function, inputs: list[Tensor], num_held: int, record: Recorder) -> Function:
@@ -167,12 +167,12 @@ def record_graph(function: Function, inputs: list[Tensor], num_held: int, record
         )
     copies = [tensor.clone() for tensor in held]
 
-    def run() -> list[Tensor]:
+    def run_function() -> list[Tensor]:
         return function(*held, *fed)
 
     try:
         with torch.no_grad(), kept_random_state():
-            replay, outputs = record(run)
+            replay, outputs = record(run_function)
             for tensor, before in zip(held, copies, strict=True):
                 tensor.copy_(before)
     except RuntimeError as error:  # of CUDA, or of the user's code in it: there are many
@@ -185,10 +185,10 @@ def record_graph(function: Function, inputs: list[Tensor], num_held: int, record
             "trainer.cuda_graphs=false"
         ) from error
 
-    def call(*given: Tensor) -> list[Tensor]:
+    def run_recorded(*given: Tensor) -> list[Tensor]:
         for tensor, new in zip(fed, given[num_held:], strict=True):
             tensor.copy_(new, non_blocking=True)
         replay()
         return [output.clone() for output in outputs]  # the next replay writes into the same memory
 
-    return call
+    return run_recorded

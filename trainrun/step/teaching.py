@@ -29,11 +29,11 @@ from trainrun.interfaces import Batches, Parallel, batch_fields
 from trainrun.output import counted
 from trainrun.precision.autocast import cast_inputs
 from trainrun.precision.update import AUTOCAST_TYPES
-from trainrun.runtime.machine import free_bytes
+from trainrun.runtime.machine import read_free_bytes
 from trainrun.seeding import evaluating, kept_random_state
-from trainrun.task.batches import inputs_and_target
+from trainrun.task.batches import split_inputs_and_target
 from trainrun.task.classification import check_shapes
-from trainrun.task.distillation import LOGITS, Distillation, Teacher, check_layer, outputs_of
+from trainrun.task.distillation import LOGITS, Distillation, Teacher, check_layer, collect_outputs
 
 if TYPE_CHECKING:
     from trainrun.training.triggers import Intervals
@@ -72,13 +72,15 @@ def give_teacher(
         if not isinstance(source, IterableDataset):
             stream = in_order()
             try:
-                compare_answers(task, teacher, model, next(iter(stream.epoch(0))).data)
-                why = reason_to_ask_again(config, source, stream.num_samples, rhythm, parallel.world_size)
+                check_answers(task, teacher, model, next(iter(stream.epoch(0))).data)
+                why = explain_no_cached_answers(
+                    config, source, stream.num_samples, rhythm, parallel.world_size
+                )
                 if not why:
-                    answers, right, why = all_answers(teacher, stream, parallel)
+                    answers, right, why = compute_all_answers(teacher, stream, parallel)
             finally:
                 stream.close()
-    task.learn_from(teacher, answers)
+    task.set_teacher(teacher, answers)
     weights = counted(sum(weight.numel() for weight in network.parameters()), "parameter")
     about = f"{KEY}: {type(network).__name__}, {weights}, {mode}"
     if answers is None:
@@ -150,19 +152,19 @@ def check_tokenizer(trained: RunConfig, config: RunConfig) -> None:
         )
 
 
-def compare_answers(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) -> None:
+def check_answers(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) -> None:
     """Compute the answers of teacher and student to two samples. Raise ConfigError if they cannot be compared."""
     count = num_rows(batch)
     few = select_rows(batch, 0, min(2, count), count)
-    inputs, target = inputs_and_target(few)
-    with evaluating(model), outputs_of(model, list(task.hidden)) as seen:
+    inputs, target = split_inputs_and_target(few)
+    with evaluating(model), collect_outputs(model, list(task.hidden)) as seen:
         logits = task.hard.logits(model, inputs, few)
         if not target.is_floating_point():
             check_shapes(logits, target)
         task.terms(logits, seen, teacher(few), target)
 
 
-def reason_to_ask_again(
+def explain_no_cached_answers(
     config: RunConfig, source: Any, num_samples: int | None, rhythm: Intervals, world_size: int
 ) -> str:
     """Return why the teacher's answers cannot be computed once and kept; "" if they can."""
@@ -187,13 +189,13 @@ def reason_to_ask_again(
     return ""
 
 
-def all_answers(
+def compute_all_answers(
     teacher: Teacher, stream: Batches, parallel: Parallel
 ) -> tuple[Mapping[str, Tensor] | None, str, str]:
     """Return the answers by sample number, the share that is right, and the reason if there are none."""
     tables: dict[str, Tensor] = {}
     right = num_targets = 0
-    limit = MOST_OF_FREE * min(parallel.gather(free_bytes(parallel.device))) / parallel.local_world_size
+    limit = MOST_OF_FREE * min(parallel.gather(read_free_bytes(parallel.device))) / parallel.local_world_size
     for batch in stream.epoch(0):
         numbers = batch_fields(batch.data).get("index")
         if numbers is None:
@@ -215,7 +217,7 @@ def all_answers(
             return None, "", "its answers differ in shape"
         for name, rows in output.items():
             tables[name][numbers] = rows
-        target = inputs_and_target(batch.data)[1]
+        target = split_inputs_and_target(batch.data)[1]
         if target.ndim == 1 and not target.is_floating_point() and output[LOGITS].ndim == 2:
             right, num_targets = (
                 right + int((output[LOGITS].argmax(1) == target).sum()),

@@ -26,7 +26,7 @@ from trainrun.config.schema import RunConfig
 from trainrun.data.batch import map_leaves
 from trainrun.errors import ConfigError, PluginError, TrainingError
 from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport, counts_before, fields_beside
-from trainrun.step.graphs import Function, OnCuda, compile_graph, record_graph, rehearse
+from trainrun.step.graphs import Function, OnCuda, compile_graph, record_graph, run_rehearsal
 from trainrun.sums import add_sums, flat_sums
 from trainrun.timing.phases import FORWARD, RANKS
 from trainrun.training.checks.unsaved_state import saves_all
@@ -57,7 +57,7 @@ def build_whole_step(
         if compiles
         else ("trainer.cuda_graphs=true", "trainer.cuda_graphs=false")
     )
-    if obstacle := task_obstacle(task, informed, off):
+    if obstacle := describe_task_obstacle(task, informed, off):
         raise ConfigError(f"{key}: {obstacle}")
     if records and device.type != "cuda":
         raise ConfigError(
@@ -71,15 +71,15 @@ def build_whole_step(
             raise ConfigError(str(error)) from error
     record = OnCuda()
 
-    def engine(function: Function, inputs: Flat, num_held: int) -> Function:
+    def build_function(function: Function, inputs: Flat, num_held: int) -> Function:
         if compiles:
             function = compile_graph(function, inputs, wanted.backend, wanted.mode)
         return record_graph(function, inputs, num_held, record) if records else function
 
-    return WholeStep(plain, config.data.batch_size, engine, log, fixed=records)
+    return WholeStep(plain, config.data.batch_size, build_function, log, fixed=records)
 
 
-def task_obstacle(task: Any, informed: bool, off: str = "") -> str:
+def describe_task_obstacle(task: Any, informed: bool, off: str = "") -> str:
     """Return why no graph can hold a step of this task, or "". off: the setting that avoids the graph."""
     name = type(task).__name__
     if not counts_before(task):
@@ -147,10 +147,10 @@ class StepFunction:
         self.trained = [
             self._params[name] for name, grad in zip(params, grads, strict=True) if grad is not None
         ]
-        return [out.loss_sum.detach(), *sums.values(), *separate_gradients(self.trained, grads, share)]
+        return [out.loss_sum.detach(), *sums.values(), *copy_gradients(self.trained, grads, share)]
 
 
-def separate_gradients(params: list[nn.Parameter], grads: Any, share: Tensor) -> Flat:
+def copy_gradients(params: list[nn.Parameter], grads: Any, share: Tensor) -> Flat:
     """Return the gradients in the layout of their parameters, each in its own memory, as fused optimizers need them."""
     copied: Flat = []
     seen_ids = {id(share)}
@@ -199,11 +199,11 @@ class WholeStep:
     def _accumulate(self, run: Components, micro_batches: list[MicroBatch]) -> Gradients:
         """Run forward and backward of a window in the graph of its batch kind."""
         batches = [flatten_batch(batch.data) for batch in micro_batches]
-        kinds = [self._kinds.get(kind) or self._new_kind(kind, leaves) for kind, leaves, _ in batches]
+        kinds = [self._kinds.get(kind) or self._add_kind(kind, leaves) for kind, leaves, _ in batches]
         if not all(kind.full for kind in kinds):
             self._held = []  # it may replace some
             return self._plain(run, micro_batches)
-        held = self._held or self._hold(run)
+        held = self._held or self._collect_tensors(run)
         graphs = [
             kind.graph or self._new_graph(run, kind, batch)
             for kind, batch in zip(kinds, batches, strict=True)
@@ -211,7 +211,7 @@ class WholeStep:
         items = sum([batch.counted_by(run.task) for batch in micro_batches])
         run.phases.open(RANKS)
         agreed = run.agree(items)
-        share = self._share(1 / (agreed.items or 1), run.parallel.device)
+        share = self._share_tensor(1 / (agreed.items or 1), run.parallel.device)
         losses: list[Tensor] = []
         sums: dict[str, Tensor] = {}
         run.phases.open(FORWARD)  # and the backward: one graph has no parts
@@ -226,7 +226,7 @@ class WholeStep:
                     param.grad = grad if param.grad is None else param.grad.add_(grad)
         return Gradients(losses, items, agreed, sums)
 
-    def _new_kind(self, kind: Kind, leaves: Flat) -> BatchKind:
+    def _add_kind(self, kind: Kind, leaves: Flat) -> BatchKind:
         full = all(leaf.shape[0] == self._batch_size for leaf in leaves if leaf.ndim)
         batch_kind = self._kinds[kind] = BatchKind(full)
         if sum(other_kind.full for other_kind in self._kinds.values()) > MAX_SHAPES:
@@ -236,7 +236,7 @@ class WholeStep:
             )
         return batch_kind
 
-    def _hold(self, run: Components) -> Flat:
+    def _collect_tensors(self, run: Components) -> Flat:
         held = [tensor.detach() for tensor in (*run.model.parameters(), *run.model.buffers())]
         places = [tensor.data_ptr() for tensor in held]
         if self._fixed and places != self._places:
@@ -256,15 +256,15 @@ class WholeStep:
         _, leaves, rebuild = batch
         again = any(kind_of_batch.graph for kind_of_batch in self._kinds.values())
         self._log.begin()
-        rehearse(run, rebuild(leaves))
-        held, body = self._hold(run), StepFunction(run, rebuild)
-        share = self._share(1.0, run.parallel.device)
+        run_rehearsal(run, rebuild(leaves))
+        held, body = self._collect_tensors(run), StepFunction(run, rebuild)
+        share = self._share_tensor(1.0, run.parallel.device)
         batch_kind.graph = self._engine(body, [*held, share, *leaves], len(held)), body
         shapes = " ".join("x".join(map(str, leaf.shape)) for leaf in leaves)
         self._log.end(f"the step of a batch {shapes}", again=again)
         return batch_kind.graph
 
-    def _share(self, share: float, device: torch.device) -> Tensor:
+    def _share_tensor(self, share: float, device: torch.device) -> Tensor:
         """Return 1 / items as a 0-d tensor on the device: the gradient of the summed loss."""
         tensor = self._shares.get(share)
         if tensor is None:
@@ -282,17 +282,17 @@ def flatten_batch(data: Any) -> Flattened:
         return tuple([(leaf.shape, leaf.dtype, leaf.stride()) for leaf in data]), list(data), tuple
     tensors: list[Tensor] = []
 
-    def place(leaf: Any) -> Any:
+    def store_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         tensors.append(leaf)
         return Tensor  # the class stands where a tensor stood
 
-    form = map_leaves(data, place)
+    form = map_leaves(data, store_leaf)
 
-    def rebuild(flat: Flat) -> Any:
+    def rebuild_batch(flat: Flat) -> Any:
         rest = iter(flat)
         return map_leaves(form, lambda leaf: next(rest) if leaf is Tensor else leaf)
 
     shapes = tuple([(leaf.shape, leaf.dtype, leaf.stride()) for leaf in tensors])
-    return (repr(form), shapes), tensors, rebuild
+    return (repr(form), shapes), tensors, rebuild_batch

@@ -1,4 +1,4 @@
-"""What the spine asks for after the training: rows for pictures, and what the run could have reached."""
+"""Measurements after the training: FLOP/s, bottleneck, padding, and rows for plots."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def measure_finished_run(
 
 
 def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float]:
-    """Return the FLOP/s of one rank, as the others do as much at the same time, and MFU on a GPU that is known."""
+    """Return FLOP/s of one rank (the others do as much at the same time), and MFU on a known GPU."""
     if work is None:
         return {}
     rate = work.flops * items_per_second
@@ -54,7 +54,7 @@ def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float
 
 
 def limit_facts(limits: ThroughputLimits, world_size: int) -> dict[str, Any]:
-    """Return the measured limits in items per second of all ranks."""
+    """Return the throughput limits in items per second over all ranks."""
     load, train = limits.load * world_size, limits.train * world_size
     rates = {"load_per_second": load, "train_per_second": train}
     return rates | {"reached": limits.reached, "limit": limits.limit}
@@ -63,8 +63,8 @@ def limit_facts(limits: ThroughputLimits, world_size: int) -> dict[str, Any]:
 def hint(seconds: Mapping[str, float], padding: float, words: Sequence[str]) -> str:
     """Return `waiting for data took 34 % after start-up; to measure what can be gained: trainrun autotune data=...`.
 
-    The line names the largest part that is avoidable. Return "" if no part is notable. seconds: the account of time.
-    padding: the share of positions that are padding. words: the settings of the run, as typed.
+    It names the largest avoidable share of time; "" if none is notable. seconds: of each phase. padding: the share
+    of padded positions. words: the typed settings of the run.
     """
     total = sum(seconds.get(name, 0.0) for name in (*LOOP, "validation", "checkpoint"))
     wasted = {name: seconds.get(name, 0.0) for name in ("logging", "validation", "checkpoint")}

@@ -1,10 +1,10 @@
-"""How many floating-point operations a run asked for, and which share of its GPU's data sheet that is.
+"""Count the floating-point operations of a run, and their share of the GPU's data-sheet peak (MFU).
 
-what: one forward and backward under torch's FlopCounterMode, after the training, as a trial that leaves no trace.
-    MFU is that rate over the one of the data sheet, where the GPU is known. Recomputation would count too, and
-    causal attention counts as the full square.
-when: at the end of a run that was long enough to pay for it (MIN_SECONDS); nothing of the run is moved.
-when not: where no trial can be made, loops and layers of a kind that cannot be repeated: then there is no figure.
+what: one forward and backward under torch's FlopCounterMode, after the training, as a trial without lasting effects.
+    MFU is that rate divided by the data-sheet peak, if the GPU is known. Recomputation would count too, and causal
+    attention counts as the full square.
+when: at the end of a run that was long enough to pay for it (MIN_SECONDS). when not: if no trial can be made, or for
+    custom loops that cannot be repeated: then there is no number.
 source: https://arxiv.org/abs/2204.02311, appendix B (MFU); torch/utils/flop_counter.py
 """
 
@@ -45,8 +45,9 @@ Shape = Sequence[int]
 
 
 class Work(NamedTuple):
-    """Operations of a run. flops: of forward and backward, for one item (what the loss is averaged over).
-    data_sheet: a second, by the data sheet of this device; 0 if it is not known.
+    """The floating-point operations of a run.
+
+    flops: of forward and backward for one item. data_sheet: the device's peak in FLOP per second; 0 if unknown.
     """
 
     flops: float
@@ -54,9 +55,9 @@ class Work(NamedTuple):
 
 
 def measured_work(run: Components) -> Work | None:
-    """Return None if it cannot be counted without touching the run; see `trainrun.training.without_trace`.
+    """Return the operations per item; None if they cannot be counted without side effects, or with recomputation.
 
-    Nor where blocks are computed again: torch's counter keeps all of them, which is what was to be avoided.
+    torch's counter keeps all activations, which gradient checkpointing was chosen to avoid.
     """
     if run.config.trainer.gradient_checkpointing != "none":
         return None
@@ -72,21 +73,23 @@ def measured_work(run: Components) -> Work | None:
 
 
 def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
-    """Look up a GPU's peak by its name; 0 for unknown GPUs, for parts of one (MIG), and for other types."""
+    """Return a GPU's peak in FLOP per second by its name; 0 for unknown GPUs, for parts of one (MIG), and for other
+    dtypes.
+    """
     gpu_name = next((key for key in DATA_SHEETS if re.search(rf"\b{key}\b", name)), "")
     halves = (torch.float16,) if gpu_name in FLOAT16_ALONE else (torch.float16, torch.bfloat16)
     return DATA_SHEETS[gpu_name] if gpu_name and dtype in halves and "MIG" not in name else 0.0
 
 
 def flops_per_item(run: Components) -> float:
-    """Count the operations an item takes in the first batch of the first epoch. Raises what the model raises."""
+    """Return the operations per item in the first batch of the first epoch. Raise the model's errors."""
     batch = map_leaves(first_batches(run.train)[0], lambda leaf: leaf)
     owners = (run.model, run.task, batch, run.optimizer, *run.hooks.by_key.values())
     return run_trial(partial(count_flops, run, batch), run.parallel.device, *owners)
 
 
 def count_flops(run: Components, batch: Any) -> float:
-    """Count the operations an item of the batch takes. It belongs into a trial."""
+    """Return the operations per item of the batch. Call it in a trial."""
     with flop_counter() as counted, without_compiler(counted):
         with run.precision.autocast():
             out = run.task.step(run.model, batch)
@@ -97,7 +100,7 @@ def count_flops(run: Components, batch: Any) -> float:
 
 @contextmanager
 def without_compiler(counted: FlopCounterMode) -> Iterator[None]:
-    """Run compiled modules eagerly inside. Without any, torch's compiler stays unloaded: loading takes 1.3 s."""
+    """Run compiled modules eagerly inside the block. torch's compiler is not imported for this (1.3 s)."""
     loaded = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if loaded else nullcontext()
     mode: Any = counted.mode
@@ -106,7 +109,7 @@ def without_compiler(counted: FlopCounterMode) -> Iterator[None]:
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return a counter that also knows attention and LSTM on a CPU, which torch's own does not."""
+    """Return a counter that also supports attention and LSTM on a CPU, which torch's own does not."""
     aten = torch.ops.aten
     formulas: dict[Any, Callable[..., int]] = {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -126,7 +129,7 @@ def _attention_backward(gradient: Shape, query: Shape, key: Shape, value: Shape,
 
 
 def _recurrent(inputs: Shape, weight_in: Shape, weight_back: Shape, *_: Any, **__: Any) -> int:
-    """Count the work of a recurrent layer.
+    """Return the operations of a recurrent layer.
 
     inputs: (T, B, I). Weights: (gates * H, I) and (gates * H, H), each used at every position.
     """
@@ -138,7 +141,7 @@ def _recurrent_backward(inputs: Shape, weight_in: Shape, weight_back: Shape, *_:
 
 
 def dtype_of(run: Components) -> torch.dtype:
-    """Return the type of matrix products in the run."""
+    """Return the dtype of the run's matrix products."""
     mixed = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
     mode = run.config.precision.mode
     if mode in mixed:

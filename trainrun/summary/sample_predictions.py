@@ -1,6 +1,7 @@
-"""What a finished run predicts on its validation data, for the report: by the best checkpoint, where there is one.
+"""Predictions of a finished run on its validation data for the report, by the best checkpoint if there is one.
 
-Classes: the confusion matrix, and pictures of the worst and of random samples. Numbers: pairs of target and prediction.
+For classes: the confusion matrix, and images of the worst and of random samples. For numbers: targets and
+predictions.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from trainrun.checkpoint.weights import evaluated_weights
 from trainrun.data.split_batch import tensors_in
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import Batches, Predicts
-from trainrun.runtime.machine import host_memory
+from trainrun.runtime.machine import read_host_memory
 from trainrun.task.batches import join_batches
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
-from trainrun.training.evaluate import even_batches
+from trainrun.training.evaluate import iterate_even_batches
 
 MAX_SAMPLES = 10_000  # per rank: the pictures are for the eye
 MAX_CLASSES = 100
@@ -37,7 +38,9 @@ Result = TypeVar("Result")
 
 
 class Predictions(NamedTuple):
-    """target, prediction: (B,) classes, or (B, outputs) numbers. worst, random: a few samples with their pictures."""
+    """Targets and predictions: (B,) classes, or (B, outputs) numbers. worst, random: a few samples with their
+    images.
+    """
 
     target: Tensor
     prediction: Tensor
@@ -46,7 +49,7 @@ class Predictions(NamedTuple):
 
 
 def prediction_rows(run: Components, state: TrainState, run_dir: RunDir) -> list[dict[str, Any]]:
-    """Return the row of the confusion matrix or of a regression; rank 0 writes sample pictures. All ranks call it."""
+    """Return the row of the confusion matrix or regression. Rank 0 writes sample images. All ranks call it."""
     if run.val is None or not isinstance(run.task, Predicts):
         return []
     step = _best_step(run, state)
@@ -66,7 +69,7 @@ def prediction_rows(run: Components, state: TrainState, run_dir: RunDir) -> list
 
 
 def _try(run: Components, call: Callable[[], Result]) -> Result | None:
-    """Whatever the user's code or the disk does, a run that has finished is not lost to a picture."""
+    """Return the result of `call`; None after an error, with a note: a plot must not fail a finished run."""
     try:
         return call()
     except Exception as error:
@@ -76,14 +79,14 @@ def _try(run: Components, call: Callable[[], Result]) -> Result | None:
 
 
 def _best_step(run: Components, state: TrainState) -> int:
-    """Return the step of the best checkpoint; the last step without one, or without memory to read it.
+    """Return the step of the best checkpoint; the last step without one, or if memory does not suffice to load it.
 
-    Each rank holds the weights of the checkpoint and a copy of its own in host memory. All ranks call it together.
+    Each rank holds the checkpoint's weights and a copy of its own in host memory. All ranks call it together.
     """
     best = run.checkpoints.best
     weights = [*run.model.parameters(), *run.model.buffers()]
     needed = 2 * sum(value.numel() * value.element_size() for value in weights)
-    fits = needed < host_memory().free / run.parallel.local_world_size
+    fits = needed < read_host_memory().free / run.parallel.local_world_size
     return best[0] if all(run.parallel.gather(fits)) and best is not None else state.step
 
 
@@ -99,7 +102,7 @@ def _predictions_at(
 
 @contextmanager
 def _weights_of(run: Components, run_dir: RunDir, step: int) -> Iterator[None]:
-    """Inside, the model has the weights of a checkpoint and is in evaluation mode; afterwards its own."""
+    """Give the model the weights of a checkpoint in evaluation mode inside the block. Restore its own afterwards."""
     own_weights = {name: value.detach().to("cpu", copy=True) for name, value in run.held.state_dict().items()}
     modes = [(module, module.training) for module in run.model.modules()]
     loaded = load_together(run_dir.checkpoints / folder_name(step), run.parallel, None)
@@ -116,14 +119,16 @@ def _weights_of(run: Components, run_dir: RunDir, step: int) -> Iterator[None]:
 
 @torch.no_grad()
 def _predictions(run: Components, model: nn.Module) -> Predictions | tuple[()]:
-    """Return () for a task without targets, or with others than classes and a few numbers a sample."""
+    """Return targets and predictions; () for a task without targets, or with targets other than classes and few
+    numbers.
+    """
     assert run.val is not None
     assert isinstance(run.task, Predicts)
     collected: list[tuple[Tensor, Tensor]] = []
     worst: Columns = {}
     random: Columns = {}
     generator = torch.Generator().manual_seed(0)
-    for batch in islice(even_batches(run.parallel, run.val), _most_batches(run, run.val)):
+    for batch in islice(iterate_even_batches(run.parallel, run.val), _most_batches(run, run.val)):
         with run.precision.autocast():
             columns = {name: column.cpu() for name, column in run.task.predict(model, batch.data).items()}
         pair = _target_and_prediction(columns)
@@ -145,7 +150,7 @@ def _predictions(run: Components, model: nn.Module) -> Predictions | tuple[()]:
 
 
 def _most_batches(run: Components, stream: Batches) -> int:
-    """Return how many batches hold about MAX_SAMPLES samples of each rank; the same number on every rank."""
+    """Return how many batches have about MAX_SAMPLES samples per rank; the same number on every rank."""
     size: float = run.config.data.val_batch_size or run.config.data.batch_size
     if stream.num_samples and stream.num_batches:
         size = stream.num_samples / stream.num_batches / run.parallel.world_size
@@ -153,7 +158,7 @@ def _most_batches(run: Components, stream: Batches) -> int:
 
 
 def _target_and_prediction(columns: Columns) -> tuple[Tensor, Tensor] | None:
-    """Return targets and predictions: one class a sample each, (B,), or a few numbers each, (B, outputs)."""
+    """Return targets and predictions, (B,) classes or (B, outputs) numbers; None for other columns."""
     if "target" not in columns or "prediction" not in columns:
         return None
     target, prediction = columns["target"], columns["prediction"]
@@ -165,14 +170,14 @@ def _target_and_prediction(columns: Columns) -> tuple[Tensor, Tensor] | None:
 
 
 def _error_scores(columns: Columns) -> Tensor:
-    """Return 1 to 2 for wrong predictions and 0 to 1 for right ones; a sure mistake is the worst."""
+    """Return 1 to 2 for wrong predictions and 0 to 1 for correct ones; a confident mistake has the highest score."""
     wrong = columns["prediction"] != columns["target"]
     confidence = columns.get("confidence", torch.ones(len(wrong)))
     return torch.where(wrong, 1 + confidence, 1 - confidence)
 
 
 def _merge_highest(shown: Columns, images: Tensor, columns: Columns, score: Tensor) -> Columns:
-    """Return the samples of the highest scores among those shown so far and a batch."""
+    """Return the samples with the highest scores among those selected so far and a new batch."""
     chosen = score.topk(min(NUM_SHOWN, len(score))).indices
     names = [name for name in ("target", "prediction", "confidence") if name in columns]
     new = {name: columns[name][chosen] for name in names} | {"score": score[chosen]}
@@ -189,7 +194,7 @@ def _merge_highest(shown: Columns, images: Tensor, columns: Columns, score: Tens
 
 
 def _images(batch: Any) -> Tensor | None:
-    """Return the first tensor of a batch if it holds pictures, (B, 1 or 3, H, W); else None."""
+    """Return the first tensor of a batch if it holds images (B, 1 or 3, H, W); else None."""
     inputs = next(iter(tensors_in(batch)), None)
     return inputs if inputs is not None and inputs.ndim == 4 and inputs.shape[1] in (1, 3) else None
 

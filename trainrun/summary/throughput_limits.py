@@ -1,9 +1,9 @@
-"""How fast a run could be at most: its loading alone, its training alone, which of the two limits, and its padding.
+"""The limits of a run's speed: loading alone, training alone, which of them is the bottleneck, and padding.
 
-what: the slower of both bounds the speed, `max(load, train)`, however well they overlap. Where batches are read between
-    steps on a CPU, the account of time has timed both apart over the whole run, so nothing has to be measured.
-when not: batches that are read ahead, and GPUs: there the wait for data in the account says which of them limits, and
-    `trainrun diagnose` measures each alone.
+what: the slower of both limits the speed, `max(load, train)`, however well they overlap. If batches are read between
+    steps on a CPU, the timer of phases has measured both separately over the whole run. when not: batches that are
+    read ahead, and GPUs: there the time spent waiting for data shows the bottleneck, and `trainrun diagnose`
+    measures each alone.
 source: max(load, train) as in the data stalls of https://arxiv.org/abs/2007.06775
 """
 
@@ -21,7 +21,7 @@ from trainrun.seeding import kept_random_state
 from trainrun.timing.phases import Session
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
-from trainrun.training.without_trace import endless
+from trainrun.training.without_trace import iterate_endlessly
 
 MIN_STEPS = 50  # the first ones warm up
 WORKER_START = 0.1  # seconds for each process
@@ -30,9 +30,9 @@ MOST_SHARE = 0.005  # of the time of all steps, for that
 
 
 class ThroughputLimits(NamedTuple):
-    """Throughput of loading alone and training alone, in items per second of one rank.
+    """The throughput of loading alone and of training alone, in items per second of one rank.
 
-    reached: the throughput of the run, as a share of the lower one.
+    reached: the throughput of the run as a share of the lower one.
     """
 
     load: float
@@ -45,7 +45,7 @@ class ThroughputLimits(NamedTuple):
 
 
 def throughput_limits(run: Components, session: Session) -> ThroughputLimits | None:
-    """Return the limits; None if the run is too short, or if its account of time does not separate the two."""
+    """Return the limits; None if the run is too short, or if its phases do not separate loading and training."""
     seconds, items = session.seconds, session.items
     if session.steps < MIN_STEPS or not items or not seconds.get("forward"):
         return None
@@ -57,7 +57,7 @@ def throughput_limits(run: Components, session: Session) -> ThroughputLimits | N
 
 
 def num_batches_ahead(run: Components) -> int:
-    """Return how many batches are read ahead of the training; 0 if each is read between two steps."""
+    """Return how many batches are read ahead; 0 if each is read between two steps."""
     number, factor = num_readers(run), run.config.data.prefetch_factor
     return num_ahead(number, factor) if number and engine_of(run) == "threads" else number * factor
 
@@ -67,7 +67,7 @@ def engine_of(run: Components) -> str:
 
 
 def num_readers(run: Components) -> int:
-    """Return the number of threads or worker processes that read beside the training."""
+    """Return the number of threads or worker processes that read data."""
     if isinstance(run.train, OpenedStream):
         return run.train.read_by.number
     data = run.config.data
@@ -76,12 +76,12 @@ def num_readers(run: Components) -> int:
 
 
 def start_seconds(run: Components) -> float:
-    """Return the seconds until worker processes read; threads start at once."""
+    """Return the seconds until worker processes start to read; 0 for threads."""
     return 0.0 if engine_of(run) == "threads" else WORKER_START * num_readers(run)
 
 
 def padding_fraction(run: Components, state: TrainState, session: Session) -> float:
-    """Return the share of padding in the next batches; 0 if it is unknown, or if reading takes too long."""
+    """Return the share of padded positions in the next batches; 0 if unknown, or if reading takes too long."""
     if not session.steps:
         return 0.0
     inline = not num_batches_ahead(run)
@@ -92,7 +92,10 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
         return 0.0
     useful = positions = 0
     try:
-        with kept_random_state(), closing(endless(run.train, [state.epoch, state.batches])) as batches:
+        with (
+            kept_random_state(),
+            closing(iterate_endlessly(run.train, [state.epoch, state.batches])) as batches,
+        ):
             for _ in range(BATCHES):
                 mask = real_positions(next(batches).data)
                 if mask is None:
@@ -105,7 +108,7 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
 
 
 def real_positions(batch: Any) -> Tensor | None:
-    """Return the mask (B, T) of a batch, 0 at padding; None if the batch has none."""
+    """Return the mask (B, T) of a batch, 0 at padding; None without one."""
     fields = batch_fields(batch)
     mask = fields.get("attention_mask", fields.get("segment_ids"))
     return mask if isinstance(mask, Tensor) else None

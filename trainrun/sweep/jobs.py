@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import ConfigError
-from trainrun.folder.run_folder import cannot_write, read_json, write_json
+from trainrun.folder.run_folder import build_folder_error, read_json, write_json
 from trainrun.folder.seal import check_files, digest_part, key_path, make_key
 from trainrun.folder.status import BEST, SWEEP_FILE
 from trainrun.output import counted, masked_words
@@ -285,7 +285,7 @@ def open_sweep(calls: list[list[str]], folder: Path | None) -> Sweep:
                 sweep.add_call(words)
             sweep.save()
     except OSError as error:
-        raise cannot_write(folder, error) from error
+        raise build_folder_error(folder, error) from error
     return sweep
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
-from trainrun.folder.run_folder import RunDir, was_saved, write_json
+from trainrun.folder.run_folder import RunDir, was_ever_saved, write_json
 from trainrun.folder.status import read_status
 from trainrun.output import masked_words
 from trainrun.task.metrics.directions import direction_of_name
@@ -88,7 +88,7 @@ def short_numbers(text: str) -> str:
 
 def has_checkpoint(folder: Path) -> bool:
     """Return whether the job saved a checkpoint, even a damaged one: such a job reports it and does not start anew."""
-    return was_saved(RunDir(folder))
+    return was_ever_saved(RunDir(folder))
 
 
 def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any] | None = None) -> Result:

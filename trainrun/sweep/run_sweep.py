@@ -21,7 +21,7 @@ from trainrun.config.argv import OWN_KEYS, CommandLine
 from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.config.schema import validation_nodes
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, TrainrunError
-from trainrun.folder.run_folder import RunDir, is_there, named_folder, write_text
+from trainrun.folder.run_folder import RunDir, is_run_folder, resolve_folder, write_text
 from trainrun.output import counted, path_to_paste, report_result, say
 from trainrun.parallel.devices import choose_num_devices
 from trainrun.runtime.signals import catch_stops
@@ -135,7 +135,7 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
     """
     options = read_options(split_options(calls[-1])[0])
     relay = StopRelay()
-    folder = None if folder is None else named_folder(str(folder))
+    folder = None if folder is None else resolve_folder(str(folder))
     is_new = folder is None or not folder.exists()
     with joined_sweep(calls, folder) as sweep, catch_stops(relay.handle):
         forks = command is job_command and can_fork(sweep, options)
@@ -306,7 +306,7 @@ def can_fork(sweep: Sweep, options: SweepOptions) -> bool:
 def joined_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]:
     """`open_sweep`; inside, this process is one of its workers. A new one that is refused leaves no folder."""
     is_new = folder is None or not folder.exists()
-    if folder is not None and is_there(RunDir(folder)):
+    if folder is not None and is_run_folder(RunDir(folder)):
         raise ConfigError(f"output_dir={folder}: holds a run already; name another folder for the sweep")
     sweep = open_sweep(calls, folder)
     with sweep.work():

@@ -26,22 +26,22 @@ from torch.nn.functional import pad
 
 from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import IGNORED, TARGET_KEYS, batch_fields, input_key, target_key
-from trainrun.task.dict_batches import arguments_of, misfit
+from trainrun.task.dict_batches import assign_arguments, describe_misfit
 from trainrun.tensors import HALF_TYPES
 
 
-def inputs_and_target(batch: Any) -> tuple[Any, Tensor]:
+def split_inputs_and_target(batch: Any) -> tuple[Any, Tensor]:
     """Return the inputs and the target of a batch. Raise DataError if it has another form or no target."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor):
         return batch[0], batch[1]
-    inputs, target = inputs_and_maybe_target(batch)
+    inputs, target = split_inputs_and_optional_target(batch)
     if target is None:
         raise DataError(
-            f"data: a batch is {form_of(batch)}, without a target; "
+            f"data: a batch is {describe_form(batch)}, without a target; "
             f"give (inputs, target), or a dict with {' | '.join(TARGET_KEYS)}"
         )
     if not isinstance(target, Tensor):
-        kind = form_of(target)
+        kind = describe_form(target)
         if isinstance(target, (tuple, list)) and target:
             kind += f" ({type(target[0]).__name__})"
         raise DataError(
@@ -51,7 +51,7 @@ def inputs_and_target(batch: Any) -> tuple[Any, Tensor]:
     return inputs, target
 
 
-def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
+def split_inputs_and_optional_target(batch: Any) -> tuple[Any, Tensor | None]:
     """Return inputs and target of a batch; the target is None for a bare tensor or a dict without one."""
     if isinstance(batch, Tensor):
         return batch, None
@@ -59,16 +59,17 @@ def inputs_and_maybe_target(batch: Any) -> tuple[Any, Tensor | None]:
         return batch[0], batch[1] if len(batch) == 2 else None
     if isinstance(batch, Mapping):
         input_name, target = input_key(batch), target_key(batch)
-        inputs = fields_but_target(batch) if input_name is None else batch[input_name]
+        inputs = remove_target_fields(batch) if input_name is None else batch[input_name]
         if input_name is not None or inputs:
             return inputs, None if target is None else batch[target]
     raise DataError(
-        f"data: a batch is {form_of(batch)}; this task reads (inputs, target), ((a, b), target) for several inputs, "
+        f"data: a batch is {describe_form(batch)}; this task reads (inputs, target), ((a, b), target) for several "
+        "inputs, "
         f"or a dict with {' | '.join(TARGET_KEYS)} and the inputs; or name your own task: task._target_=..."
     )
 
 
-def fields_but_target(batch: Mapping[str, Any]) -> dict[str, Any]:
+def remove_target_fields(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a batch whose names are not in TARGET_KEYS."""
     return {name: value for name, value in batch.items() if name not in TARGET_KEYS}
 
@@ -83,15 +84,15 @@ def run_model(model: nn.Module, inputs: Any, batch: Any, **more: Any) -> Any:
         fields = batch_fields(batch)
         if not fields and isinstance(inputs, Tensor):
             return model(inputs, **more)
-        args, named = arguments_of(model, inputs, batch, fields)
+        args, named = assign_arguments(model, inputs, batch, fields)
         return model(*args, **named, **more)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        if fault := misfit(model, inputs, batch, error):
+        if fault := describe_misfit(model, inputs, batch, error):
             raise PluginError(fault) from error
         raise
 
 
-def output_tensor(output: Any) -> Tensor:
+def extract_output_tensor(output: Any) -> Tensor:
     """Return the model's tensor: the output itself, its `logits` attribute, or its "logits" entry.
 
     16-bit values become float32, so that sums over many items keep their digits. Raise PluginError if there is no
@@ -102,11 +103,11 @@ def output_tensor(output: Any) -> Tensor:
         if not isinstance(logits, Tensor):
             has_loss = isinstance(getattr(output, "loss", None), Tensor)
             raise PluginError(
-                f"model: the output is {form_of(output)}; the task needs a tensor, "
+                f"model: the output is {describe_form(output)}; the task needs a tensor, "
                 'an object with .logits, or a dict with "logits"'
                 + ("; for the loss that it has: task=model_loss" if has_loss else "")
             )
-        return output_tensor(logits)
+        return extract_output_tensor(logits)
     return output.float() if output.dtype in HALF_TYPES else output
 
 
@@ -123,7 +124,7 @@ def join_batches(columns: list[Tensor]) -> Tensor:
     return torch.cat(columns)
 
 
-def form_of(value: Any) -> str:
+def describe_form(value: Any) -> str:
     """Describe the structure of a batch or an output in a few words, for messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
@@ -134,7 +135,7 @@ def form_of(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def lost_dimension(output: Tensor, needed: str) -> PluginError:
+def build_dimension_error(output: Tensor, needed: str) -> PluginError:
     """Return the error for an output with too few dimensions in a batch that is not the first one."""
     return PluginError(
         f"model: the output has shape {tuple(output.shape)}, but the task needs {needed}. squeeze() drops the "

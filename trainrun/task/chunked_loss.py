@@ -42,14 +42,14 @@ class Head(NamedTuple):
         return Head(self.weight.to(self.dtype), self.bias, self.dtype)
 
 
-def head_of(layer: nn.Linear, states: Tensor) -> Head:
+def build_head(layer: nn.Linear, states: Tensor) -> Head:
     """Return the layer as a head with the dtype that autocast would use now."""
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
     return Head(layer.weight, layer.bias, dtype)
 
 
-def num_chunks(wanted: int | str, num_tokens: int, vocabulary: int, limit_bytes: int | None) -> int:
+def choose_num_chunks(wanted: int | str, num_tokens: int, vocabulary: int, limit_bytes: int | None) -> int:
     """Return the number of chunks in which the logits are computed.
 
     wanted: a number, or `auto`: one chunk if the logits fit into limit_bytes, else chunks of half that size.
@@ -64,7 +64,7 @@ def num_chunks(wanted: int | str, num_tokens: int, vocabulary: int, limit_bytes:
     return max(1, min(num_tokens, -(-needed_bytes // piece_bytes)))
 
 
-def chunked_loss(states: Tensor, target: Tensor, head: Head, chunks: int) -> Tensor:
+def compute_chunked_loss(states: Tensor, target: Tensor, head: Head, chunks: int) -> Tensor:
     """Return the cross-entropy, 0-d, summed over tokens that are not ignored. states: (N, W); target: (N,) int64."""
     loss: Tensor = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         states, head.weight, head.bias, target, head.dtype, chunks
@@ -73,7 +73,7 @@ def chunked_loss(states: Tensor, target: Tensor, head: Head, chunks: int) -> Ten
 
 
 @torch.no_grad()
-def chunked_right(states: Tensor, target: Tensor, head: Head, chunks: int) -> Tensor:
+def count_correct_in_chunks(states: Tensor, target: Tensor, head: Head, chunks: int) -> Tensor:
     """Return the number of tokens whose target has the largest logit."""
     head = head.cast()
     pairs = zip(states.chunk(chunks), target.chunk(chunks), strict=True)
@@ -115,7 +115,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for_states = torch.empty_like(states)
         pieces = (each.chunk(ctx.chunks) for each in (states, target, for_states))
         for part, wanted, out in zip(*pieces, strict=True):
-            slope = slope_of(head.logits(part), wanted, gradients[0]).to(ctx.dtype)
+            slope = compute_logit_gradient(head.logits(part), wanted, gradients[0]).to(ctx.dtype)
             out.copy_(slope @ head.weight)
             if for_weight is not None and exact is ctx.dtype:
                 for_weight.addmm_(slope.t(), part.to(exact))
@@ -134,7 +134,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         )
 
 
-def slope_of(logits: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
+def compute_logit_gradient(logits: Tensor, target: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient of the logits, which it overwrites."""
     real = (target != IGNORED)[:, None]
     slope = torch.softmax(logits, -1, out=logits)

@@ -14,22 +14,22 @@ from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import IGNORED, StepOutput
 from trainrun.limits import Fraction, NotNegative
 from trainrun.task.batches import (
+    build_dimension_error,
     check_target_type,
-    form_of,
-    inputs_and_maybe_target,
-    inputs_and_target,
-    lost_dimension,
-    output_tensor,
+    describe_form,
+    extract_output_tensor,
     run_model,
+    split_inputs_and_optional_target,
+    split_inputs_and_target,
 )
 from trainrun.task.losses import (
+    build_mean_loss_error,
     build_range_error,
-    checked_weights,
+    build_weight_count_error,
+    check_class_weights,
+    disable_reduction,
     is_summed,
-    mean_loss_error,
-    soft_step,
-    without_reduction,
-    wrong_number,
+    step_of_soft_targets,
 )
 
 if TYPE_CHECKING:
@@ -89,19 +89,21 @@ class Classification:
         self.loss: Callable[[Tensor, Tensor], Tensor] = partial(cross_entropy, **how)
         self.is_summed = True
         if class_weights is not None:  # a module, which moves its weights to the device
-            self.loss = nn.CrossEntropyLoss(checked_weights(class_weights, loss), **how)
+            self.loss = nn.CrossEntropyLoss(check_class_weights(class_weights, loss), **how)
         self.weighted = 0 if class_weights is None else len(class_weights)
         if loss is not None:
-            self.loss = without_reduction(loss)
+            self.loss = disable_reduction(loss)
             self.is_summed = is_summed(self.loss)
         self.class_dim = class_dim
         self.ignore_index = ignore_index
         self.checked = self.checked_soft = False
         self.metrics: ClassMetrics | None = None
         if metrics:
-            from trainrun.task.metrics.by_name import GIVEN, OF_CLASSES, ClassMetrics, chosen
+            from trainrun.task.metrics.by_name import GIVEN, OF_CLASSES, ClassMetrics, split_metric_names
 
-            self.metrics = ClassMetrics(*chosen(metrics, OF_CLASSES, "classification", GIVEN), per_class)
+            self.metrics = ClassMetrics(
+                *split_metric_names(metrics, OF_CLASSES, "classification", GIVEN), per_class
+            )
             self.summarize = self.metrics.summarize
         elif per_class:
             raise ConfigError("task.per_class=true: needs the names of metrics, as task.metrics=[f1]")
@@ -110,7 +112,7 @@ class Classification:
         """Return the number of targets. For targets (B, T, ...) ignored ones are not counted, and the host waits for
         the GPU.
         """
-        target = inputs_and_target(batch)[1]
+        target = split_inputs_and_target(batch)[1]
         if target.ndim == 1:
             return target.numel()  # len(target) takes 1.2 us, this 0.2
         if target.is_floating_point():
@@ -120,7 +122,7 @@ class Classification:
         return int((target != self.ignore_index).sum())
 
     def sizes(self, batch: Any) -> Tensor | None:
-        target = inputs_and_target(batch)[1]
+        target = split_inputs_and_target(batch)[1]
         if target.ndim == 1 or target.is_floating_point() or self.ignore_index is None:
             return None
         return (target != self.ignore_index).flatten(1).sum(1)
@@ -129,23 +131,23 @@ class Classification:
         """Return loss and sums of a batch. At the first batch, raise PluginError or DataError if outputs and targets
         do not match.
         """
-        inputs, target = inputs_and_target(batch)
-        return self.of_logits(self.logits(model, inputs, batch), target)
+        inputs, target = split_inputs_and_target(batch)
+        return self.step_of_logits(self.logits(model, inputs, batch), target)
 
-    def of_logits(self, logits: Tensor, target: Tensor) -> StepOutput:
+    def step_of_logits(self, logits: Tensor, target: Tensor) -> StepOutput:
         """Return loss and sums for logits (B, C, ...) and their targets."""
         if target.is_floating_point():
-            return soft_step(self, logits, target)
+            return step_of_soft_targets(self, logits, target)
         if not self.checked:
             self._check(logits, target)
         elif logits.ndim != target.ndim + 1:
             needed = ", ".join([str(len(target)), "classes", *map(str, target.shape[1:])])
-            raise lost_dimension(logits, f"({needed})")
+            raise build_dimension_error(logits, f"({needed})")
         if target.dtype is not torch.int64:
             target = target.long()
         loss = self.loss_sum(logits, target)
         sums, rows = self.measured(logits, target)
-        return StepOutput(loss, {"acc": lambda: self._num_right(logits, target), **sums}, rows=rows)
+        return StepOutput(loss, {"acc": lambda: self._count_correct(logits, target), **sums}, rows=rows)
 
     def measured(self, logits: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the sums and rows for the metrics of an evaluation. logits: (B, C, ...); target: (B, ...)."""
@@ -163,24 +165,24 @@ class Classification:
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return `prediction` (B, ...), its softmax `confidence`, and `target` if the data has targets."""
-        inputs, target = inputs_and_maybe_target(batch)
+        inputs, target = split_inputs_and_optional_target(batch)
         logits = self.logits(model, inputs, batch)
         if logits.ndim < 2:
-            raise lost_dimension(logits, "(samples, classes)")
+            raise build_dimension_error(logits, "(samples, classes)")
         confidence, prediction = logits.softmax(1).max(1)
         columns = {"prediction": prediction, "confidence": confidence}
         return columns if target is None else columns | {"target": target}
 
     def logits(self, model: nn.Module, inputs: Any, batch: Any) -> Tensor:
-        return self.classes_second(output_tensor(run_model(model, inputs, batch)))
+        return self.move_classes_second(extract_output_tensor(run_model(model, inputs, batch)))
 
-    def classes_second(self, logits: Tensor) -> Tensor:
+    def move_classes_second(self, logits: Tensor) -> Tensor:
         if self.class_dim == 1:
             return logits
         if logits.ndim < 2:
-            raise lost_dimension(logits, "(samples, classes)")
+            raise build_dimension_error(logits, "(samples, classes)")
         if not -logits.ndim <= self.class_dim < logits.ndim:
-            raise ConfigError(f"task.class_dim={self.class_dim}: the model gives {form_of(logits)}")
+            raise ConfigError(f"task.class_dim={self.class_dim}: the model gives {describe_form(logits)}")
         return logits.movedim(self.class_dim, 1)
 
     def loss_sum(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -194,10 +196,10 @@ class Classification:
         if loss.ndim:
             return loss.sum()
         if not self.is_summed:
-            raise mean_loss_error(self.loss)
+            raise build_mean_loss_error(self.loss)
         return loss
 
-    def _num_right(self, logits: Tensor, target: Tensor) -> Tensor:
+    def _count_correct(self, logits: Tensor, target: Tensor) -> Tensor:
         right = logits.argmax(1) == target
         if target.ndim > 1 and self.ignore_index is not None:
             right &= target != self.ignore_index
@@ -229,7 +231,7 @@ class Classification:
 
     def check_weights(self, logits: Tensor) -> None:
         if self.weighted and self.weighted != logits.shape[1]:
-            raise wrong_number(self.weighted, logits.shape[1])
+            raise build_weight_count_error(self.weighted, logits.shape[1])
 
 
 def check_shapes(logits: Tensor, target: Tensor) -> None:

@@ -26,42 +26,42 @@ OF_SHAPES = re.compile(
 )
 
 
-def bare_model(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model without the wrapper of DDP."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def arguments_of(
+def assign_arguments(
     model: nn.Module, inputs: Any, batch: Any, fields: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and the named arguments for a model. fields: those of the batch, see `batch_fields`."""
     if isinstance(batch, Mapping):
-        return asked_for(model, inputs, batch)
-    if not fields or (isinstance(inputs, Mapping) and not takes_each(model, inputs)):
-        return positional_inputs(model, inputs), {}
+        return select_dict_arguments(model, inputs, batch)
+    if not fields or (isinstance(inputs, Mapping) and not takes_every_field(model, inputs)):
+        return split_positional_inputs(model, inputs), {}
     if isinstance(inputs, Mapping):
         input_name = input_key(fields)
-        return asked_for(model, fields[input_name] if input_name else inputs, fields)
-    args, named = asked_for(model, inputs, {"inputs": inputs, **fields})
-    return (positional_inputs(model, inputs) if args else args), named
+        return select_dict_arguments(model, fields[input_name] if input_name else inputs, fields)
+    args, named = select_dict_arguments(model, inputs, {"inputs": inputs, **fields})
+    return (split_positional_inputs(model, inputs) if args else args), named
 
 
-def positional_inputs(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
+def split_positional_inputs(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     """Return the items of a tuple or list as arguments if the model's forward needs several, or takes any number."""
-    if isinstance(inputs, tuple | list) and takes_several(forward_of(model)):
+    if isinstance(inputs, tuple | list) and takes_several_inputs(find_forward(model)):
         return tuple(inputs)
     return (inputs,)
 
 
-def asked_for(
+def select_dict_arguments(
     model: nn.Module, inputs: Any, batch: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the fields of a dict that a model takes, as positional and named arguments. Raise PluginError if it
     cannot.
     """
-    fields, wanted, by_place = fields_for_model(model, batch)
+    fields, wanted, by_place = select_fields(model, batch)
     if "segment_ids" in batch and "segment_ids" not in wanted:
-        name = type(bare_model(model)).__name__
+        name = type(unwrap_model(model)).__name__
         raise PluginError(
             f"model: data.padding=pack puts several sequences into a row, and {name}.forward has no "
             "argument segment_ids to keep them apart (see trainrun.tensors.segment_mask); "
@@ -70,13 +70,13 @@ def asked_for(
     input_name = input_key(batch)
     other_fields = {key: value for key, value in fields.items() if key not in (*TARGET_KEYS, input_name)}
     if input_name is None:
-        return _several_inputs(model, inputs, other_fields)
+        return _assign_named_inputs(model, inputs, other_fields)
     if input_name in wanted[2:] or not by_place:  # after self and the first
         return (), {input_name: inputs, **other_fields}
     return (inputs,), other_fields
 
 
-def _several_inputs(
+def _assign_named_inputs(
     model: nn.Module, inputs: Mapping[str, Any], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a model for a dict in which no field has a usual input name.
@@ -87,47 +87,46 @@ def _several_inputs(
         return (), named
     if len(inputs) == 1:  # there is nothing to choose from
         return tuple(inputs.values()), {}
-    names, *_ = keywords_of(forward_of(model))
+    names, *_ = inspect_forward(find_forward(model))
     raise PluginError(
-        f"model: {type(bare_model(model)).__name__}.forward has the arguments {', '.join(names[1:]) or 'none'}, and a "
+        f"model: {type(unwrap_model(model)).__name__}.forward has the arguments {', '.join(names[1:]) or 'none'}, "
+        "and a "
         f"batch has {', '.join(map(str, inputs))}; give both the same names, or call the field of the inputs "
         f"{INPUT_KEYS[0]}"
     )
 
 
-def takes_each(model: nn.Module, fields: Mapping[str, Any]) -> bool:
+def takes_every_field(model: nn.Module, fields: Mapping[str, Any]) -> bool:
     """Return whether the model's forward has an argument for every field."""
-    names, *_ = fields_for_model(model, fields)
+    names, *_ = select_fields(model, fields)
     return len(names) == len(fields)
 
 
-def fields_for_model(
-    model: nn.Module, batch: Mapping[str, Any]
-) -> tuple[dict[str, Any], tuple[str, ...], bool]:
+def select_fields(model: nn.Module, batch: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], bool]:
     """Return the fields that `forward` takes by name, its argument names, and whether it has a positional argument."""
-    names, takes_all, by_place = keywords_of(forward_of(model))
+    names, takes_all, by_place = inspect_forward(find_forward(model))
     fields = {
         key: value for key, value in batch.items() if key in names or (takes_all and key not in NOT_ITS)
     }
     return fields, names, by_place
 
 
-def forward_of(model: nn.Module) -> Callable[..., Any]:
+def find_forward(model: nn.Module) -> Callable[..., Any]:
     """Return the `forward` function whose signature decides what the model gets."""
-    bare = bare_model(model)
+    bare = unwrap_model(model)
     wrapped = getattr(bare, "get_base_model", None)  # of peft, which hands on what it gets
     return type(wrapped() if callable(wrapped) else bare).forward
 
 
-def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
+def describe_misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
     """Return a message for an error of torch that comes from samples of the wrong shape, or from missing labels;
     else "".
     """
-    model = bare_model(model)
+    model = unwrap_model(model)
     message = str(error)
     of_none = isinstance(error, AttributeError | TypeError | ValueError) and OF_NO_LABELS.search(message)
     if of_none and isinstance(batch, Mapping) and "labels" in batch and "decoder_input_ids" not in batch:
-        argument_names, _, _ = keywords_of(type(model).forward)
+        argument_names, _, _ = inspect_forward(type(model).forward)
         if {"labels", "decoder_input_ids"} <= set(argument_names):
             return (
                 f"model: {type(model).__name__} failed without its labels, from which it makes decoder_input_ids "
@@ -162,7 +161,7 @@ def misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception) -> str:
 
 
 @lru_cache(maxsize=16)
-def takes_several(forward: Callable[..., Any]) -> bool:
+def takes_several_inputs(forward: Callable[..., Any]) -> bool:
     """Return whether a `forward` needs more than one positional argument, or takes any number."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]  # without self
     needed = [item for item in parameters if item.default is item.empty and item.kind in BY_POSITION]
@@ -170,7 +169,7 @@ def takes_several(forward: Callable[..., Any]) -> bool:
 
 
 @lru_cache(maxsize=16)
-def keywords_of(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool, bool]:
+def inspect_forward(forward: Callable[..., Any]) -> tuple[tuple[str, ...], bool, bool]:
     """Return the argument names of a `forward`, whether it has `**kwargs`, and whether it has a positional argument."""
     parameters = inspect.signature(forward).parameters.values()
     named = tuple(item.name for item in parameters if item.kind is not item.VAR_KEYWORD)

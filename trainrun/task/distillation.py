@@ -20,9 +20,14 @@ from torch.nn.functional import kl_div, log_softmax, normalize
 from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import IGNORED, StepOutput, batch_fields
 from trainrun.limits import Fraction, NotNegative, Positive
-from trainrun.task.batches import inputs_and_maybe_target, inputs_and_target, output_tensor, run_model
+from trainrun.task.batches import (
+    extract_output_tensor,
+    run_model,
+    split_inputs_and_optional_target,
+    split_inputs_and_target,
+)
 from trainrun.task.classification import Classification
-from trainrun.task.dict_batches import bare_model
+from trainrun.task.dict_batches import unwrap_model
 
 LOGITS = ""  # among the teacher's answers, whose other names are those of layers
 Answers = Mapping[str, Tensor]
@@ -43,15 +48,15 @@ class Teacher:
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Return the teacher's outputs by name, as normal tensors that a backward pass may save."""
-        inputs = inputs_and_maybe_target(batch)[0]
+        inputs = split_inputs_and_optional_target(batch)[0]
         mixed = self._autocast is not None
         device = next((weight.device.type for weight in self.network.parameters()), "cpu")
         with (
             torch.inference_mode(),
             torch.autocast(device, dtype=self._autocast, enabled=mixed),
-            outputs_of(self.network, self.layers) as seen,
+            collect_outputs(self.network, self.layers) as seen,
         ):
-            logits = output_tensor(run_model(self.network, inputs, batch))
+            logits = extract_output_tensor(run_model(self.network, inputs, batch))
         return {name: output.clone() for name, output in {LOGITS: logits, **seen}.items()}
 
     def mark(self) -> str:
@@ -108,7 +113,7 @@ class Distillation:
         self.answers: Answers | None = None
         self.mark = ""
 
-    def learn_from(self, teacher: Teacher, answers: Answers | None) -> None:
+    def set_teacher(self, teacher: Teacher, answers: Answers | None) -> None:
         """Set the teacher. answers: its answers to all samples, by sample number, if computed already; then it is
         not kept.
         """
@@ -121,18 +126,18 @@ class Distillation:
         """
         if not torch.is_grad_enabled():
             return self.hard.step(model, batch)
-        inputs, target = inputs_and_target(batch)
-        answers = self.answers_to(batch)
-        with outputs_of(model, list(self.hidden)) as seen:
+        inputs, target = split_inputs_and_target(batch)
+        answers = self.answer_batch(batch)
+        with collect_outputs(model, list(self.hidden)) as seen:
             logits = self.hard.logits(model, inputs, batch)
-        out = self.hard.of_logits(logits, target)
+        out = self.hard.step_of_logits(logits, target)
         soft, near = self.terms(logits, seen, answers, target)
         loss = self.alpha * soft + (1 - self.alpha) * out.loss_sum + self.hidden_weight * near
         parts = {"soft": soft.detach(), "hard": out.loss_sum.detach()}
         parts |= {"hidden": near.detach()} if self.hidden else {}
         return StepOutput(loss, {**out.sums, **parts})
 
-    def answers_to(self, batch: Any) -> Answers:
+    def answer_batch(self, batch: Any) -> Answers:
         fields = batch_fields(batch)
         if self.answers and "index" in fields:
             return {name: rows[fields["index"]] for name, rows in self.answers.items()}
@@ -144,7 +149,7 @@ class Distillation:
         """Return the loss against the teacher's answers and the loss of the hidden states, each summed over counted
         items.
         """
-        taught = self.hard.classes_second(answers[LOGITS])
+        taught = self.hard.move_classes_second(answers[LOGITS])
         if taught.shape != logits.shape:
             raise ConfigError(
                 f"task.teacher: gives {tuple(taught.shape)} for a batch, and the student {tuple(logits.shape)}; they "
@@ -159,7 +164,9 @@ class Distillation:
             items = (target != self.hard.ignore_index).to(soft.dtype)
         near = soft.new_zeros(())
         for name, other in self.hidden.items():
-            each = distance(self._output(seen, name), answers[other], f"task.hidden={{{name}: {other}}}")
+            each = measure_distance(
+                self._output(seen, name), answers[other], f"task.hidden={{{name}: {other}}}"
+            )
             near = near + (each * items.reshape(len(each), -1).sum(1)).sum()
         return (soft * items).sum(), near
 
@@ -181,20 +188,20 @@ class Distillation:
 
 
 @contextmanager
-def outputs_of(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+def collect_outputs(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
     """Yield a dict that collects the outputs of the named layers in forwards inside the block; the first tensor of a
     tuple.
     """
     seen: dict[str, Tensor] = {}
 
-    def keep(name: str, output: Any) -> None:
+    def store_output(name: str, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
         seen[name] = first.clone()  # the next layer may write over it, as ReLU(inplace=True) does
 
     handles = [
-        bare_model(model)
+        unwrap_model(model)
         .get_submodule(name)
-        .register_forward_hook(lambda _layer, _inputs, output, name=name: keep(name, output))
+        .register_forward_hook(lambda _layer, _inputs, output, name=name: store_output(name, output))
         for name in names
     ]
     try:
@@ -211,7 +218,7 @@ def check_layer(model: nn.Module, name: str, whose: str) -> None:
         raise ConfigError(f"{whose} has no layer {name}; near names: {', '.join(near)}")
 
 
-def distance(student: Tensor, teacher: Tensor, key: str) -> Tensor:
+def measure_distance(student: Tensor, teacher: Tensor, key: str) -> Tensor:
     """Return the distance (B,) between the outputs of two layers. Raise ConfigError if their shapes cannot be
     compared.
     """

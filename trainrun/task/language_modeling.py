@@ -13,9 +13,14 @@ from torch.nn.functional import cross_entropy
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import IGNORED, StepOutput, batch_fields
 from trainrun.limits import Auto, Count, Positive
-from trainrun.task.batches import inputs_and_maybe_target, output_tensor, run_model
-from trainrun.task.chunked_loss import chunked_loss, chunked_right, head_of, num_chunks
-from trainrun.task.dict_batches import bare_model, keywords_of
+from trainrun.task.batches import extract_output_tensor, run_model, split_inputs_and_optional_target
+from trainrun.task.chunked_loss import (
+    build_head,
+    choose_num_chunks,
+    compute_chunked_loss,
+    count_correct_in_chunks,
+)
+from trainrun.task.dict_batches import inspect_forward, unwrap_model
 
 
 class LanguageModeling:
@@ -25,7 +30,8 @@ class LanguageModeling:
     none.
 
     bytes_per_token: the divisor for `bpb` (bits per byte); 1 for bytes; None for no `bpb`.
-    loss_chunks: the number of chunks in which the logits are computed and dropped (see `chunked_loss`). `auto` is 1
+    loss_chunks: the number of chunks in which the logits are computed and dropped (see `compute_chunked_loss`).
+    `auto` is 1
         if they fit into the memory that the runner allows (`limit_memory`), or if the model does not support it.
     shift_labels: True: the targets belong to the tokens at their own position, like `labels` of transformers, and
         are shifted here. False: they are the next tokens already. None: the same, but targets equal to the inputs
@@ -49,54 +55,56 @@ class LanguageModeling:
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ConfigError if the loss must be computed in chunks and the model does not support it."""
-        if isinstance(self.loss_chunks, int) and self.loss_chunks > 1 and last_layer(model) is None:
+        if isinstance(self.loss_chunks, int) and self.loss_chunks > 1 and find_last_layer(model) is None:
             raise ConfigError(
                 f"task.loss_chunks={self.loss_chunks}: needs a model whose forward takes return_states=True and then "
                 "gives (B, T, width), what its attribute `head`, a torch.nn.Linear, makes the logits of; "
-                f"{without_states(model)}. Use task.loss_chunks=1"
+                f"{explain_no_last_layer(model)}. Use task.loss_chunks=1"
             )
 
     def count(self, batch: Any) -> int:
         """Return the number of target tokens that are not ignored. The host waits for a GPU, so the runner prefers
         `sizes`.
         """
-        return int((self.pair(batch)[1] != IGNORED).sum())
+        return int((self.split_batch(batch)[1] != IGNORED).sum())
 
     def sizes(self, batch: Any) -> Tensor:
-        return (self.pair(batch)[1] != IGNORED).sum(1)
+        return (self.split_batch(batch)[1] != IGNORED).sum(1)
 
-    def pair(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return tokens_and_target(batch, bool(self.shift_labels))
+    def split_batch(self, batch: Any) -> tuple[Tensor, Tensor]:
+        return split_tokens_and_target(batch, bool(self.shift_labels))
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return loss and sums. At the first batch, raise PluginError or DataError if outputs and targets do not
         match.
         """
-        tokens, target = self.pair(batch)
-        layer = None if self.loss_chunks == 1 else last_layer(model)
+        tokens, target = self.split_batch(batch)
+        layer = None if self.loss_chunks == 1 else find_last_layer(model)
         if not self.checked and self.shift_labels is None:
             check_shifted(tokens, target)
         if layer is not None:
-            chunks = num_chunks(self.loss_chunks, tokens.numel(), layer.out_features, self.limit_bytes)
+            chunks = choose_num_chunks(self.loss_chunks, tokens.numel(), layer.out_features, self.limit_bytes)
             if chunks > 1:
-                return self.chunked(model, batch, layer, chunks)
-        logits = output_tensor(run_model(model, tokens, batch))
+                return self.step_in_chunks(model, batch, layer, chunks)
+        logits = extract_output_tensor(run_model(model, tokens, batch))
         if not self.checked:
             check_tokens(logits, target)
             self.checked = True
         loss = cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum")
-        return StepOutput(loss, {**self.bits(loss), "acc": lambda: num_right(logits, target)})
+        return StepOutput(loss, {**self.bits(loss), "acc": lambda: count_correct(logits, target)})
 
-    def chunked(self, model: nn.Module, batch: Any, layer: nn.Linear, chunks: int) -> StepOutput:
-        tokens, target = self.pair(batch)
+    def step_in_chunks(self, model: nn.Module, batch: Any, layer: nn.Linear, chunks: int) -> StepOutput:
+        tokens, target = self.split_batch(batch)
         states = run_model(model, tokens, batch, return_states=True)
         if not self.checked:
             check_states(states, target, layer)
             self.checked = True
-        states, target, head = states.flatten(0, 1), target.flatten(), head_of(layer, states)
-        loss = chunked_loss(states, target, head, chunks)
+        states, target, head = states.flatten(0, 1), target.flatten(), build_head(layer, states)
+        loss = compute_chunked_loss(states, target, head, chunks)
         seen = states.detach()
-        return StepOutput(loss, {**self.bits(loss), "acc": lambda: chunked_right(seen, target, head, chunks)})
+        return StepOutput(
+            loss, {**self.bits(loss), "acc": lambda: count_correct_in_chunks(seen, target, head, chunks)}
+        )
 
     def bits(self, loss: Tensor) -> dict[str, Callable[[], Tensor]]:
         factor = self.nats_to_bits
@@ -104,17 +112,17 @@ class LanguageModeling:
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return `prediction` (B, T), its `confidence`, and `target`."""
-        tokens, target = self.pair(batch)
-        confidence, prediction = output_tensor(run_model(model, tokens, batch)).softmax(-1).max(-1)
+        tokens, target = self.split_batch(batch)
+        confidence, prediction = extract_output_tensor(run_model(model, tokens, batch)).softmax(-1).max(-1)
         return {"prediction": prediction, "confidence": confidence, "target": target}
 
 
-def tokens_and_target(batch: Any, shift_labels: bool = False) -> tuple[Tensor, Tensor]:
+def split_tokens_and_target(batch: Any, shift_labels: bool = False) -> tuple[Tensor, Tensor]:
     """Return tokens and targets (B, T) of a batch. Without targets, they are the next tokens.
 
     shift_labels: shift given targets too. Raise DataError for other shapes.
     """
-    tokens, target = inputs_and_maybe_target(batch)
+    tokens, target = split_inputs_and_optional_target(batch)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
         raise DataError(
             "data: task=language_modeling reads tokens of shape (B, T); use data=text, or another task"
@@ -128,10 +136,10 @@ def tokens_and_target(batch: Any, shift_labels: bool = False) -> tuple[Tensor, T
         return tokens, target.long()
     fields = batch_fields(batch)
     segments = fields.get("segment_ids", fields.get("attention_mask"))
-    return tokens, shifted_targets(tokens if target is None else target, segments)
+    return tokens, shift_targets(tokens if target is None else target, segments)
 
 
-def shifted_targets(tokens: Tensor, segments: Tensor | None) -> Tensor:
+def shift_targets(tokens: Tensor, segments: Tensor | None) -> Tensor:
     """Return the next tokens (B, T) int64, IGNORED at the end of a segment. segments: (B, T), 0 for padding; None
     for one each row.
     """
@@ -144,24 +152,24 @@ def shifted_targets(tokens: Tensor, segments: Tensor | None) -> Tensor:
     return target
 
 
-def last_layer(model: nn.Module) -> nn.Linear | None:
+def find_last_layer(model: nn.Module) -> nn.Linear | None:
     """Return the model's last layer if its forward can return that layer's input, else None."""
-    bare = bare_model(model)
+    bare = unwrap_model(model)
     layer = getattr(bare, "head", None)
-    can = isinstance(layer, nn.Linear) and "return_states" in keywords_of(type(bare).forward)[0]
+    can = isinstance(layer, nn.Linear) and "return_states" in inspect_forward(type(bare).forward)[0]
     return layer if can else None
 
 
-def without_states(model: nn.Module) -> str:
-    """Return why `last_layer` is None for this model."""
-    bare = bare_model(model)
+def explain_no_last_layer(model: nn.Module) -> str:
+    """Return why `find_last_layer` is None for this model."""
+    bare = unwrap_model(model)
     head = getattr(bare, "head", None)
     if isinstance(head, nn.Module) and not isinstance(head, nn.Linear):
         return f"the head of {type(bare).__name__} is a {type(head).__name__}"
     return f"{type(bare).__name__} is none"
 
 
-def num_right(logits: Tensor, target: Tensor) -> Tensor:
+def count_correct(logits: Tensor, target: Tensor) -> Tensor:
     return ((logits.argmax(-1) == target) & (target != IGNORED)).sum()
 
 

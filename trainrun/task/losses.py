@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import IGNORED, StepOutput
 from trainrun.limits import NotNegative, fits_kind
-from trainrun.task.batches import check_target_type, lost_dimension
+from trainrun.task.batches import build_dimension_error, check_target_type
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def without_reduction(loss: Any) -> Any:
+def disable_reduction(loss: Any) -> Any:
     """Return the loss set to one number per item (`reduction="none"`), unless the user chose "sum".
 
     A module with an attribute `reduction` gets it set; a function in a `functools.partial` gets it as a keyword if
@@ -35,7 +35,7 @@ def without_reduction(loss: Any) -> Any:
             f"task.loss: {type(loss).__name__} has parameters of its own, which the optimizer would not see; "
             "put them into the model, or write a task of your own (task._target_=...)"
         )
-    takes = arguments(loss)
+    takes = list_arguments(loss)
     if is_summed(loss):
         return loss
     if isinstance(loss, partial) and "reduction" in takes:
@@ -45,7 +45,7 @@ def without_reduction(loss: Any) -> Any:
     return loss
 
 
-def arguments(loss: Any) -> Mapping[str, Any]:
+def list_arguments(loss: Any) -> Mapping[str, Any]:
     """Return the arguments of a loss by name; {} if it is not written in Python.
 
     Raise PluginError if it does not take two tensors.
@@ -75,7 +75,7 @@ def is_summed(loss: Any) -> bool:
     return keywords.get("reduction", getattr(inner, "reduction", None)) == "sum"
 
 
-def mean_loss_error(loss: Any) -> PluginError:
+def build_mean_loss_error(loss: Any) -> PluginError:
     """Return the error for a loss whose single number may be a mean."""
     name = loss_name(loss)
     return PluginError(
@@ -86,7 +86,7 @@ def mean_loss_error(loss: Any) -> PluginError:
     )
 
 
-def checked_weights(weights: Any, loss: Any) -> Tensor:
+def check_class_weights(weights: Any, loss: Any) -> Tensor:
     """Return the class weights as float32 (C,). Raise ConfigError if they are invalid, or if there is a custom loss."""
     if loss is not None:
         raise ConfigError("task.class_weights: has no effect on task.loss; give the loss its weights there")
@@ -97,14 +97,14 @@ def checked_weights(weights: Any, loss: Any) -> Tensor:
     return torch.tensor(weights, dtype=torch.float32)
 
 
-def wrong_number(weights: int, classes: int) -> ConfigError:
+def build_weight_count_error(weights: int, classes: int) -> ConfigError:
     return ConfigError(
         f"task.class_weights: {weights} numbers, but the model gives {classes} classes; give one for each (balanced "
         "has one for each class up to the largest label of the training data)"
     )
 
 
-def balanced_weights(counts: Sequence[int]) -> list[float]:
+def compute_balanced_weights(counts: Sequence[int]) -> list[float]:
     """Return N / (C x items of the class) for each class, for `task.class_weights=balanced`. Raise ConfigError if
     not defined.
     """
@@ -137,7 +137,7 @@ def check_soft(logits: Tensor, target: Tensor) -> None:
         )
 
 
-def soft_step(task: Any, logits: Tensor, target: Tensor) -> StepOutput:
+def step_of_soft_targets(task: Any, logits: Tensor, target: Tensor) -> StepOutput:
     """Return loss and sums for logits and probabilities, both (B, C). task: a `Classification`."""
     if not task.checked_soft:  # of the first such batch only: it waits for the device
         check_soft(logits, target)
@@ -153,7 +153,7 @@ def soft_step(task: Any, logits: Tensor, target: Tensor) -> StepOutput:
             task.loss.to(logits)
         task.checked_soft = True
     if logits.shape != target.shape:
-        raise lost_dimension(logits, f"{tuple(target.shape)}, as the targets are")
+        raise build_dimension_error(logits, f"{tuple(target.shape)}, as the targets are")
     target = target.to(logits.dtype)
     loss = task.loss_sum(logits, target)
     sums, rows = task.measured(logits, target.argmax(1))

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import IGNORED, TARGET_KEYS, StepOutput, input_key
 from trainrun.seeding import evaluating
-from trainrun.task.batches import form_of
-from trainrun.task.dict_batches import bare_model, fields_for_model
+from trainrun.task.batches import describe_form
+from trainrun.task.dict_batches import select_fields, unwrap_model
 from trainrun.tensors import HALF_TYPES
 
 LEAST_LENGTH = 3  # of a row that tells rules apart
@@ -52,35 +52,37 @@ class ModelLoss:
         """
         if not isinstance(batch, Mapping):
             raise DataError(
-                f"data: a batch is {form_of(batch)}; task=model_loss passes a dict by the names of the model's forward"
+                f"data: a batch is {describe_form(batch)}; task=model_loss passes a dict by the names of the "
+                "model's forward"
             )
         if self.rule == "auto":
-            self.rule = detect_loss_rule(bare_model(model), batch)
-        return StepOutput(loss_mean=loss_of(model, batch), count=count_labels(batch, self.rule))
+            self.rule = detect_loss_rule(unwrap_model(model), batch)
+        return StepOutput(loss_mean=compute_model_loss(model, batch), count=count_labels(batch, self.rule))
 
 
-def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return the model's loss for a batch, 0-d. Raise PluginError if it returns none."""
-    keywords, *_ = fields_for_model(model, batch)
+    keywords, *_ = select_fields(model, batch)
     output = model(**keywords)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise PluginError(
-            f"model: {type(bare_model(model)).__name__} was given {', '.join(keywords) or 'nothing'} of a batch with "
-            f"{', '.join(map(str, batch))}, and returned {form_of(output)} without a .loss of one number; name the "
+            f"model: {type(unwrap_model(model)).__name__} was given {', '.join(keywords) or 'nothing'} of a batch with "
+            f"{', '.join(map(str, batch))}, and returned {describe_form(output)} without a .loss of one number; "
+            "name the "
             "fields as its forward does, or choose another task"
         )
     return loss.reshape(())
 
 
-def labels_in_batch(batch: Mapping[str, Any]) -> tuple[str, Tensor] | None:
+def find_labels(batch: Mapping[str, Any]) -> tuple[str, Tensor] | None:
     labels = ((key, batch[key]) for key in TARGET_KEYS if key in batch)
     return next(((key, value) for key, value in labels if isinstance(value, Tensor)), None)
 
 
 def count_labels(batch: Mapping[str, Any], rule: str) -> Tensor | int:
     """Return the number of items in a batch. Raise PluginError if it lacks the labels that the rule counts."""
-    labelled = labels_in_batch(batch)
+    labelled = find_labels(batch)
     if rule == "samples":
         tensor = next(value for value in batch.values() if isinstance(value, Tensor))
         return len(tensor)
@@ -97,15 +99,15 @@ def detect_loss_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
     PluginError if no rule or several rules fit; DataError if the labels are the inputs and the model does not shift
     them. The model is unchanged afterwards.
     """
-    labels = labels_in_batch(batch)
-    with evaluating(model), torch.autocast(batch_device(batch), enabled=False):
-        pair = probe(batch, labels)
+    labels = find_labels(batch)
+    with evaluating(model), torch.autocast(find_batch_device(batch), enabled=False):
+        pair = build_probe(batch, labels)
         parts = [copy_rows(pair, [0]), copy_rows(pair, [1])]
-        both, *means = (float(loss_of(model, part)) for part in (pair, *parts))
+        both, *means = (float(compute_model_loss(model, part)) for part in (pair, *parts))
         rules: tuple[str, ...] = RULES[:1]
         if labels is not None and labels[1].ndim > 1:  # one that shifts does not look at the first label
-            other = parts[1] | {labels[0]: with_another_first(parts[1][labels[0]])}
-            rules += ("next_labels",) if float(loss_of(model, other)) == means[1] else ("labels",)
+            other = parts[1] | {labels[0]: replace_first_label(parts[1][labels[0]])}
+            rules += ("next_labels",) if float(compute_model_loss(model, other)) == means[1] else ("labels",)
     half = any(parameter.dtype in HALF_TYPES for parameter in model.parameters())
     tolerance = TOLERANCE_16_BITS if half else TOLERANCE
     fitting = []
@@ -118,7 +120,7 @@ def detect_loss_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
             f"task.count=auto: the loss {both:.6g} of two rows, {means[0]:.6g} and {means[1]:.6g} of each, may be the "
             f"mean over {' or '.join(fitting) or 'none of ' + ', '.join(rules)}; {WAY_OUT}"
         )
-    if fitting == ["labels"] and labels is not None and copies(batch, labels[1]):
+    if fitting == ["labels"] and labels is not None and labels_equal_inputs(batch, labels[1]):
         raise DataError(
             f"data: {labels[0]} are the tokens of the inputs, and {type(model).__name__} does not shift them: it would "
             "learn to copy; give other labels, or task.count=labels if that is meant"
@@ -132,7 +134,7 @@ def is_additive(whole: float, parts: Sequence[float], tolerance: float) -> bool:
     return not isfinite(size) or abs(whole - sum(parts)) <= tolerance * size
 
 
-def probe(batch: Mapping[str, Any], labels: tuple[str, Tensor] | None) -> dict[str, Any]:
+def build_probe(batch: Mapping[str, Any], labels: tuple[str, Tensor] | None) -> dict[str, Any]:
     """Return a batch of two rows for the comparison. Raise PluginError if the batch has one row, or too few labels."""
     if labels is None or labels[1].ndim < 2:
         if next(len(value) for value in batch.values() if isinstance(value, Tensor)) < 2:
@@ -149,7 +151,7 @@ def probe(batch: Mapping[str, Any], labels: tuple[str, Tensor] | None) -> dict[s
     return pair
 
 
-def with_another_first(labels: Tensor) -> Tensor:
+def replace_first_label(labels: Tensor) -> Tensor:
     others = labels[labels != labels[0, 0]]
     changed = labels.clone()
     changed[:, 0] = others[0] if len(others) else int(not labels[0, 0])
@@ -164,7 +166,7 @@ def copy_rows(batch: Mapping[str, Any], indices: list[int]) -> dict[str, Any]:
     }
 
 
-def copies(batch: Mapping[str, Any], labels: Tensor) -> bool:
+def labels_equal_inputs(batch: Mapping[str, Any], labels: Tensor) -> bool:
     input_name = input_key(batch)
     inputs = None if input_name is None else batch[input_name]
     real = labels != IGNORED
@@ -173,5 +175,5 @@ def copies(batch: Mapping[str, Any], labels: Tensor) -> bool:
     return bool(real.any()) and torch.equal(inputs[real].long(), labels[real].long())
 
 
-def batch_device(batch: Mapping[str, Any]) -> str:
+def find_batch_device(batch: Mapping[str, Any]) -> str:
     return next(value.device.type for value in batch.values() if isinstance(value, Tensor))

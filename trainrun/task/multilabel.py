@@ -13,13 +13,13 @@ from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import IGNORED, StepOutput, batch_fields
 from trainrun.limits import Positive
 from trainrun.task.batches import (
-    inputs_and_maybe_target,
-    inputs_and_target,
-    lost_dimension,
-    output_tensor,
+    build_dimension_error,
+    extract_output_tensor,
     run_model,
+    split_inputs_and_optional_target,
+    split_inputs_and_target,
 )
-from trainrun.task.metrics.by_name import OF_LABELS, LabelMetrics, chosen
+from trainrun.task.metrics.by_name import OF_LABELS, LabelMetrics, split_metric_names
 
 if TYPE_CHECKING:
     from trainrun.task.metrics.by_name import LabelMetrics
@@ -59,22 +59,27 @@ class MultiLabel:
         self.metrics: LabelMetrics | None = None
         if metrics:
             needs = "probabilities (B, C) and labels (B, C) of 0 and 1"
-            self.metrics = LabelMetrics(*chosen(metrics, OF_LABELS, "multilabel", needs), per_class)
+            self.metrics = LabelMetrics(
+                *split_metric_names(metrics, OF_LABELS, "multilabel", needs), per_class
+            )
         elif per_class:
             raise ConfigError("task.per_class=true: needs the names of metrics, as task.metrics=[f1]")
 
     def count(self, batch: Any) -> int:
-        return inputs_and_target(batch)[1].shape[0]
+        return split_inputs_and_target(batch)[1].shape[0]
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Compute the step.
 
         At the first batch raise PluginError or DataError if outputs and targets do not match.
         """
-        inputs, target = inputs_and_target(batch)
+        inputs, target = split_inputs_and_target(batch)
         if "target_weight" in batch_fields(batch):
             raise DataError(PADDED)
-        logits, target = as_column(output_tensor(run_model(model, inputs, batch))), as_column(target)
+        logits, target = (
+            reshape_to_column(extract_output_tensor(run_model(model, inputs, batch))),
+            reshape_to_column(target),
+        )
         if not self.checked:
             check_multilabel(logits, target, self.weights)
             if self.metrics is not None:
@@ -82,23 +87,23 @@ class MultiLabel:
             self.weights = None if self.weights is None else self.weights.to(logits)
             self.checked = True
         if logits.shape != target.shape:
-            raise lost_dimension(logits, f"{tuple(target.shape)}, as the targets are")
+            raise build_dimension_error(logits, f"{tuple(target.shape)}, as the targets are")
         target = torch.where((target >= 0) & (target <= 1), target.to(logits.dtype), torch.nan)  # no later -1
         loss = binary_cross_entropy_with_logits(logits, target, pos_weight=self.weights, reduction="sum")
         labels, predicted = target >= 0.5, logits > 0
 
-        def right() -> Tensor:
+        def count_hits() -> Tensor:
             """Return three counts: true positives, predicted labels, present labels."""
             return torch.stack([(predicted & labels).sum(), predicted.sum(), labels.sum()])
 
-        sums, rows = self._measured(logits, labels)
+        sums, rows = self._measure_metrics(logits, labels)
         return StepOutput(
             loss / logits.shape[1],
-            {"acc": lambda: ((predicted == labels).sum(), labels.numel()), "right": right, **sums},
+            {"acc": lambda: ((predicted == labels).sum(), labels.numel()), "right": count_hits, **sums},
             rows=rows,
         )
 
-    def _measured(self, logits: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _measure_metrics(self, logits: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the sums and rows from which the metrics of an evaluation are computed."""
         if self.metrics is None or torch.is_grad_enabled():
             return {}, {}
@@ -111,12 +116,14 @@ class MultiLabel:
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return `prediction` (B, C), the probability of each label, and `target` if the data has targets."""
-        inputs, target = inputs_and_maybe_target(batch)
-        columns = {"prediction": as_column(output_tensor(run_model(model, inputs, batch))).sigmoid()}
-        return columns if target is None else columns | {"target": as_column(target)}
+        inputs, target = split_inputs_and_optional_target(batch)
+        columns = {
+            "prediction": reshape_to_column(extract_output_tensor(run_model(model, inputs, batch))).sigmoid()
+        }
+        return columns if target is None else columns | {"target": reshape_to_column(target)}
 
 
-def as_column(values: Tensor) -> Tensor:
+def reshape_to_column(values: Tensor) -> Tensor:
     """Return values (B,) as (B, 1); others unchanged."""
     return values.unsqueeze(1) if values.ndim == 1 else values
 

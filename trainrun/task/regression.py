@@ -13,13 +13,13 @@ from torch.nn.functional import huber_loss, l1_loss, mse_loss
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import IGNORED, StepOutput, Sums, batch_fields
 from trainrun.task.batches import (
-    inputs_and_maybe_target,
-    inputs_and_target,
-    output_tensor,
+    extract_output_tensor,
     run_model,
+    split_inputs_and_optional_target,
+    split_inputs_and_target,
 )
-from trainrun.task.losses import is_summed, mean_loss_error, without_reduction
-from trainrun.task.metrics.by_name import OF_NUMBERS, NumberMetrics, chosen
+from trainrun.task.losses import build_mean_loss_error, disable_reduction, is_summed
+from trainrun.task.metrics.by_name import OF_NUMBERS, NumberMetrics, split_metric_names
 
 if TYPE_CHECKING:
     from trainrun.task.metrics.by_name import NumberMetrics
@@ -50,28 +50,30 @@ class Regression:
             self.elementwise: Any = partial(LOSSES[loss], reduction="none")
             self.sums_elements = True
         else:
-            self.loss = self.elementwise = without_reduction(loss)
+            self.loss = self.elementwise = disable_reduction(loss)
             self.sums_elements = False
         self.checked, self.width = False, 0
         self.metrics: NumberMetrics | None = None
         if metrics:
-            self.metrics = NumberMetrics(*chosen(metrics, OF_NUMBERS, "regression", "outputs and targets"))
+            self.metrics = NumberMetrics(
+                *split_metric_names(metrics, OF_NUMBERS, "regression", "outputs and targets")
+            )
             self.summarize = self.metrics.summarize
 
     def count(self, batch: Any) -> int:
-        return inputs_and_target(batch)[1].shape[0]
+        return split_inputs_and_target(batch)[1].shape[0]
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return loss and sums. Raise PluginError if the shapes of output and target differ."""
-        inputs, target = inputs_and_target(batch)
-        output = output_tensor(run_model(model, inputs, batch))
+        inputs, target = split_inputs_and_target(batch)
+        output = extract_output_tensor(run_model(model, inputs, batch))
         weight = None
         if fields := batch_fields(batch):
-            target, weight = self._without_padding(target, fields, output.dtype)
+            target, weight = self._find_padding(target, fields, output.dtype)
         if output.shape == (*target.shape, 1):
             target = target.unsqueeze(-1)
         if output.shape != target.shape:
-            raise shapes_differ(output, target)
+            raise build_shape_error(output, target)
         if not self.checked:
             self._check(output, target)
             if self.metrics is not None:
@@ -89,7 +91,7 @@ class Regression:
             sums = {**sums, **metric_sums}
         return StepOutput(self._loss_sum(output, target, share), sums, rows=rows)
 
-    def _without_padding(
+    def _find_padding(
         self, target: Tensor, fields: Mapping[str, Any], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
         """Return the targets and the weight (B, T) of each position in its sample; None if they are not padded
@@ -123,16 +125,16 @@ class Regression:
                 "give one number per position, and no sum, because padding must not count"
             )
         mae = (output - target).abs()
-        sums: Sums = {"mae": lambda: mean_by_sample(mae, weight)}
+        sums: Sums = {"mae": lambda: sum_sample_means(mae, weight)}
         if self.metrics is not None and not torch.is_grad_enabled():
-            squares = mean_by_sample((output - target).square(), weight)
+            squares = sum_sample_means((output - target).square(), weight)
             sums = {**sums, **self.metrics.measure(output, target, squares)[0]}
-        return StepOutput(mean_by_sample(each, weight), sums)
+        return StepOutput(sum_sample_means(each, weight), sums)
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return `prediction`, and `target` if the data has targets."""
-        inputs, target = inputs_and_maybe_target(batch)
-        columns = {"prediction": output_tensor(run_model(model, inputs, batch))}
+        inputs, target = split_inputs_and_optional_target(batch)
+        columns = {"prediction": extract_output_tensor(run_model(model, inputs, batch))}
         return columns if target is None else columns | {"target": target}
 
     def _loss_sum(self, output: Tensor, target: Tensor, share: float) -> Tensor:
@@ -142,7 +144,7 @@ class Regression:
         if loss.ndim:
             return loss.sum() * (len(loss) / max(loss.numel(), 1))
         if not is_summed(self.loss):
-            raise mean_loss_error(self.loss)
+            raise build_mean_loss_error(self.loss)
         return loss
 
     def _check(self, output: Tensor, target: Tensor) -> None:
@@ -154,12 +156,12 @@ class Regression:
         self.checked = True
 
 
-def mean_by_sample(each: Tensor, weight: Tensor) -> Tensor:
+def sum_sample_means(each: Tensor, weight: Tensor) -> Tensor:
     """Return the sum over samples of the weighted mean over positions. Further dimensions are averaged."""
     return (each.flatten(2).mean(2) * weight if each.ndim > 2 else each * weight).sum()
 
 
-def shapes_differ(output: Tensor, target: Tensor) -> PluginError:
+def build_shape_error(output: Tensor, target: Tensor) -> PluginError:
     output_shape, wanted = tuple(output.shape), tuple(target.shape)
     hint = "make the two equal"
     if wanted == (*output_shape, 1):

@@ -17,9 +17,9 @@ from torch.nn.functional import pad
 from trainrun.errors import DataError
 from trainrun.interfaces import IGNORED, StepOutput
 from trainrun.limits import Fraction, NotNegative
-from trainrun.task.batches import form_of, inputs_and_target
+from trainrun.task.batches import describe_form, split_inputs_and_target
 from trainrun.task.classification import Classification
-from trainrun.task.metrics.by_name import GIVEN, OF_CLASSES, ClassMetrics, chosen
+from trainrun.task.metrics.by_name import GIVEN, OF_CLASSES, ClassMetrics, split_metric_names
 
 SHOWN = 9  # pictures of a validation
 # Of classes: Okabe and Ito's, which people with colour blindness tell apart; the first is the background.
@@ -51,25 +51,28 @@ class Segmentation:
         self._pixels = Classification(loss, label_smoothing, class_dim, ignore_index, class_weights)
         self.count, self.sizes, self.predict = self._pixels.count, self._pixels.sizes, self._pixels.predict
         if metrics:
-            class_metrics = ClassMetrics(*chosen(metrics, OF_CLASSES, "segmentation", GIVEN), per_class)
+            class_metrics = ClassMetrics(
+                *split_metric_names(metrics, OF_CLASSES, "segmentation", GIVEN), per_class
+            )
             self._pixels.metrics, self.summarize = class_metrics, class_metrics.summarize
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return loss and sums. Raise DataError if the targets are no maps of classes (B, H, W)."""
-        target = inputs_and_target(batch)[1]
+        target = split_inputs_and_target(batch)[1]
         if target.ndim != 3 or target.is_floating_point():
             raise DataError(
-                f"data: the targets are {form_of(target)} of {target.dtype}; task=segmentation needs a whole number "
+                f"data: the targets are {describe_form(target)} of {target.dtype}; task=segmentation needs a "
+                "whole number "
                 "for each pixel, (B, H, W); for one class a picture choose task=classification"
             )
         return self._pixels.step(model, batch)
 
     def pictures(self, model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, list[str]]]:
         """Return inputs, targets and predictions side by side, one colour per class, each with its IoU as caption."""
-        inputs, target = inputs_and_target(batch)
+        inputs, target = split_inputs_and_target(batch)
         target, predicted = target[:SHOWN].cpu(), self.predict(model, batch)["prediction"][:SHOWN].cpu()
         valued = target != (IGNORED if self._pixels.ignore_index is None else self._pixels.ignore_index)
-        maps = [in_colors(target, valued), in_colors(predicted, valued)]
+        maps = [color_classes(target, valued), color_classes(predicted, valued)]
         names = ["target", "prediction"]
         if isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.shape[1] in (1, 3):
             image = inputs[:SHOWN].float().cpu().expand(-1, 3, -1, -1)
@@ -77,30 +80,30 @@ class Segmentation:
                 low, high = image.min(), image.max()
                 maps.insert(0, (image - low) / (high - low).clamp(min=1e-12))
                 names.insert(0, "input")
-        ious = [iou_of_picture(*one) for one in zip(target, predicted, valued, strict=True)]
+        ious = [compute_picture_iou(*one) for one in zip(target, predicted, valued, strict=True)]
         captions = [f"IoU {iou:.2f}" for iou in ious]
         drawn = torch.cat([pad(one, (1, 1), value=1.0) for one in maps], 3)
         return {
             " | ".join(names): (drawn, captions),
-            "color of each class": legend(target, predicted, valued),
+            "color of each class": draw_legend(target, predicted, valued),
         }
 
 
-def legend(target: Tensor, predicted: Tensor, valued: Tensor) -> tuple[Tensor, list[str]]:
+def draw_legend(target: Tensor, predicted: Tensor, valued: Tensor) -> tuple[Tensor, list[str]]:
     """Return a patch in the colour of each class that occurs, and the class numbers as captions."""
     drawn = torch.cat([target[valued], predicted.flatten()])
     classes = drawn.unique()  # type: ignore[no-untyped-call]
     patches = classes[:, None, None].expand(-1, 4, 12)
-    return in_colors(patches, patches >= 0), [f"class {number}" for number in classes.tolist()]
+    return color_classes(patches, patches >= 0), [f"class {number}" for number in classes.tolist()]
 
 
-def in_colors(classes: Tensor, valued: Tensor) -> Tensor:
+def color_classes(classes: Tensor, valued: Tensor) -> Tensor:
     """Return classes (B, H, W) as colours (B, 3, H, W) in [0, 1]; white for ignored pixels."""
     colors = torch.tensor(COLORS)[classes.clamp(min=0) % len(COLORS)] / 255
     return torch.where(valued[..., None], colors, 1.0).movedim(3, 1)
 
 
-def iou_of_picture(target: Tensor, predicted: Tensor, valued: Tensor) -> float:
+def compute_picture_iou(target: Tensor, predicted: Tensor, valued: Tensor) -> float:
     """Return the mean IoU of the classes in one image or its prediction; NaN if there is none."""
     target, predicted = target[valued], predicted[valued]
     classes = torch.cat([target, predicted]).unique().tolist()  # type: ignore[no-untyped-call]

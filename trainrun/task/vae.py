@@ -13,8 +13,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.interfaces import IGNORED, StepInfo, StepOutput, batch_by_name, batch_fields
 from trainrun.limits import Count, NotNegative, PositiveFraction
-from trainrun.task.batches import form_of, inputs_and_maybe_target, run_model
-from trainrun.task.dict_batches import bare_model
+from trainrun.task.batches import describe_form, run_model, split_inputs_and_optional_target
+from trainrun.task.dict_batches import unwrap_model
 from trainrun.tensors import HALF_TYPES
 
 
@@ -84,20 +84,20 @@ class Vae:
             self.step = self._step_at  # type: ignore[method-assign]
 
     def count(self, batch: Any) -> int:
-        return len(inputs_and_maybe_target(batch)[0])
+        return len(split_inputs_and_optional_target(batch)[0])
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
         """Return loss and sums. At the first batch, raise PluginError or DataError if outputs or inputs do not
         match.
         """
-        return self._output(model, batch, self.beta, {})
+        return self._build_output(model, batch, self.beta, {})
 
     def _step_at(self, model: nn.Module, batch: Any, info: StepInfo | None = None) -> StepOutput:
         """Return loss and sums with the scheduled beta, and record beta among the training metrics."""
         if info is None or not info.training:
-            return self._output(model, batch, self.beta, {})
+            return self._build_output(model, batch, self.beta, {})
         beta = self.beta_at(info.step)
-        return self._output(model, batch, beta, {"beta": beta * self.count(batch)})
+        return self._build_output(model, batch, beta, {"beta": beta * self.count(batch)})
 
     def beta_at(self, step: int) -> float:
         """Return the weight of the divergence for the update that follows `step` updates."""
@@ -108,7 +108,7 @@ class Vae:
         place = step * self._cycles / self._steps
         return self.beta * min(1.0, (place - math.floor(place)) / self._ratio)
 
-    def _output(self, model: nn.Module, batch: Any, beta: float, more: dict[str, Any]) -> StepOutput:
+    def _build_output(self, model: nn.Module, batch: Any, beta: float, more: dict[str, Any]) -> StepOutput:
         terms = self.terms(model, batch)
         rebuilt, code = terms.reconstruction.sum(), terms.kl.sum(1).sum()
         weighed = code
@@ -126,7 +126,7 @@ class Vae:
 
     def pictures(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return images beside their reconstructions from the mean of the code, (B, C, H, 2 W) in [0, 1]."""
-        inputs = inputs_and_maybe_target(batch)[0]
+        inputs = split_inputs_and_optional_target(batch)[0]
         if not isinstance(inputs, Tensor) or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
             return {}
         if isinstance(noise := batch_fields(batch).get("noise"), Tensor):
@@ -141,10 +141,10 @@ class Vae:
         return {"original | reconstruction": torch.cat([inputs, rebuilt], dim=3)}
 
     def terms(self, model: nn.Module, batch: Any) -> BoundTerms:
-        inputs = inputs_and_maybe_target(batch)[0]
+        inputs = split_inputs_and_optional_target(batch)[0]
         if not self.checked:
             check_noise_is_there(model, batch)
-        if self.of_tokens(inputs):
+        if self.has_token_inputs(inputs):
             return self._terms_of_tokens(model, batch)
         output, bernoulli = run_model(model, inputs, batch), self.likelihood == "bernoulli"
         if not self.checked:
@@ -157,9 +157,11 @@ class Vae:
             each = binary_cross_entropy_with_logits(rebuilt, inputs, reduction="none")
         else:
             each = 0.5 * (rebuilt - inputs).square()
-        return BoundTerms(each.flatten(1).sum(1), divergence(mean, log_var), mean, log_var, each[0].numel())
+        return BoundTerms(
+            each.flatten(1).sum(1), kl_divergence(mean, log_var), mean, log_var, each[0].numel()
+        )
 
-    def of_tokens(self, inputs: Any) -> bool:
+    def has_token_inputs(self, inputs: Any) -> bool:
         if self.likelihood != "auto":
             return self.likelihood == "categorical"
         return isinstance(inputs, Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
@@ -167,7 +169,7 @@ class Vae:
     def _terms_of_tokens(self, model: nn.Module, batch: Any) -> BoundTerms:
         if not self.checked:
             self._with_last = has_next_tokens(batch)
-        tokens, mask = tokens_and_mask(batch, self._with_last)
+        tokens, mask = split_tokens_and_mask(batch, self._with_last)
         named = {**batch_by_name(batch), "attention_mask": mask}
         output = run_model(model, tokens, named)
         if not self.checked:
@@ -178,20 +180,20 @@ class Vae:
         each = cross_entropy(
             logits.transpose(1, 2), tokens.long().masked_fill(~mask, IGNORED), reduction="none"
         )
-        return BoundTerms(each.sum(1), divergence(mean, log_var), mean, log_var, 0, mask.sum())
+        return BoundTerms(each.sum(1), kl_divergence(mean, log_var), mean, log_var, 0, mask.sum())
 
 
-def divergence(mean: Tensor, log_var: Tensor) -> Tensor:
+def kl_divergence(mean: Tensor, log_var: Tensor) -> Tensor:
     """Return KL(N(mean, exp(log_var)) || N(0, 1)) of each dimension."""
     return 0.5 * (mean.square() + log_var.exp() - log_var - 1)
 
 
-def tokens_and_mask(batch: Any, with_last: bool) -> tuple[Tensor, Tensor]:
+def split_tokens_and_mask(batch: Any, with_last: bool) -> tuple[Tensor, Tensor]:
     """Return the tokens (B, T) and a mask of positions that are not padding.
 
     with_last: the targets are the next tokens, so the last target is appended to the sequence.
     """
-    tokens, target = inputs_and_maybe_target(batch)
+    tokens, target = split_inputs_and_optional_target(batch)
     attention_mask = batch_fields(batch).get("attention_mask")
     mask = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     if not with_last or target is None:
@@ -205,10 +207,10 @@ def has_next_tokens(batch: Any) -> bool:
     """Return whether the targets of a batch are its next tokens, as for data=text. Raise DataError if it has no
     tokens.
     """
-    tokens, target = inputs_and_maybe_target(batch)
+    tokens, target = split_inputs_and_optional_target(batch)
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point():
         raise DataError(
-            f"data: the inputs are {form_of(tokens)}; task.likelihood=categorical needs tokens (B, T); use "
+            f"data: the inputs are {describe_form(tokens)}; task.likelihood=categorical needs tokens (B, T); use "
             "task.likelihood=gaussian"
         )
     if not isinstance(target, Tensor) or target.shape != tokens.shape:
@@ -222,7 +224,7 @@ def check_noise_is_there(model: nn.Module, batch: Any) -> None:
     """Raise ConfigError if the model's forward requires `noise` and the batch has none."""
     if "noise" in batch_fields(batch):
         return
-    forward = type(bare_model(model)).forward
+    forward = type(unwrap_model(model)).forward
     noise = inspect.signature(forward).parameters.get("noise")
     if noise is not None and noise.default is noise.empty:
         raise ConfigError(
@@ -249,7 +251,7 @@ def check_token_output(output: Any, tokens: Tensor) -> None:
     """
     fits = isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)
     if not fits or output[0].ndim != 3 or output[0].shape[:2] != tokens.shape or output[1].ndim != 2:
-        shapes = ", ".join(str(tuple(x.shape)) for x in output) if fits else form_of(output)
+        shapes = ", ".join(str(tuple(x.shape)) for x in output) if fits else describe_form(output)
         raise PluginError(
             f"model: gives {shapes} for tokens {tuple(tokens.shape)}; task=vae needs (logits (B, T, vocabulary), mean, "
             "log_var), as model=sequence_vae gives; or task.likelihood=gaussian for whole numbers that are no tokens"
@@ -264,11 +266,11 @@ def check_token_output(output: Any, tokens: Tensor) -> None:
 def check_first_output(output: Any, inputs: Any, bernoulli: bool) -> None:
     """Check form and range of the first batch's output, because the check waits for the device."""
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
-        raise DataError(f"data: the inputs are {form_of(inputs)}; task=vae needs a tensor (B, ...)")
+        raise DataError(f"data: the inputs are {describe_form(inputs)}; task=vae needs a tensor (B, ...)")
     fits = isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)
     if not fits:
         raise PluginError(
-            f"model: the output is {form_of(output)}; task=vae needs (reconstruction, mean, log_var), as "
+            f"model: the output is {describe_form(output)}; task=vae needs (reconstruction, mean, log_var), as "
             "model=vae gives"
         )
     rebuilt, mean, log_var = output

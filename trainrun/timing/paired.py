@@ -41,19 +41,19 @@ BASE: Final = ""  # the name of what all others are compared with
 Turn = Callable[[], float]  # seconds of one item; infinite if it failed, and then it has no more turns
 
 
-def turn_of(work: Callable[[], object], least_seconds: float = 0.01) -> Turn:
+def build_turn(work: Callable[[], object], least_seconds: float = 0.01) -> Turn:
     """Return a function that measures the seconds of one call, averaged over at least `least_seconds` of calls."""
     began = perf_counter()
     work()
     number = max(1, round(least_seconds / max(perf_counter() - began, 1e-6)))
 
-    def turn() -> float:
+    def measure_turn() -> float:
         began = perf_counter()
         for _ in range(number):
             work()
         return (perf_counter() - began) / number
 
-    return turn
+    return measure_turn
 
 
 class Ratio(NamedTuple):
@@ -206,11 +206,11 @@ def compare_in_turns(
                 return comparison
             done += 1
             staying = [name for name in staying if name not in comparison.failed]
-        staying, rounds = remaining_candidates(comparison, staying, rules), min(done, rules.most_pairs - done)
+        staying, rounds = choose_remaining(comparison, staying, rules), min(done, rules.most_pairs - done)
     return comparison
 
 
-def remaining_candidates(comparison: Comparison, staying: Sequence[str], rules: Rules) -> list[str]:
+def choose_remaining(comparison: Comparison, staying: Sequence[str], rules: Rules) -> list[str]:
     """Return the candidates that need more turns; none if more turns would not change the result."""
     early = split_confidence(EARLY, rules.looks)
     ratios = {name: comparison.ratio(name, early) for name in staying if comparison.pairs[name]}
@@ -256,7 +256,7 @@ class Turns:
                 and self._clock() + sum(self._took.get(name, 0.0) for name in group) > self._deadline
             ):
                 return False
-            seconds = {name: self._take(name) for name in group}
+            seconds = {name: self._take_turn(name) for name in group}
             if seconds[BASE] == math.inf:
                 return False
             for name in names_here:
@@ -266,7 +266,7 @@ class Turns:
                     comparison.pairs[name].append((1 / seconds[BASE], 1 / seconds[name]))
         return True
 
-    def _take(self, name: str) -> float:
+    def _take_turn(self, name: str) -> float:
         began = self._clock()
         seconds = max(self._turns[name](), SHORTEST)
         self._took[name] = self._clock() - began
@@ -278,14 +278,14 @@ def sum_spent(several: Iterable[Spent]) -> Spent:
     return Spent(seconds, items)
 
 
-def student_ratio(logs: Sequence[float], confidence: float) -> Ratio:
+def estimate_ratio(logs: Sequence[float], confidence: float) -> Ratio:
     """Return a ratio estimated from its independent logarithms, with Student's interval of their mean."""
     count, middle = len(logs), fmean(logs)
     half = math.inf
     if count > 1:
-        half = student_t(confidence, count - 1) * stdev(logs, middle) / math.sqrt(count)
+        half = student_quantile(confidence, count - 1) * stdev(logs, middle) / math.sqrt(count)
     each = tuple(math.exp(log_ratio) for log_ratio in logs)
-    return Ratio(math.exp(middle), math.exp(middle - half), exponential(middle + half), count, each)
+    return Ratio(math.exp(middle), math.exp(middle - half), exp_or_infinity(middle + half), count, each)
 
 
 def ratio_of_turns(pairs: Sequence[tuple[float, float]], confidence: float = 0.95) -> Ratio:
@@ -294,7 +294,7 @@ def ratio_of_turns(pairs: Sequence[tuple[float, float]], confidence: float = 0.9
 
     The interval is valid for these processes only: others with the same settings may differ by more.
     """
-    return student_ratio([math.log(second / first) for first, second in pairs], confidence)
+    return estimate_ratio([math.log(second / first) for first, second in pairs], confidence)
 
 
 def ratio_of_processes(groups: Sequence[Sequence[tuple[float, float]]], confidence: float) -> Ratio:
@@ -304,7 +304,7 @@ def ratio_of_processes(groups: Sequence[Sequence[tuple[float, float]]], confiden
     own.
     """
     logs = [median(math.log(second / first) for first, second in pairs) for pairs in groups]
-    return student_ratio(logs, confidence)
+    return estimate_ratio(logs, confidence)
 
 
 def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]]) -> Ratio:
@@ -336,25 +336,25 @@ def half_interval(residuals: Sequence[float], confidence: float = 0.95) -> float
     if count < 2:
         return math.inf
     spread = math.sqrt(sum(residual**2 for residual in residuals) * count / (count - 1))
-    return student_t(confidence, count - 1) * spread
+    return student_quantile(confidence, count - 1) * spread
 
 
 @lru_cache(maxsize=256)
-def student_t(confidence: float, degrees: int) -> float:
+def student_quantile(confidence: float, degrees: int) -> float:
     """Return the half-width of Student's interval in standard errors (the two-sided quantile of t)."""
     low, high = 0.0, 1.0
-    while student_within(high, degrees) < confidence:
+    while student_probability(high, degrees) < confidence:
         low, high = high, 2 * high
     for _ in range(80):
         middle = (low + high) / 2
-        if student_within(middle, degrees) < confidence:
+        if student_probability(middle, degrees) < confidence:
             low = middle
         else:
             high = middle
     return high
 
 
-def student_within(bound: float, degrees: int) -> float:
+def student_probability(bound: float, degrees: int) -> float:
     """Return the probability that Student's t is between -bound and bound.
 
     The finite series of Abramowitz and Stegun, 26.7.3 (odd degrees of freedom) and 26.7.4 (even).
@@ -375,7 +375,7 @@ def split_confidence(confidence: float, chances: int) -> float:
     return 1 - (1 - confidence) / max(chances, 1)
 
 
-def exponential(number: float) -> float:
+def exp_or_infinity(number: float) -> float:
     """Return e to the power of `number`; infinity if a float cannot hold it."""
     return math.exp(number) if number < 700 else math.inf
 

@@ -92,7 +92,7 @@ class PhaseTimer:
         finally:
             self.open(was)
 
-    def move(self, source: int, target: int, seconds: float) -> None:
+    def move_seconds(self, source: int, target: int, seconds: float) -> None:
         """Move seconds from one phase to another, for example compilation that was measured as part of a forward
         pass.
         """
@@ -110,20 +110,20 @@ class PhaseTimer:
 _ENTERED: Final = time.perf_counter() - time.process_time()
 
 
-def process_start() -> float:
+def measure_process_start() -> float:
     """Return when this process began on the clock `time.perf_counter()`, to about 10 ms."""
     import psutil
 
     return time.perf_counter() - (time.time() - psutil.Process().create_time())
 
 
-def command_start() -> float:
-    """Return when the command started, on the same clock as `process_start`.
+def measure_command_start() -> float:
+    """Return when the command started, on the same clock as `measure_process_start`.
 
     If a shell script started it by `exec`, the process has the start time of the script. So the CPU time of Python
     before trainrun was entered is subtracted instead; waits for the disk (at most 10 ms for Python) are missing.
     """
-    return max(process_start(), _ENTERED)
+    return max(measure_process_start(), _ENTERED)
 
 
 class Session(NamedTuple):

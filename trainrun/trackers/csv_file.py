@@ -17,7 +17,7 @@ HEAD = ("step", "time", "name", "value")
 
 
 class CsvFile:
-    """A service: `monitor.tracker=csv`. path: null is `metrics.csv` in the run folder; a table of one run."""
+    """A tracking service: `monitor.tracker=csv`. path: a table of one run; null for `metrics.csv` in the run folder."""
 
     def __init__(self, path: str | None = None) -> None:
         self._path = Path(path) if path else None

@@ -21,7 +21,9 @@ AT_ONCE = 100  # parameters of one call
 
 
 class MlflowRun:
-    """A service: `monitor.tracker=mlflow`. tracking_uri: null is MLFLOW_TRACKING_URI, or MLflow's own default."""
+    """A tracking service: `monitor.tracker=mlflow`. tracking_uri: null for MLFLOW_TRACKING_URI, or MLflow's own
+    default.
+    """
 
     def __init__(self, tracking_uri: str | None = None, experiment: str = "trainrun") -> None:
         require_package("mlflow", "mlflow")
@@ -30,7 +32,7 @@ class MlflowRun:
         self._id = ""
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
-        """Continue the run with this id, or begin a new one."""
+        """Continue the MLflow run with this id, or start a new one."""
         os.environ.setdefault(
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1"
         )  # of its own: minutes; the sender tries a row again
@@ -74,7 +76,7 @@ class MlflowRun:
 
 
 def valid_name(name: str) -> str:
-    """Return a name that MLflow accepts, as `hit_1` for `hit@1`: it refuses a whole row for one wrong name."""
+    """Return a name that MLflow accepts (`hit_1` for `hit@1`). It refuses a whole row for one invalid name."""
     return re.sub(r"[^\w./: -]", "_", name)
 
 

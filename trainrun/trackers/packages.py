@@ -1,4 +1,4 @@
-"""Check that the package of a tracker is installed, without importing it: its thread does that."""
+"""Check that the package of a tracker is installed without importing it; the tracker's thread imports it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A bounded queue and a thread between a run and a tracking service.
 
-The training neither waits for the service nor fails with it. A row that the service refuses is tried again, with a
-longer pause each time. Rows that were not sent are counted. `trainrun report RUN --to NAME` sends all rows of a run
+The training neither waits for the service nor fails with it. A row that the service refuses is sent again after
+increasing pauses. Rows that were not sent are counted. `trainrun report RUN --to NAME` sends all rows of a run
 again, from `metrics.jsonl`.
 """
 
@@ -35,17 +35,17 @@ SENT_KINDS = (*SCALAR_KINDS, "ledger", "note", "histogram", "picture")
 
 @runtime_checkable
 class Service(Protocol):
-    """A place that rows are sent to. One thread calls it, in the order of the rows. Any method may fail or hang.
+    """A tracking service. One thread calls it with the rows in order. Any method may fail or hang.
 
-    A service of your own (`monitor.NAME._target_`) has these methods in place of those of a `Monitor`.
+    A custom service (`monitor.NAME._target_`) has these methods instead of those of a `Monitor`.
     """
 
     def open(self, run: Mapping[str, Any], step: int) -> None:
-        """Begin or continue a run.
+        """Start or continue a run.
 
         Args:
             run: name, run_id (the same after a resume), folder, config.
-            step: the step that the run continues from; 0 for a new run, and when all rows are sent again.
+            step: the step from which the run continues; 0 for a new run, and when all rows are sent again.
         """
 
     def scalars(self, values: Mapping[str, float], step: int, seconds: float) -> None:
@@ -60,11 +60,11 @@ class Service(Protocol):
         """Send a PNG file."""
 
     def finish(self) -> None:
-        """Return when everything has arrived."""
+        """Wait until everything has arrived."""
 
 
 class Sender:
-    """A tracker that hands its rows to a service, through a queue and a thread."""
+    """A tracker that sends rows to a service through a queue and a thread."""
 
     def __init__(self, service: Service, key: str, run: RunDir) -> None:
         self._service, self._key, self._run = service, key, run
@@ -104,13 +104,13 @@ class Sender:
             raise fault
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """Queue the pictures of the run, which exist by now."""
+        """Queue the plots of the run, which exist by now."""
         for row in picture_rows(self._run, self._step, time.time()):
             self.on_row(row)
         self._start_closing()
 
     def _start_closing(self) -> None:
-        """Start the clock: several trackers end at the same time."""
+        """Start the time limit for closing. Several trackers close at the same time."""
         with self._changed:
             self._deadline = self._deadline or time.monotonic() + self._close_seconds
             self._closing = True
@@ -152,7 +152,7 @@ class Sender:
             return self._waiting[0] if self._waiting else None
 
     def _try_repeatedly(self, work: Callable[[], None], max_tries: float) -> bool:
-        """Return whether `work` succeeded within so many tries, or before the run ended."""
+        """Call `work` until it succeeds. Return False after `max_tries` failures, or if the run ends first."""
         for attempt in itertools.count(1):
             try:
                 work()
@@ -179,7 +179,7 @@ def send_all(
     facts: Mapping[str, Any],
     rows: Iterable[Mapping[str, Any]],
 ) -> int:
-    """Send all rows and pictures of a run to the service that `node` builds; return how many were sent.
+    """Send all rows and plots of a run to the service that `node` builds. Return how many were sent.
 
     facts: see `Service.open`. Raise TrainrunError if the service fails.
     """
@@ -210,7 +210,7 @@ def picture_rows(run: RunDir, step: int, seconds: float) -> list[dict[str, Any]]
 
 
 def send_row(service: Service, row: Mapping[str, Any]) -> None:
-    """Call the method of the service for this kind of row. Kinds that have nothing for a service are left out."""
+    """Call the service's method for this kind of row. Other kinds are ignored."""
     kind, step = row["kind"], row["step"]
     if kind == "note":
         service.text("notes", row["text"], step)
@@ -224,9 +224,10 @@ def send_row(service: Service, row: Mapping[str, Any]) -> None:
 
 
 def scalars_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the curves of a row: `train/loss`, `lr`, `hardware/memory_bytes`, `phases/forward` in seconds.
+    """Yield name and value of each curve in a row: `train/loss`, `lr`, `hardware/memory_bytes`, `phases/forward`
+    (seconds).
 
-    A row of a validation also has the means of training since the validation before, which are no points of a curve.
+    The training means in a validation row are not yielded, because they are not points of those curves.
     """
     kind = row["kind"]
     if kind == "ledger":
@@ -241,10 +242,10 @@ def scalars_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return class and text of an error, without line breaks."""
+    """Return class and message of an error as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def wrap_service(built: Any, key: str, run: RunDir) -> Any:
-    """Return a `Sender` around a service; any other object is a monitor and is returned as it is."""
+    """Return a `Sender` for a service; return any other object, which is a monitor, unchanged."""
     return Sender(built, key, run) if isinstance(built, Service) else built

@@ -17,11 +17,11 @@ FOLDER = "tensorboard"
 
 
 class TensorBoard:
-    """A service: `monitor.tracker=tensorboard`.
+    """A tracking service: `monitor.tracker=tensorboard`.
 
-    log_dir: where each run gets a folder for its event files, of its name and id; null is `tensorboard/` in the run
-    folder. A resumed run continues in the same folder, and the rows after its first step are removed.
-    Raise ConfigError without the package `tensorboard`.
+    log_dir: each run gets a folder with its name and id there; null for `tensorboard/` in the run folder. A resumed
+        run continues in the same folder, and rows after its first step are removed. Raises ConfigError without the
+        package `tensorboard`.
     """
 
     def __init__(self, log_dir: str | None = None) -> None:

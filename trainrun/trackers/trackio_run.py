@@ -12,7 +12,7 @@ from trainrun.trackers.packages import require_package
 
 
 class TrackioRun:
-    """A service: `monitor.tracker=trackio`. space_id: null is this machine."""
+    """A tracking service: `monitor.tracker=trackio`. space_id: a Hugging Face Space; null for this machine."""
 
     def __init__(self, project: str = "trainrun", space_id: str | None = None) -> None:
         require_package("trackio", "trackio")

@@ -14,7 +14,7 @@ from trainrun.trackers.packages import require_package
 
 
 class WandbRun:
-    """A service: `monitor.tracker=wandb`. mode: online, offline; null: WANDB_MODE, or online."""
+    """A tracking service: `monitor.tracker=wandb`. mode: online or offline; null for WANDB_MODE, or online."""
 
     def __init__(self, project: str = "trainrun", entity: str | None = None, mode: str | None = None) -> None:
         require_package("wandb", "wandb")

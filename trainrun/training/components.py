@@ -34,9 +34,9 @@ from trainrun.scheduler.schedule import Schedule
 from trainrun.seeding import evaluating, random_state
 from trainrun.timing.phases import OPTIMIZER, RUNNER, PhaseTimer
 from trainrun.train_state import OF_THIS_RANK, TrainState
-from trainrun.training.named_optimizers import optimizer_states, refuse_single_update
+from trainrun.training.named_optimizers import collect_optimizer_states, refuse_single_update
 from trainrun.training.recovery.oom import OomRetry
-from trainrun.training.task_calls import Hooks, TaskCalls, saved_state
+from trainrun.training.task_calls import Hooks, TaskCalls, collect_state
 from trainrun.training.trained_parameters import TrainedParameters
 from trainrun.training.triggers import Triggers
 
@@ -164,7 +164,7 @@ class Components:
             raise TrainingError(f"step {state.step}: {failure}")
         self.trained.check()
         with nullcontext(False) if self.ema is None else self.ema.swap.out_of_model() as in_evaluation:
-            shared, rank_tree = self._trees(state)
+            shared, rank_tree = self._build_trees(state)
             if in_evaluation:  # the model is about to hold the averages again
                 model = shared["model"].items()
                 shared["model"] = {
@@ -175,7 +175,7 @@ class Components:
             shared = self.base.without_frozen(shared)
         return self.parallel.state_dict(shared), rank_tree
 
-    def _trees(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _build_trees(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
         saved = state.state_dict()
         rank_state = {name: saved.pop(name) for name in OF_THIS_RANK}
         shared = {
@@ -194,7 +194,7 @@ class Components:
             (rank_tree if self.parallel.rank else shared)["task"] = task_state
         if states := self.hooks.state_dict():
             (rank_tree if self.parallel.rank else shared)["hooks"] = states
-        if task_state := saved_state(self.own_step, self.parallel.device):
+        if task_state := collect_state(self.own_step, self.parallel.device):
             (rank_tree if self.parallel.rank else shared)["step"] = task_state
         if stands := self.places.at(state.epoch, state.batches):
             rank_tree["source"] = {"stands": stands}
@@ -202,7 +202,7 @@ class Components:
 
     def _optimizer_state(self) -> dict[str, Any]:
         if self.optimizers:
-            return optimizer_states(self.optimizers, self.held)
+            return collect_optimizer_states(self.optimizers, self.held)
         return named_optimizer_state(self.optimizer, self.held)
 
     def stream(self) -> dict[str, Any]:

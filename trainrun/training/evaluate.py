@@ -33,7 +33,7 @@ def validate(run: Components, state: TrainState) -> None:
             state.stop_request = run.parallel.agree(0, run.triggers.stop_request(), 0).stop
             return
         metrics |= values
-    scheduled = run.triggers.note_validation(state, metrics)
+    scheduled = run.triggers.record_validation(state, metrics)
     if scheduled:
         run.hooks.on_validation_end(run, state, metrics)
     run.phases.open(LOGGING)
@@ -54,13 +54,13 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
         run.task_calls.evaluation_starts(model, split)
         try:
             for number, batch in enumerate(
-                even_batches(run.parallel, batches, run.triggers.interrupted), start=1
+                iterate_even_batches(run.parallel, batches, run.triggers.is_interrupted), start=1
             ):
                 run.monitors.on_validation_batch(number, batches.num_batches)
                 problem = problem or batch.whole
                 run.task_calls.evaluation_sees(model, batch.data)
                 for found, kept, late in run.retry.compute_in_pieces(
-                    batch, lambda piece: sums_of(run, model, piece)
+                    batch, lambda piece: compute_sums(run, model, piece)
                 ):
                     add_flat_sums(sums, found, task, counts=batch.real)
                     for name, values in kept.items() if batch.real else ():
@@ -85,7 +85,7 @@ class EvaluationStopped(Exception):
     """The exception that a signal stopped a rank during an evaluation."""
 
 
-def even_batches(
+def iterate_even_batches(
     parallel: Parallel, stream: Batches, is_stopped: Callable[[], bool] | None = None
 ) -> Iterator[MicroBatch]:
     """Yield the batches of an evaluation. If forwards are collective, every rank gets the same number.
@@ -109,25 +109,25 @@ def even_batches(
             return
         if parallel.forward_is_collective:
             if filler is None:
-                filler = batch if agreed.items == 1 else first_of_ranks(parallel, batch)
+                filler = batch if agreed.items == 1 else share_first_batch(parallel, batch)
             batch = filler._replace(real=False) if batch is None and filler is not None else batch
         if batch is not None:
             yield batch
 
 
-def first_of_ranks(parallel: Parallel, batch: MicroBatch | None) -> MicroBatch:
+def share_first_batch(parallel: Parallel, batch: MicroBatch | None) -> MicroBatch:
     """Return the batch of the first rank that has one, on this rank's device. All ranks call it together."""
-    on_host = batch and batch._replace(data=to_device(batch.data, "cpu"))
+    on_host = batch and batch._replace(data=move_to_device(batch.data, "cpu"))
     batches: list[MicroBatch | None] = parallel.gather(on_host)
     first = next(each for each in batches if each is not None)
-    return first._replace(data=to_device(first.data, parallel.device))
+    return first._replace(data=move_to_device(first.data, parallel.device))
 
 
-def to_device(data: Any, device: torch.device | str) -> Any:
+def move_to_device(data: Any, device: torch.device | str) -> Any:
     return map_leaves(data, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
 
 
-def sums_of(
+def compute_sums(
     run: Components, model: nn.Module, batch: MicroBatch
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
     """Return the sums of one validation batch, its rows on the host, and the item count that only the output has."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import Agreed, Gradients, MicroBatch, Parallel, StepOutput
-from trainrun.precision.gradients import by_kind
+from trainrun.precision.gradients import group_by_kind
 from trainrun.timing.phases import RANKS, PhaseTimer
 from trainrun.training.components import Accumulate, Components
 
@@ -57,7 +57,7 @@ class CountedAfter:
             (total,) = self._parallel.sum_over_ranks([items])
         mean = total / self._parallel.world_size
         with torch.no_grad():
-            for grads in by_kind(self._model.parameters()):
+            for grads in group_by_kind(self._model.parameters()):
                 for grad in grads:
                     grad.div_((mean or 1.0) / self.expected)
         agreed: Agreed = found.agreed._replace(items=mean)
@@ -67,8 +67,8 @@ class CountedAfter:
 def divide_by_output_counts(accumulate: Accumulate) -> Accumulate:
     """Wrap `accumulate` so that gradients are divided by the counts in the outputs."""
 
-    def settled(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
+    def accumulate_and_divide(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
         assert isinstance(run.counting, CountedAfter)
         return run.counting.settle(accumulate(run, micro_batches))
 
-    return settled
+    return accumulate_and_divide

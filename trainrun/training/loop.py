@@ -17,7 +17,10 @@ from trainrun.training.evaluate import validate
 
 def fit(run: Components, state: TrainState) -> TrainState:
     """Train from `state` until the run ends, and return the state. `state.stop_reason` has the reason."""
-    windows, phase = windows_from(run, state), run.phases.open  # every second of the run belongs to one phase
+    windows, phase = (
+        iterate_windows(run, state),
+        run.phases.open,
+    )  # every second of the run belongs to one phase
     while True:
         phase(RUNNER)
         due = run.triggers.after_step(state)  # of a resume also what was due when it stopped
@@ -50,7 +53,7 @@ def fit(run: Components, state: TrainState) -> TrainState:
             run.monitors.on_step(state, report)  # the only place where the host waits for the device
 
 
-def windows_from(run: Components, state: TrainState) -> Iterator[list[MicroBatch]]:
+def iterate_windows(run: Components, state: TrainState) -> Iterator[list[MicroBatch]]:
     """Yield the micro-batches of each step. The last window of an epoch may be shorter."""
     size = run.config.trainer.accumulate_grad_batches
     while True:

@@ -38,7 +38,7 @@ class NamedOptimizer:
         self.optimizer, self.schedule, self.guarded = optimizer, schedule, guarded
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
         self._skipped = False
-        self.show: Callable[[], None] = nobody_looks
+        self.show: Callable[[], None] = show_nothing
 
     def backward(self, loss_sum: Tensor, share: float) -> None:
         """Add the gradient of `share * loss_sum` to this optimizer's parameters. No other parameter gets one."""
@@ -182,7 +182,7 @@ class JoinedSchedules:
             item.load_state_dict(state[name])
 
 
-def optimizer_states(named: Named, model: nn.Module) -> dict[str, Any]:
+def collect_optimizer_states(named: Named, model: nn.Module) -> dict[str, Any]:
     return {
         "named": {
             name: named_optimizer_state(named_optimizer.optimizer, model)
@@ -210,7 +210,7 @@ def load_optimizer_states(
         )
 
 
-def nobody_looks() -> None:
+def show_nothing() -> None:
     """Do nothing. Used before there is a run with hooks."""
 
 

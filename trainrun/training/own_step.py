@@ -19,7 +19,7 @@ from trainrun.interfaces import NOT_AGREED, MicroBatch, StepReport, Task
 from trainrun.timing.phases import FORWARD, RUNNER
 from trainrun.training.components import Components, Step
 from trainrun.training.named_optimizers import end_step
-from trainrun.training.task_calls import check_halves, check_state
+from trainrun.training.task_calls import check_state, check_state_methods
 
 
 def build_own_step(node: Mapping[str, Any]) -> Any:
@@ -39,7 +39,7 @@ def build_own_step(node: Mapping[str, Any]) -> Any:
             f"step._target_={node['_target_']}: must be a function (run, micro_batches) -> StepReport, or a class "
             "whose objects are called so"
         )
-    check_halves(own_step, "step")
+    check_state_methods(own_step, "step")
     check_state(own_step, "step")
     return own_step
 
@@ -55,7 +55,7 @@ class OwnStep:
         run.phases.open(FORWARD)  # and all else that it does between its updates
         run.after_user_code()  # at what the step before has done behind its update
         rates = run.schedule.rates if run.triggers.log else None
-        report: Any = self._made(run, micro_batches)
+        report: Any = self._run_step(run, micro_batches)
         run.phases.open(RUNNER)
         if (
             not isinstance(report, StepReport)
@@ -81,7 +81,7 @@ class OwnStep:
                 run.ema.update()
         return report
 
-    def _made(self, run: Components, micro_batches: list[MicroBatch]) -> Any:
+    def _run_step(self, run: Components, micro_batches: list[MicroBatch]) -> Any:
         """Return the report of the user's step.
 
         Raise PluginError if the step ignores `batch.real` and so counts samples of another rank.

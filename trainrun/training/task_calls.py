@@ -37,7 +37,7 @@ class Place:
         self._seed, self._rank, self.device = seed, rank, device
         self.step = self.epoch = self.batches = self.calls = 0
 
-    def be_at(self, state: TrainState | Place) -> None:
+    def set_position(self, state: TrainState | Place) -> None:
         self.step, self.epoch, self.batches, self.calls = state.step, state.epoch, state.batches, 0
 
     def info(self, hook: str = "") -> StepInfo:
@@ -81,9 +81,9 @@ class TaskCalls:
         self._unsaved: UnsavedState | None = None
         self._watching: list[UnsavedState | WatchGradients] = []  # what has not seen all yet
         self._trains = self._unseen = False
-        self.after_user_code: Callable[[], None] = _nothing  # of the run, once it is built
+        self.after_user_code: Callable[[], None] = _do_nothing  # of the run, once it is built
         self.unsaved_before: list[str] = []  # state that the checkpoint of a resume does not hold
-        check_halves(task, "task")
+        check_state_methods(task, "task")
         check_state(task, "task")
         self.informed = wants_info(task)
         if self.informed:
@@ -96,7 +96,7 @@ class TaskCalls:
         """Set the position before the first step or validation of a session, or before an evaluation of a
         checkpoint.
         """
-        self.place.be_at(state)
+        self.place.set_position(state)
 
     def watch(self, run: Any) -> None:
         """Start the checks for unsaved state and gradients before the first step, if the run contains user code."""
@@ -108,7 +108,7 @@ class TaskCalls:
 
     def before_step(self, state: TrainState) -> None:
         self._trains = True
-        self.place.be_at(state)
+        self.place.set_position(state)
         if self._hooks and state.batches == 0:
             self._call("on_epoch_start", self._model)
 
@@ -118,7 +118,7 @@ class TaskCalls:
         if self._hooks and state.batches == 0:
             self.place.step = state.step
             self._call("on_epoch_end", self._model)
-        self.place.be_at(state)
+        self.place.set_position(state)
 
     def evaluation_starts(self, model: nn.Module, split: str) -> None:
         self.place.calls = 0
@@ -148,10 +148,10 @@ class TaskCalls:
         both.
         """
         lines = self._unsaved.lines() if self._unsaved is not None else []
-        return saved_state(self._task, self.place.device) | ({"anew": lines} if lines else {})
+        return collect_state(self._task, self.place.device) | ({"anew": lines} if lines else {})
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing. Used before there is a run."""
 
 
@@ -174,7 +174,7 @@ def wants_info(task: Any) -> bool:
     return False
 
 
-def check_halves(owner: Any, key: str) -> None:
+def check_state_methods(owner: Any, key: str) -> None:
     """Raise PluginError for an object with only one of `state_dict` and `load_state_dict`."""
     name = type(owner).__name__
     halves = [callable(getattr(owner, half, None)) for half in ("state_dict", "load_state_dict")]
@@ -191,28 +191,28 @@ def check_state(owner: Any, key: str) -> None:
             raise PluginError(f"{key}: {type(owner).__name__}.state_dict(): {error}") from error
 
 
-def saved_state(owner: Any, device: torch.device) -> dict[str, Any]:
+def collect_state(owner: Any, device: torch.device) -> dict[str, Any]:
     """Return the owner's `state`, and `on_cpu`: the paths of its host tensors if the run is on a GPU. {} without a
     state.
     """
-    get_state = getattr(owner, "state_dict", None)  # `check_halves` has looked for the other half
+    get_state = getattr(owner, "state_dict", None)  # `check_state_methods` has looked for the other half
     state = get_state() if callable(get_state) else None
     if not state:
         return {}
     on_cpu: list[str] = []
     if device.type != "cpu":
-        mapped(state, (), lambda path, tensor: on_cpu.append("/".join(path)) if tensor.is_cpu else None)
+        map_tensors(state, (), lambda path, tensor: on_cpu.append("/".join(path)) if tensor.is_cpu else None)
     return {"state": state} | ({} if device.type == "cpu" else {"on_cpu": on_cpu})
 
 
-def mapped(tree: Any, path: tuple[str, ...], change: Callable[[tuple[str, ...], Tensor], Any]) -> Any:
+def map_tensors(tree: Any, path: tuple[str, ...], change: Callable[[tuple[str, ...], Tensor], Any]) -> Any:
     """Return a tree with every tensor replaced by `change(path, tensor)`."""
     if isinstance(tree, Tensor):
         return change(path, tree)
     if isinstance(tree, Mapping):
-        return {key: mapped(value, (*path, str(key)), change) for key, value in tree.items()}
+        return {key: map_tensors(value, (*path, str(key)), change) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)([mapped(value, (*path, str(i)), change) for i, value in enumerate(tree)])
+        return type(tree)([map_tensors(value, (*path, str(i)), change) for i, value in enumerate(tree)])
     return tree
 
 
@@ -233,7 +233,7 @@ class Hooks:
         self.by_key = dict(hooks)
         for key, hook in self.by_key.items():
             check_hook(key, hook)
-        self._calls = {name: [_method(hook, name) for hook in self.by_key.values()] for name in METHODS}
+        self._calls = {name: [_find_method(hook, name) for hook in self.by_key.values()] for name in METHODS}
         self._calls = {name: [call for call in calls if call] for name, calls in self._calls.items()}
         self.on_gradients = self._calls["on_gradients"]  # called by `Components.update`
 
@@ -279,10 +279,10 @@ class Hooks:
             or state.ended_step == state.step
         ):
             return False
-        before = weights_digest(run)
+        before = digest_weights(run)
         self.on_end(run, state)
         state.ended_step, state.saved_step = state.step, -1  # what was saved at this step is saved again
-        if not any(run.parallel.gather(weights_digest(run) != before)):
+        if not any(run.parallel.gather(digest_weights(run) != before)):
             return False
         return bool(run.triggers.validate_again(state, run.checkpoints.best_of_other_steps(state.step)))
 
@@ -316,16 +316,16 @@ class Hooks:
             hook.load_state_dict(state)
 
 
-def weights_digest(run: Any) -> str:
+def digest_weights(run: Any) -> str:
     """Return a digest of the weights and of their average."""
     state = [run.held.state_dict(), {} if run.ema is None else run.ema.state_dict()]
     digest = hashlib.blake2b(digest_size=16)
 
-    def add(_: tuple[str, ...], tensor: Tensor) -> None:
+    def add_tensor(_: tuple[str, ...], tensor: Tensor) -> None:
         numbers = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(numbers.view(torch.uint8).numpy().tobytes())
 
-    mapped(state, (), add)
+    map_tensors(state, (), add_tensor)
     return digest.hexdigest()
 
 
@@ -349,9 +349,9 @@ def check_hook(key: str, hook: Any) -> None:
             raise PluginError(f"{key}: {kind}.{name} is called as {name}({arguments}): {error}") from error
         except ValueError:  # a function of C that does not say its arguments
             continue
-    check_halves(hook, key)
+    check_state_methods(hook, key)
 
 
-def _method(hook: Any, name: str) -> Any:
+def _find_method(hook: Any, name: str) -> Any:
     method = getattr(hook, name, None)
     return method if callable(method) else None

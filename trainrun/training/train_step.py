@@ -47,7 +47,7 @@ def accumulate_gradients(run: Components, micro_batches: list[MicroBatch]) -> Gr
             phase(BACKWARD)
             loss = out.loss_sum
             if not loss.requires_grad:
-                loss = loss_of_nothing(run, loss)
+                loss = build_zero_loss(run, loss)
             # ranks average: items is a mean; 0 where no target counts, and then no loss does, or where it comes late
             precision.backward(loss, batch.real / (agreed.items or counting.expected))
         losses.append(out.loss_sum.detach() if batch.real else torch.zeros_like(out.loss_sum))
@@ -55,7 +55,7 @@ def accumulate_gradients(run: Components, micro_batches: list[MicroBatch]) -> Gr
     return Gradients(losses, items, agreed, sums)
 
 
-def loss_of_nothing(run: Components, loss: Tensor) -> Tensor:
+def build_zero_loss(run: Components, loss: Tensor) -> Tensor:
     """Return a zero that adds zeros to all gradients, for a batch from which the task learns nothing.
 
     Raise PluginError for any other loss without a graph, because it would train no parameter.

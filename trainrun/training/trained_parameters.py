@@ -24,7 +24,7 @@ class TrainedParameters:
         self._required = {name: param.requires_grad for name, param in model.named_parameters()}
         self._known = set(held.parameters())
 
-    def without_optimizer(self) -> list[str]:
+    def list_without_optimizer(self) -> list[str]:
         """Return the names of parameters that require a gradient and that no optimizer has."""
         owned = {param for group in self._optimizer.param_groups for param in group["params"]}
         return [
@@ -42,7 +42,7 @@ class TrainedParameters:
             return
         added = set(self._held.parameters()) - self._known
         named = dict(self._held.named_parameters())
-        names = [name for name in self.without_optimizer() if named[name] in added]
+        names = [name for name in self.list_without_optimizer() if named[name] in added]
         if names:
             raise PluginError(
                 f"model: no optimizer has {short_list(names)}, because the model got them after the optimizer was "
@@ -89,20 +89,20 @@ class WatchGradients:
         if self._steps == 1:
             self._check_optimizers()
         if log:
-            self._tell_without_gradient()
+            self._note_missing_gradients()
         return log
 
     def _check_optimizers(self) -> None:
         run = self._run
         run.trained.check()
-        self._without_optimizer = run.trained.without_optimizer()
+        self._without_optimizer = run.trained.list_without_optimizer()
         if self._without_optimizer:
             names = short_list(self._without_optimizer)
             run.monitors.note(
                 f"model: no optimizer has {names}, so nothing trains them; if that is meant, set requires_grad=False"
             )
 
-    def _tell_without_gradient(self) -> None:
+    def _note_missing_gradients(self) -> None:
         run = self._run
         if not run.precision.had_gradient:  # a step of one graph shows no gradients
             return

@@ -60,7 +60,7 @@ class Every:
     unit: str
     lengths: Lengths
 
-    def passed(self, state: TrainState) -> bool:
+    def is_interval_end(self, state: TrainState) -> bool:
         """Return whether the last step ends an interval."""
         if state.step == 0:
             return False
@@ -72,7 +72,7 @@ class Every:
             before, after = before - epoch + 1e-9, after - epoch + 1e-9
         return after // self.amount > before // self.amount
 
-    def over(self, state: TrainState) -> bool:
+    def is_reached(self, state: TrainState) -> bool:
         """Return whether the run has reached this length."""
         if self.unit == "epoch" and (self.lengths.steps_per_epoch is None or state.step == 0):
             return state.epoch >= self.amount
@@ -162,7 +162,7 @@ class MetricTracker:
         """Return the name under which the metric is saved."""
         return f"{self.metric} {self.mode}"
 
-    def better(self, value: float, than: float | None) -> bool:
+    def is_better(self, value: float, than: float | None) -> bool:
         if not math.isfinite(value):
             return False
         if than is None:
@@ -225,7 +225,7 @@ class Triggers:
         if state.best_by not in ("", best_by):
             state.best_step, state.best_metric = best or (-1, None)
             if state.step == state.validated_step:
-                self._note_best(
+                self._record_best(
                     state, watched_value(state.last_metrics, self.best.metric or "", self.best.named)
                 )
         if state.watched_by not in ("", watched_by):
@@ -233,11 +233,11 @@ class Triggers:
         state.best_by, state.watched_by = best_by, watched_by
         if state.early_stop:
             value = state.last_metrics.get(self._watch.metric or "")
-            state.early_stop = "" if value is None else self._early_stop(value, state)
+            state.early_stop = "" if value is None else self._check_early_stop(value, state)
         self._started, self._seconds_before = time.monotonic(), state.seconds
         if self._limits.max_seconds is not None:
             self._deadline = self._started + self._limits.max_seconds - state.seconds
-        self._validations = self._by_time()
+        self._validations = self._count_by_time()
 
     def after_step(self, state: TrainState) -> Due:
         """Return what is due now, and set `state.stop_reason` if the run ends here. Called before the first step
@@ -259,7 +259,7 @@ class Triggers:
             state.stop_reason = f"trainer.max_steps={limits.max_steps} reached"
         elif limits.max_epochs is not None and state.epoch >= limits.max_epochs:
             state.stop_reason = f"trainer.max_epochs={limits.max_epochs} reached"
-        elif limits.duration is not None and limits.duration.over(state):
+        elif limits.duration is not None and limits.duration.is_reached(state):
             state.stop_reason = f"{limits.said} reached"
         elif state.stop_request == STOP_TIME:
             by_duration = limits.said if limits.duration is None else ""
@@ -286,14 +286,14 @@ class Triggers:
 
     def validation_request(self) -> bool:
         """Return whether a validation is due by the clock of this rank."""
-        return self._by_time() > self._validations
+        return self._count_by_time() > self._validations
 
-    def _by_time(self) -> float:
+    def _count_by_time(self) -> float:
         """Return the number of validations that were due by time until now."""
         every = self.rhythm.val_seconds
         return 0.0 if every is None else (self._seconds_before + time.monotonic() - self._started) // every
 
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Return whether a signal stops this rank. A validation ends at a signal, but not at the time limit.
 
         Called at every batch of a validation, which counts as progress.
@@ -319,41 +319,41 @@ class Triggers:
             return False
         if state.step == state.validated_step and (state.last_metrics or not state.stop_reason):
             return False
-        return self._scheduled(state) or (bool(state.stop_reason) and self.rhythm.validates)
+        return self._is_scheduled(state) or (bool(state.stop_reason) and self.rhythm.validates)
 
-    def _scheduled(self, state: TrainState) -> bool:
+    def _is_scheduled(self, state: TrainState) -> bool:
         val = self.rhythm.val
         if state.validate_request:
             return True
-        if val is None or not val.passed(state):
+        if val is None or not val.is_interval_end(state):
             return False
         epoch = state.epoch if state.batches == 0 else state.epoch + 1  # counted from 1
         return val.unit != "epoch" or epoch % self.rhythm.every_n_epoch == 0
 
-    def note_validation(self, state: TrainState, metrics: dict[str, float]) -> bool:
+    def record_validation(self, state: TrainState, metrics: dict[str, float]) -> bool:
         """Record a validation. Return whether it was scheduled.
 
         Only scheduled validations update early stopping, a plateau schedule and hooks. So a resumed run uses the
         same ones as an uninterrupted run.
         """
-        scheduled = not self._again and state.step != state.validated_step and self._scheduled(state)
+        scheduled = not self._again and state.step != state.validated_step and self._is_scheduled(state)
         self._again = False
         state.validated_step, state.last_metrics = state.step, dict(metrics)
-        self._validations = self._by_time()
+        self._validations = self._count_by_time()
         if self.best.metric is not None:
-            self._note_best(state, _metric(metrics, self.best, "checkpoint.monitor"))
+            self._record_best(state, _find_metric(metrics, self.best, "checkpoint.monitor"))
         if not scheduled:
             return False
         self._on_validation(metrics)
         watch = self._watch
         if watch.metric is None:
             return True
-        value = _metric(metrics, watch, "trainer.early_stopping.monitor")
-        if watch.better(value, state.watched_metric):
+        value = _find_metric(metrics, watch, "trainer.early_stopping.monitor")
+        if watch.is_better(value, state.watched_metric):
             state.watched_metric, state.bad_validations = value, 0
         else:
             state.bad_validations += 1
-        state.early_stop = self._early_stop(value, state)
+        state.early_stop = self._check_early_stop(value, state)
         return True
 
     def validate_again(self, state: TrainState, best: tuple[int, float] | None) -> bool:
@@ -366,12 +366,12 @@ class Triggers:
             state.best_step, state.best_metric = best or self._best_before
         return self._again
 
-    def _note_best(self, state: TrainState, value: float) -> None:
-        if self.best.better(value, state.best_metric):
+    def _record_best(self, state: TrainState, value: float) -> None:
+        if self.best.is_better(value, state.best_metric):
             self._best_before = state.best_step, state.best_metric
             state.best_metric, state.best_step = value, state.step
 
-    def _early_stop(self, value: float, state: TrainState) -> str:
+    def _check_early_stop(self, value: float, state: TrainState) -> str:
         """Return why early stopping ends the run at this value; "" if it continues."""
         watch, sign = self._watch, 1 if self._watch.mode == "min" else -1
         if watch.patience is None or state.epoch < watch.min_epochs:
@@ -392,7 +392,7 @@ class Triggers:
         return ""
 
 
-def _metric(metrics: dict[str, float], tracker: MetricTracker, key: str) -> float:
+def _find_metric(metrics: dict[str, float], tracker: MetricTracker, key: str) -> float:
     if (name := tracker.metric or "") not in metrics:
         names = ", ".join(names for names in metrics if not names.endswith("/seconds"))
         raise ConfigError(f"{key}={name}: no such metric; there are {names}")

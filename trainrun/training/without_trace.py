@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.runtime.child_process import LIMIT_SECONDS, can_fork, run_in_child
-from trainrun.runtime.machine import free_bytes
+from trainrun.runtime.machine import read_free_bytes
 from trainrun.seeding import kept_random_state
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def first_batches(batches: Batches, count: int = 1, epoch: int = 0, start: int =
         getattr(opened, "close", lambda: None)()
 
 
-def endless(batches: Batches, place: list[int]) -> Generator[MicroBatch]:
+def iterate_endlessly(batches: Batches, place: list[int]) -> Generator[MicroBatch]:
     """Yield batches endlessly, starting at `place` (epoch, number of the batch), which is updated."""
     while True:
         epoch, start = place
@@ -85,7 +85,7 @@ def run_trial(
         raise NoTrial("the ranks exchange weights in each forward")
     if device.type == "cpu" and can_fork():
         return run_in_child(functools.partial(_without_ranks, work), limit_seconds)
-    with put_back(owners, device):
+    with restore_state(owners, device):
         return work()
 
 
@@ -105,14 +105,14 @@ def _without_ranks(work: Callable[[], T]) -> T:
 
 
 @contextmanager
-def put_back(owners: Iterable[Any], device: torch.device) -> Iterator[None]:
+def restore_state(owners: Iterable[Any], device: torch.device) -> Iterator[None]:
     """Restore everything that the owners hold, and the random states of this process, at the end of the block.
 
     Raise NoTrial if the device's memory does not suffice for a copy.
     """
     kept_state = _KeptState()
     kept_state.keep(owners)
-    if 2 * kept_state.num_bytes > free_bytes(device):
+    if 2 * kept_state.num_bytes > read_free_bytes(device):
         raise NoTrial("the model fills the memory")
     kept_state.copy_memory()
     with kept_random_state():
@@ -148,7 +148,7 @@ class _KeptState:
             self._seen[id(value)] = value
             if len(self._seen) > MOST_OBJECTS:
                 raise NoTrial("model and task hold too many objects")
-            waiting.extend(self._note(value))
+            waiting.extend(self._record_value(value))
 
     def copy_memory(self) -> None:
         for storage in self._storages.values():
@@ -159,7 +159,7 @@ class _KeptState:
         for undo in reversed(self._undo):
             undo()
 
-    def _note(self, value: Any) -> Iterable[Any]:
+    def _record_value(self, value: Any) -> Iterable[Any]:
         """Record how to restore the value. Return the objects that it holds."""
         if isinstance(value, Tensor):
             return self._note_tensor(value)
@@ -184,13 +184,13 @@ class _KeptState:
         gradient = tensor.grad if tensor.is_leaf else None
         memory = tensor.detach()
 
-        def undo() -> None:
+        def restore_tensor() -> None:
             if tensor.is_leaf:
                 tensor.grad = gradient
             if type(tensor) in (Tensor, nn.Parameter) and tensor.data_ptr() != memory.data_ptr():
                 tensor.data = memory
 
-        self._undo.append(undo)
+        self._undo.append(restore_tensor)
         return [gradient, vars(tensor)]
 
     def _note_numpy(self, value: Any) -> Iterable[Any]:

@@ -1,9 +1,9 @@
-"""Activation offload: what autograd saves for the backward waits in the host's memory (`save_on_cpu`).
+"""Activation offload: tensors that autograd saves for the backward are kept in host memory (`save_on_cpu`).
 
 what: every tensor that the model saves, weights too, is copied to page-locked memory in the forward, and back when
-    the backward asks for it. The numbers stay as they are.
-when: activations do not fit on a GPU, and computing them again costs more than moving them.
-when not: on a CPU, where they would lie in the same memory; where gradient checkpointing is enough.
+    the backward needs it. The results do not change.
+when: activations do not fit on a GPU, and recomputing them costs more than moving them. when not: on a CPU, where
+    they would be in the same memory; where gradient checkpointing is enough.
 source: https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html
 gain: not measured
 """
@@ -18,7 +18,7 @@ from torch.autograd.graph import save_on_cpu
 
 
 class OffloadedForward:
-    """The forward of a model, with its saved tensors in the host's memory."""
+    """The forward of a model whose saved tensors are in host memory."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -29,5 +29,5 @@ class OffloadedForward:
 
 
 def activation_offload(model: nn.Module) -> None:
-    """Change the model in place."""
+    """Replace the model's forward in place by one that offloads its saved tensors."""
     model.forward = OffloadedForward(model.forward)

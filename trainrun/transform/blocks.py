@@ -1,4 +1,4 @@
-"""Where a model is made of blocks: the pieces that can be treated one after the other."""
+"""Find the blocks of a model: parts that are computed one after the other."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ SAVE_NOTHING_MORE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Flatten, nn.Unflatten, nn.
 
 
 class ModelBlock(NamedTuple):
-    """owner: what is called. layers: none for its whole forward, else a run of layers of this Sequential.
+    """A block. owner: the module that is called. layers: empty for its whole forward, else a run of layers of this
+    Sequential.
 
-    start: where the run begins in the Sequential.
+    start: the position of the run in the Sequential.
     """
 
     owner: nn.Module
@@ -27,8 +28,7 @@ def model_blocks(model: nn.Module) -> list[ModelBlock]:
     """Return the blocks in the order of the model, each once, and none inside another.
 
     A block is a child of a ModuleList or Sequential that has layers of its own and siblings of its class. In a
-    Sequential
-    without a forward of its own, it is also a layer with weights together with the simple layers after it.
+    Sequential without a custom forward, it is also a layer with weights together with the simple layers after it.
     """
     return list(dict.fromkeys(_blocks(model)))
 
@@ -49,9 +49,9 @@ Forward = Callable[..., Any]
 
 
 def wrap_blocks(blocks: list[ModelBlock], wrap: Callable[[Forward, tuple[nn.Module, ...]], Forward]) -> None:
-    """Replace the forward of every block, in place; names and modules stay.
+    """Replace the forward of every block in place; names and modules stay.
 
-    wrap: given the forward, and the modules it uses.
+    wrap: called with the forward and the modules that it uses; returns the new forward.
     """
     chains: dict[nn.Module, list[Forward]] = {}
     for owner, layers, start in reversed(blocks):
@@ -65,7 +65,7 @@ def wrap_blocks(blocks: list[ModelBlock], wrap: Callable[[Forward, tuple[nn.Modu
 
 
 class Chain:
-    """One after the other, as torch.nn.Sequential does it."""
+    """Functions that are called one after the other, like torch.nn.Sequential."""
 
     def __init__(self, steps: Sequence[Forward]) -> None:
         self._steps = steps
@@ -92,16 +92,14 @@ def _runs(sequential: nn.Sequential) -> Iterator[ModelBlock]:
 
 
 def _worthwhile_runs(sequential: nn.Sequential, run: list[nn.Module], end: int) -> Iterator[ModelBlock]:
-    """Yield the run if recomputing it saves more memory than its own input and output."""
+    """Yield the run if recomputing it saves more memory than its own input and output take."""
     worthy_layers = [layer for layer in run[1:] if not isinstance(layer, SAVE_NOTHING_MORE)]
     if worthy_layers or (run and next(run[0].children(), None) is not None):
         yield ModelBlock(sequential, tuple(run), end - len(run))
 
 
 def _repeated(container: nn.Sequential | nn.ModuleList) -> set[type[nn.Module]]:
-    """Return the classes of several children that have layers of their own; a child that is used twice counts
-    twice.
-    """
+    """Return the classes of which several children have layers of their own; a child used twice counts twice."""
     children = (child for child in container if child is not None)  # which a ModuleList may hold
     kinds = Counter(type(child) for child in children if next(child.children(), None) is not None)
     return {kind for kind, number in kinds.items() if number > 1}

@@ -1,13 +1,13 @@
-"""Channels-last memory: pictures and convolution weights lie in memory as (B, H, W, C).
+"""Channels-last memory: images and convolution weights are stored as (B, H, W, C).
 
-what: the numbers and their names stay; only the order in memory changes, of weights once and of inputs
-    at every call. Sums run in another order, so results may differ in the last bits.
-when: convolutional networks, above all in 16 bits, where CPUs (AMX) and GPUs (tensor cores) need it.
-when not: networks without 4-D weights; 1 x 1 convolutions with a stride and fewer than 8 input channels on a CPU,
-    which keep their layout (`guard_convolutions`); 32 bits on an Intel Xeon with AMX (0.89x).
+what: values and names stay; only the memory order changes, of weights once and of inputs at every call. Sums run in
+    another order, so results may differ in the last bits.
+when: convolutional networks, above all in 16 bits, where CPUs (AMX) and GPUs (tensor cores) need it. when not:
+    networks without 4-D weights; 1 x 1 convolutions with a stride and fewer than 8 input channels on a CPU, which
+    keep their layout (`guard_convolutions`); 32 bits on an Intel Xeon with AMX (0.89x).
 source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
-gain: CNN of 220k parameters, batch 128, 2 cores: Xeon with AMX, bf16: 1.59x of fp32 without it, where
-    bf16 alone gives 0.98x; EPYC with AVX-512, fp32: 1.3x to 2x, not quiet.
+gain: CNN of 220k parameters, batch 128, 2 cores: Xeon with AMX, bf16: 1.59x of fp32 without it, where bf16 alone
+    gives 0.98x; EPYC with AVX-512, fp32: 1.3x to 2x, not quiet.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FEWEST_CHANNELS = 8  # from here on no layer was found that needs the guard
 
 
 def channels_last(model: nn.Module) -> nn.Module:
-    """Change the model in place, before parameters are aliased anywhere (flat buffers, DDP).
+    """Change the model in place. Call it before other objects alias the parameters (flat buffers, DDP).
 
-    A model without 4-D weights stays as it is: no call of it pays for the look at its inputs.
+    A model without 4-D weights does not change, so its calls cost nothing extra.
     """
     if all(parameter.ndim != 4 for parameter in model.parameters()):
         return model
@@ -44,11 +44,11 @@ def _convert(value: Any) -> Any:
 
 
 def guard_convolutions(model: nn.Module) -> None:
-    """Keep torch from writing outside of its memory: such layers get contiguous weights and inputs, in place.
+    """Give affected convolutions contiguous weights and inputs, in place, so that torch does not corrupt memory.
 
     On a CPU with AVX2 and no AVX-512, the float32 backward of a 1 x 1 convolution with a stride and 2 to 6 input
-    channels corrupts the heap where its input or its weight is channels-last (torch 2.11 and 2.13). Any model
-    can have such a layer, so every model is guarded.
+    channels corrupts the heap if its input or weight is channels-last (torch 2.11 and 2.13). Any model can have such
+    a layer, so every model is guarded.
     """
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d) and _needs_guard(layer):

@@ -1,13 +1,13 @@
 """torch.compile: the model becomes generated code, shape by shape, at its first calls.
 
-what: fuses operations; rounding may differ from the plain model in the last bits.
-when: long runs of larger networks on a GPU.
-when not: small networks, short runs, shapes that change with every batch, and CPUs as a rule.
-regional: one block is compiled for all of its class, so compiling a deep model takes as long as one block.
+what: fuses operations; rounding may differ from the eager model in the last bits.
+when: long runs of larger networks on a GPU. when not: small networks, short runs, shapes that change with every
+    batch, and usually CPUs.
+regional: one block is compiled for all blocks of its class, so compiling a deep model takes as long as one block.
 source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 gain: on 2 cores of a Xeon with AMX none in float32: digits MLP 0.69x, CNN of 220k parameters 0.77x, small GPT 0.9 to
-    1.0x, and 7 to 13 s more until the first step. In bf16 a GPT 128 wide, many small operations, 1.27x.
-    Not measured on a GPU.
+    1.0x, and 7 to 13 s more until the first step. In bf16 a GPT 128 wide, many small operations, 1.27x. Not measured
+    on a GPU.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ def compile_model(
     model: nn.Module, sizes: Collection[int] = (), regional: bool = False, *, mode: str | None = None,
     backend: str = "inductor", fullgraph: bool = False, dynamic: bool | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Mark the model, in place, so that the names in its `state_dict` stay. The last four go to `torch.compile`.
+    """Compile the model in place at its first calls, so that the names in its `state_dict` stay. Return it.
 
-    sizes: the rows of full batches; others, the last of an epoch, run plain, so that they are never a
-        reason to compile again. Empty: everything is compiled. regional: only the repeated blocks.
-    RuntimeError: no such backend or mode, no repeated blocks, or no C++ compiler where the CPU needs one.
+    sizes: the batch sizes to compile; batches of another size (the last of an epoch) run eagerly, so that they never
+        cause a recompilation. Empty: compile all sizes. regional: compile only the repeated blocks. The other
+        arguments are those of `torch.compile`.
+
+    Raises RuntimeError for an unknown backend or mode, without repeated blocks, or without a C++ compiler for a CPU.
     """
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     check_compile_options(mode, backend, on_cpu)
@@ -64,7 +66,7 @@ def compile_model(
 
 
 def keep_gradients(model: nn.Module) -> None:
-    """Copy the gradients before the next micro-batch adds to them.
+    """Copy the gradients of each micro-batch before the next one adds to them.
 
     A CUDA graph of inductor overwrites its gradients when it is replayed (torch 2.13, pytorch issue 169545).
     """
@@ -74,7 +76,9 @@ def keep_gradients(model: nn.Module) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules that are next to others of their class in a list, as a transformer's layers."""
+    """Return the outermost modules with siblings of their class in a list, such as a transformer's layers. Raise
+    RuntimeError.
+    """
     blocks = _blocks_in(model)
     if not blocks:
         raise RuntimeError(
@@ -114,7 +118,7 @@ def check_compile_options(mode: str | None, backend: str, on_cpu: bool) -> None:
 
 
 def check_compiler() -> None:
-    """Find inductor's C++ compiler now; otherwise it would be looked for during the first step."""
+    """Raise RuntimeError without inductor's C++ compiler, which would otherwise be searched in the first step."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -133,7 +137,9 @@ def gpu_compiler_problem(
     include: str | None = None,
     module: str = "triton",
 ) -> str:
-    """Return what the compiler lacks, with the way out; "" if nothing. It builds a launcher in C for every kernel."""
+    """Return what the GPU compiler lacks, with the way out; "" if nothing. It compiles a launcher in C for every
+    kernel.
+    """
     include = include or sysconfig.get_path("include")
     if capability < OLDEST_GPU:
         have, needed = (".".join(map(str, version)) for version in (capability, OLDEST_GPU))
@@ -148,9 +154,10 @@ def gpu_compiler_problem(
 
 
 def broken_library(error: BaseException) -> str:
-    """Return what to say where torch found compiled code that is cut short, and "" elsewhere.
+    """Return a message if torch loaded a truncated library of compiled code, and delete that library; "" for other
+    errors.
 
-    A compiler that is killed leaves such a library in torch's cache, and torch would load it forever: it is removed.
+    A killed compiler leaves such a library in torch's cache, and torch would load it every time.
     """
     match = re.search(r"(/\S+\.so): file too short", str(error))
     if match is None:

@@ -10,7 +10,9 @@ from typing import Any
 
 
 class CompileLog:
-    """tell: gets one line for each graph as it is ready. booked: surrounds the time it takes."""
+    """A log of compilations. tell: receives one line per finished graph. booked: a context around the time of a
+    compilation.
+    """
 
     def __init__(
         self, tell: Callable[[str], None], booked: Callable[[], AbstractContextManager[Any]]
@@ -44,7 +46,7 @@ class CompileLog:
         self._tell(f"compile: {what} in {seconds:.1f} s{', once more' if again else ''}{source}")
 
     def listen(self) -> Callable[[], None]:
-        """Watch every graph that `torch.compile` makes in this process. Return a function that ends the watch."""
+        """Record every graph that `torch.compile` makes in this process. Return a function that stops the recording."""
         from torch._dynamo.callback import callback_handler
 
         def start(*_: Any) -> None:
@@ -65,7 +67,7 @@ class CompileLog:
         return stop
 
     def summary(self) -> dict[str, Any]:
-        """Return the numbers for the summary of a run; empty if nothing was compiled."""
+        """Return the numbers for the summary of a run; {} if nothing was compiled."""
         if not self.graphs:
             return {}
         return {

@@ -1,10 +1,10 @@
-"""FP8 linear layers: the three products of a linear layer in 8-bit numbers, through torchao.
+"""FP8 linear layers: the three products of a linear layer in 8-bit floats, through torchao.
 
-what: inputs, weights and gradients are scaled and rounded to float8 for each product; weights, optimizer and
-    sums stay as they are. Layers whose sizes are no multiples of 16, and the last one, are left alone; ragged
+what: inputs, weights and gradients are scaled and rounded to float8 for each product; weights, optimizer and sums
+    keep their dtype. Layers with sizes that are no multiples of 16, and the last layer, do not change; ragged
     batches are padded with rows of zeros.
-when: GPUs from Ada and Hopper on, products of 4096 and more, with trainer.compile (without it slower).
-when not: small layers, any other device (refused); convolutions.
+when: GPUs from Ada and Hopper on, products of 4096 and more, with trainer.compile (without it slower). when not:
+    small layers, any other device (refused); convolutions.
 source: https://docs.pytorch.org/ao/stable/workflows/training.html
 gain: not measured.
 """
@@ -23,9 +23,9 @@ WITHOUT = "use precision.fp8=false"
 
 
 def fp8_linear(model: nn.Module, device: torch.device, compiled: bool = False) -> str:
-    """Swap the layers in place, before they are compiled, and return a note.
+    """Replace the layers in place, before they are compiled. Return a note.
 
-    compiled: whether the model will be. RuntimeError: not on this device, or without torchao, with the way out.
+    compiled: whether the model will be compiled. Raise RuntimeError on another device or without torchao.
     """
     if device.type != "cuda":
         raise RuntimeError(
@@ -50,9 +50,9 @@ def fp8_linear(model: nn.Module, device: torch.device, compiled: bool = False) -
 
 
 def swap_layers(model: nn.Module, chosen: set[str]) -> None:
-    """Replace linear layers by layers with float8 products. RuntimeError: torchao is not installed.
+    """Replace linear layers by layers with float8 products. Raise RuntimeError without torchao.
 
-    Products need inner sizes that are multiples of 16, and in the weight's gradient that is the number of rows.
+    The products need sizes that are multiples of 16; for the gradient of the weight this is the number of rows.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -64,7 +64,7 @@ def swap_layers(model: nn.Module, chosen: set[str]) -> None:
 
 
 def layers_to_swap(model: nn.Module) -> set[str]:
-    """Return the names of the linear layers to swap, without the last: the loss is sensitive to its outputs."""
+    """Return the names of the linear layers to replace, without the last: the loss is sensitive to its outputs."""
     layers = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     return {
         name

@@ -1,8 +1,8 @@
-"""Frozen parameters (`model.freeze`, `model.freeze_norm`): they get no gradient, and what they are stays.
+"""Frozen parameters (`model.freeze`, `model.freeze_norm`): they get no gradient and do not change.
 
-When: the first layers of a pretrained network (`init_from`), with little data; or until a new last layer has learned
-(`model.unfreeze_at`). When not: a network that is trained from nothing.
-Gain: no gradients, no state of the optimizer, and no backward below the first trained layer.
+When: the first layers of a pretrained network (`init_from`) with little data; or until a new last layer has learned
+    (`model.unfreeze_at`). When not: a network that is trained from scratch. Gain: no gradients, no optimizer state,
+    and no backward below the first trained layer.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from trainrun.patterns import Patterns, matching
 
 
 class Frozen:
-    """Parameters of a model by the patterns of their names, those that are frozen already left out.
+    """The parameters of a model that match name patterns, without those that were frozen already.
 
-    sizes: the numbers of their values, by name. norms: batch norms of which every parameter is among them (or none
-    exists, and their statistics fit) keep their statistics and use them, as in evaluation. Raises ValueError for a
-    pattern that fits no parameter, and for no norm.
+    sizes: the number of values of each, by name. norms: BatchNorm layers whose parameters are all frozen (or that
+        have none and match) keep and use their statistics, as in evaluation. Raises ValueError for a pattern that
+        matches no parameter or no norm.
     """
 
     def __init__(self, model: nn.Module, patterns: Patterns, norms: bool = False) -> None:
@@ -37,7 +37,7 @@ class Frozen:
             raise ValueError("model.freeze_norm=true: no batch norm is frozen; leave it out")
 
     def set(self, model: nn.Module, frozen: bool) -> None:
-        """Freeze the parameters and their norms, or train them from here on."""
+        """Freeze the parameters and their norms, or unfreeze them."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name in self.sizes:
             parameters[name].requires_grad_(not frozen)
@@ -54,7 +54,7 @@ class Frozen:
 
 
 def norms_of(model: nn.Module, patterns: Patterns, frozen: set[str]) -> list[str]:
-    """Return the names of batch norms that are frozen completely."""
+    """Return the names of BatchNorm layers that are frozen completely."""
     norms = []
     for name, layer in model.named_modules():
         if getattr(layer, "running_mean", None) is not None:
@@ -73,5 +73,5 @@ def is_named(name: str, patterns: Patterns) -> bool:
 
 
 def keep_mode(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Return the layer unchanged; replaces its method `train`."""
+    """Return the layer without changing its mode; replaces its method `train`."""
     return layer

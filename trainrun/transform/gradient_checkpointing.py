@@ -1,14 +1,14 @@
-"""Gradient checkpointing: the activations inside of blocks are forgotten, and computed again in the backward.
+"""Gradient checkpointing: activations inside blocks are dropped and recomputed in the backward.
 
-what: of every block only its input stays; `selective` also keeps what matrix products and attention gave,
-    so that only the cheap operations run again; a share such as 0.5 leaves the last half of the blocks
-    alone. Bit for bit the plain result, with dropout, autocast and batch norm.
-when: activations do not fit; a larger batch pays.
-when not: memory is taken by weights and optimizer; time counts more.
+what: of every block only its input is kept; `selective` also keeps the results of matrix products and attention, so
+    that only cheap operations are repeated; a share such as 0.5 leaves the last half of the blocks unchanged.
+    Results are equal bit for bit, with dropout, autocast and BatchNorm.
+when: activations do not fit; a larger batch is worthwhile. when not: memory is used by weights and optimizer; time
+    matters more.
 source: Chen et al., 2016, arXiv:1604.06174; https://docs.pytorch.org/docs/stable/checkpoint.html
-gain: GPT of 3M parameters, 8,192 tokens, float32, one of 2 busy Xeon cores: peak above the imports 667 MB, full
-    238, selective 486, 0.5 381, with trainer.cpu_allocator=return; a step 1.2x as long with full. Without it
-    850 and 511: freed memory stays with the process. Torch imports its compiler for it, once: about 1 s and 80 MB.
+gain: GPT of 3M parameters, 8,192 tokens, float32, one of 2 busy Xeon cores: peak above the imports 667 MB, full 238,
+    selective 486, 0.5 381, with trainer.cpu_allocator=return; a step 1.2x as long with full. Without it 850 and 511:
+    freed memory stays with the process. Torch imports its compiler for it, once: about 1 s and 80 MB.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from trainrun.transform.recompute import Recompute
 
 
 def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
-    """Wrap the blocks of a model in place. Return how many will be computed again, 0 if it has none.
+    """Wrap the blocks of a model in place. Return how many will be recomputed, 0 if it has none.
 
-    mode: full, selective, or the share of the blocks that is left alone, above 0 and below 1: the last ones,
-    whose activations are the first to go in the backward.
+    mode: full, selective, or the share of the blocks that is left unchanged, above 0 and below 1: the last ones,
+        whose activations the backward frees first.
     """
     blocks = model_blocks(model)
     if not isinstance(mode, str):
@@ -45,7 +45,7 @@ def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
 
 
 class BlockUseCheck:
-    """A forward hook of the model. It raises RuntimeError if the model goes through the layers of its blocks itself."""
+    """A forward hook of the model. It raises RuntimeError if the model calls the layers of its blocks one by one."""
 
     def __init__(self, calls: list[Recompute]) -> None:
         self._calls = calls

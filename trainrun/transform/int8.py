@@ -1,13 +1,14 @@
-"""int8: weights in one byte, each output with a scale of its own; inputs in bytes too where kernels gain by it.
+"""int8 weights: one byte per weight, with a scale for each output; inputs in bytes too if kernels gain by it.
 
-what: `int8-weight-only` stores bytes and computes in floating point. `int8-dynamic` measures the range of every batch
-    of inputs and multiplies bytes, in linear and recurrent layers. `int8-static` uses ranges that were measured once,
-    on batches of the run, in linear layers and 2-D convolutions.
-when: serving on a CPU; weight-only for the size alone. When not: the training goes on (bytes are not trained).
-source: Jacob et al. 2018, arXiv 1712.05877. The kernels are torch's own for CPUs (`torch.ops.quantized`); without them
-    (a GPU, an exported graph, a later torch) the bytes are computed in floating point. Not torchao: its dynamic layers
-    are made for torch.compile, and without it two of 512 x 2048 took 14.6 ms a sample, these 0.12 (one Xeon core).
-gain: a quarter of the size; `trainrun quantize` prints the times before and after, as they are on your machine.
+what: `int8-weight-only` stores bytes and computes in floating point. `int8-dynamic` measures the range of every
+    batch of inputs and multiplies bytes, in linear and recurrent layers. `int8-static` uses ranges measured once on
+    batches of the run, in linear layers and 2-D convolutions.
+when: serving on a CPU; weight-only to save memory. When not: training continues (bytes are not trained).
+source: Jacob et al. 2018, arXiv 1712.05877. The kernels are torch's own for CPUs (`torch.ops.quantized`); without
+    them (a GPU, an exported graph, a later torch) the bytes are computed in floating point. Not torchao: its dynamic
+    layers are made for torch.compile, and without it two of 512 x 2048 took 14.6 ms a sample, these 0.12 (one Xeon
+    core).
+gain: a quarter of the size; `trainrun quantize` prints the times before and after on your machine.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Int8Matrix(nn.Module):
 class Int8Layer(nn.Module):
     """A layer of `Int8Matrix` whose inputs become bytes too. Other attributes are those of the layer.
 
-    in_floats: compute in floating point, for a graph. input_range, output_range: (low, high) of a static layer, None in
-    others, whose ranges are those of each batch. is_recording: measure these ranges.
+    in_floats: compute in floating point, for an exported graph. input_range, output_range: (low, high) of a static
+        layer; None for a dynamic layer, which uses the range of each batch. is_recording: measure these ranges.
     """
 
     def __init__(self, layer: nn.Module, is_static: bool) -> None:
@@ -103,7 +104,7 @@ class Int8Layer(nn.Module):
         return output
 
     def _compute_in_floats(self, x: Tensor) -> Tensor:
-        """Return what the kernel returns, but for the order of its sums."""
+        """Return the result of the kernel, except for the order of its sums."""
         if self.input_range is None or self.output_range is None:
             low, high = x.min(), x.max()
             return self.layer(round_to_steps(x, low, high, INPUT_LEVELS))  # type: ignore[no-any-return]
@@ -111,7 +112,7 @@ class Int8Layer(nn.Module):
         return round_to_steps(output, self.output_range[0], self.output_range[1], OUTPUT_LEVELS)
 
     def _find_kernel(self) -> bool:
-        """Return whether there is a kernel, and pack the weights for it at the first call."""
+        """Return whether there is a kernel. Pack the weights for it at the first call."""
         if self._kernel is None:
             try:
                 with warnings.catch_warnings():
@@ -151,14 +152,14 @@ def build_kernel(layer: Any, input_range: Tensor | None, output_range: Tensor | 
 
 
 def quantized_weight(layer: Any, name: str) -> Tensor:
-    """Return a weight in torch's own type of bytes."""
+    """Return a weight as a quantized tensor of torch."""
     scale = layer.parametrizations[name].original1.detach().double()
     zeros = torch.zeros_like(scale, dtype=torch.int64)
     return torch.quantize_per_channel(getattr(layer, name).float(), scale, zeros, 0, torch.qint8)
 
 
 def float_bias(layer: Any, name: str) -> Tensor | None:
-    """Return the bias of a layer, None without one."""
+    """Return the bias of a layer as float32; None without one."""
     bias = getattr(layer, name, None)
     return None if not isinstance(bias, Tensor) else bias.detach().float()
 
@@ -180,7 +181,7 @@ def pack_cells(layer: Any) -> list[Any]:
 
 
 def run_recurrent(layer: Any, cells: list[Any], x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-    """Return the outputs (as of nn.LSTM and nn.GRU) and the last state of a batch of sequences."""
+    """Return the outputs (as nn.LSTM and nn.GRU do) and the last state for a batch of sequences."""
     if state is None:
         shape = (len(cells), x.shape[0 if layer.batch_first else 1], layer.hidden_size)
         state = x.new_zeros(shape, dtype=torch.float32)
@@ -197,7 +198,7 @@ def run_recurrent(layer: Any, cells: list[Any], x: Tensor, state: Any = None) ->
 
 
 def round_to_steps(x: Tensor, low: Tensor, high: Tensor, levels: int) -> Tensor:
-    """Round to the nearest of `levels` + 1 even steps from low to high. 0 is one of the steps."""
+    """Round to the nearest of `levels` + 1 evenly spaced values from low to high. 0 is one of them."""
     low, high = low.clamp(max=0), high.clamp(min=0)
     step = ((high - low) / levels).clamp(min=SMALLEST)
     zero = (-low / step).round()
@@ -212,9 +213,9 @@ def scale_and_zero_point(both: Tensor, levels: int) -> tuple[float, int]:
 
 
 def int8(model: nn.Module, to: Mode = "int8-dynamic") -> nn.Module:
-    """Store the weights of linear, convolutional and recurrent layers in bytes, if they have weights of their own.
+    """Store the weights of linear, convolutional and recurrent layers in bytes, in place.
 
-    Subclasses and tied layers are left unchanged. Raise ValueError if no layer can be replaced.
+    Subclasses and layers with tied weights do not change. Raise ValueError if no layer can be replaced.
     """
     if to not in MODES:
         raise ValueError(f"to={to}: must be one of {', '.join(MODES)}")
@@ -238,7 +239,7 @@ def int8(model: nn.Module, to: Mode = "int8-dynamic") -> nn.Module:
 
 
 def refuse_training(layer: nn.Module, inputs: Any) -> None:
-    """Raise ConfigError if the layer is called in a training."""
+    """Raise ConfigError if the layer is called in training mode."""
     if layer.training and torch.is_grad_enabled():
         raise ConfigError(NOT_TRAINED)
 
@@ -254,14 +255,16 @@ def store_in_bytes(layer: nn.Module) -> None:
 
 
 def can_be_packed(layer: Any) -> bool:
-    """Return whether there is a kernel for the options of a layer."""
+    """Return whether a kernel supports the options of a layer."""
     if isinstance(layer, nn.Conv2d):
         return layer.padding_mode == "zeros" and numeric_padding(layer) is not None
     return getattr(layer, "proj_size", 0) == 0
 
 
 def _with_plain_weights(layer: Any) -> None:
-    """Keep the weights that masks or norms make. torch's own function would change copies of the layer too."""
+    """Replace parametrizations (masks, norms) by their current weights. torch's own function would also change
+    copies.
+    """
     made = {name: getattr(layer, name).detach().clone() for name in layer.parametrizations}
     layer.__class__ = parametrize.type_before_parametrizations(layer)
     del layer.parametrizations
@@ -281,7 +284,7 @@ def numeric_padding(layer: nn.Conv2d) -> tuple[int, ...] | None:
 
 
 def untied_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers with matrices whose parameters are not shared with another layer, by name."""
+    """Return the layers with matrices that share no parameter with another layer, by name."""
     counts = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     layers = {}
     for name, layer in model.named_modules():
@@ -299,7 +302,7 @@ def has_computed_weight(layer: nn.Module) -> bool:
 
 
 def explain_float_layers(model: nn.Module, storage: str = "bytes") -> dict[str, str]:
-    """Return the layers whose matrices stay in floating point, with reasons. storage: as in `no bytes for this`."""
+    """Return the layers whose matrices stay in floating point, with reasons. storage: a word for the message."""
     alone = untied_layers(model)
     return {
         name: "shares its weight with another layer"
@@ -329,7 +332,7 @@ def record_ranges(model: nn.Module) -> Iterator[None]:
 
 
 def compute_in_floats(model: nn.Module) -> nn.Module:
-    """Make 8-bit layers compute the same numbers without their kernels, for an exported graph."""
+    """Make 8-bit layers compute without their kernels, for an exported graph."""
     for layer in model.modules():
         if isinstance(layer, Int8Layer):
             layer.in_floats = True

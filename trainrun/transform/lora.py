@@ -1,9 +1,9 @@
 """LoRA: a frozen linear layer plus a trained product of two thin matrices, W x + (alpha / rank) B A x.
 
 When: fine-tuning a pretrained network (`init_from`) with less memory: gradients and optimizer state of the thin
-matrices only, `2 * rank / width` of a square layer. When not: training from nothing, or when the new data is far from
-the old. It begins exactly as the network it is given, since B is zero.
-Source: Hu et al. 2021, arXiv 2106.09685; A is drawn as in their code.
+    matrices only, `2 * rank / width` of a square layer. When not: training from scratch, or when the new data is
+    very different. It starts exactly as the given network, because B is zero. Source: Hu et al. 2021, arXiv
+    2106.09685; A is initialised as in their code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainrun.patterns import Patterns, matching
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with its correction. base: frozen; lora_a: (rank, in); lora_b: (out, rank)."""
+    """A linear layer with its correction. base: the frozen layer. lora_a: (rank, in). lora_b: (out, rank)."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float = 0.0) -> None:
         super().__init__()
@@ -40,9 +40,7 @@ class LoraLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight with the correction, for torch.nn.TransformerEncoderLayer, which reads it in
-        evaluation.
-        """
+        """The weight with the correction; torch.nn.TransformerEncoderLayer reads it in evaluation."""
         return self.base.weight + self.scale * (self.lora_b @ self.lora_a)
 
     @property
@@ -51,7 +49,7 @@ class LoraLinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """Return the plain layer with the correction added to its weight."""
+        """Return the linear layer with the correction added to its weight."""
         weight = self.base.weight
         wide = torch.promote_types(weight.dtype, torch.float32)  # 16 bits are rounded once
         weight.copy_(weight.to(wide) + self.scale * (self.lora_b.to(wide) @ self.lora_a.to(wide)))
@@ -66,10 +64,10 @@ def lora(
     train: Patterns = (),
     dropout: BelowOne = 0.0,
 ) -> nn.Module:
-    """Replace the linear layers whose names fit `target`; of all other parameters only `train` is trained.
+    """Replace the linear layers whose names match `target`. Of all other parameters only `train` is trained.
 
-    train: patterns of parameters, as `head.*` for a new last layer. dropout: of what the thin matrices get.
-    Raises ValueError for a pattern that fits no name.
+    train: patterns of parameters, such as `head.*` for a new last layer. dropout: on the inputs of the thin
+        matrices. Raises ValueError for a pattern that matches no name.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     model.requires_grad_(False)

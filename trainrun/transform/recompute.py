@@ -1,7 +1,7 @@
-"""A call whose activations are computed again in the backward: `torch.utils.checkpoint`, with two things added.
+"""Recompute activations in the backward: `torch.utils.checkpoint` with two additions.
 
-What torch leaves out: a block may write into its buffers (batch norm its running statistics), which must happen
-once; and an input or a weight that was changed in place before the backward would give wrong gradients in silence.
+A block may write into its buffers (BatchNorm's running statistics), which must happen only once. An input or a
+weight that was changed in place before the backward would give wrong gradients without an error.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PRODUCTS = frozenset(
 
 
 class Recompute:
-    """Called as the forward of a block is.
+    """The forward of a block, recomputed in the backward.
 
-    Exact: random numbers, autocast and buffers are in the second run as they were in the first, and what
-    the second run does to buffers is undone. RuntimeError: what it needs was changed in place.
-    modules: whose parameters and buffers the forward uses. selective: results of matrix products are kept.
+    Random numbers, autocast and buffers in the second run are those of the first, and changes of buffers in the
+    second run are undone. Raises RuntimeError if an input or weight was changed in place. modules: whose parameters
+    and buffers the forward uses. selective: keep results of matrix products.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Recompute:
 
 
 class _Call:
-    """One call of a block: what must be in its second run as in the first."""
+    """One call of a block, with the state that its second run needs."""
 
     def __init__(self, needed: list[Tensor], modules: Sequence[nn.Module], selective: bool) -> None:
         self._needed = [(tensor, tensor._version) for tensor in needed]
@@ -73,7 +73,7 @@ class _Call:
         ]
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts of the first and the second run."""
+        """Return the contexts for the first and the second run."""
         if not self._selective:
             return self._first_run(), _Entered(self._second_run)
         first, second = create_selective_checkpoint_contexts(self._policy)  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ class _Call:
 
     @contextlib.contextmanager
     def _second_run(self) -> Iterator[None]:
-        """Put copies of the earlier buffers in place inside the block."""
+        """Use copies of the earlier buffers inside the block."""
         self._check_unchanged()
         now = [getattr(module, name) for module, name, *_ in self._buffers]
         try:
@@ -126,7 +126,7 @@ class _Call:
 
 
 class _Entered:
-    """Contexts that are made and entered each time: a graph that is retained has several backwards."""
+    """Contexts that are built at each entry, because a retained graph has several backwards."""
 
     def __init__(self, *builders: Callable[[], AbstractContextManager[Any]]) -> None:
         self._builders = builders
@@ -143,10 +143,10 @@ class _Entered:
 
 
 def is_kept(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a call is a product whose result is kept.
+    """Return whether a call is a matrix product whose result is kept.
 
-    Attention that drops draws inside of its kernel. Handing its result out would leave the random generator where it
-    was, and every later draw of the block would be another one than in the first run: it is computed again.
+    Attention with dropout draws random numbers inside its kernel. If its result were kept, the generator would not
+    advance, and later draws of the block would differ from the first run; so it is recomputed.
     """
     if function not in PRODUCTS:
         return False

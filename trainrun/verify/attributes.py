@@ -1,11 +1,11 @@
-"""State that no checkpoint holds: what the attributes of model, task and optimizer say after a trial."""
+"""State that no checkpoint holds: the attributes of model, task and optimizer after a trial."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trainrun.runtime.held_state import state_text
-from trainrun.runtime.held_state import unsaved_attributes as own_attributes
+from trainrun.runtime.held_state import format_state
+from trainrun.runtime.held_state import list_unsaved_attributes as own_attributes
 from trainrun.training.checks.unsaved_state import ids_of_saved_parts, saves_all
 from trainrun.training.components import Components
 
@@ -13,7 +13,7 @@ KEPT = ("state", "param_groups", "defaults", "step")  # of an optimizer, or the 
 
 
 def unsaved_texts(run: Components) -> dict[str, str]:
-    """Return the attributes by name, as short texts. Those of a state_dict are left out: the checkpoint has them."""
+    """Return the attributes that are not in a state_dict, as short texts by name."""
     owners: dict[str, Any] = {
         f"model.{name}".rstrip("."): module for name, module in run.model.named_modules()
     }
@@ -23,7 +23,7 @@ def unsaved_texts(run: Components) -> dict[str, str]:
         owners["optimizer"] = run.optimizer
     saved_ids = ids_of_saved_parts(run.model)
     texts = {
-        f"{owner_name}.{name}": state_text(value, saved_ids)
+        f"{owner_name}.{name}": format_state(value, saved_ids)
         for owner_name, owner in owners.items()
         for name, value in own_attributes(owner).items()
         if name not in KEPT

@@ -1,4 +1,4 @@
-"""What a check says, and what checks have in common."""
+"""The result of a check, and functions that all checks share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ PASS, FAIL, NONE = "pass", "FAIL", "n/a"
 
 @dataclass(frozen=True)
 class Certificate:
-    """One line of the table. measured: the largest difference, or a count; text: what was compared, or why not."""
+    """One line of the table. measured: the largest difference, or a count. text: what was compared, or why nothing
+    was.
+    """
 
     name: str
     state: str
@@ -23,19 +25,19 @@ class Certificate:
 
 
 class NotApplicable(Exception):
-    """The check means nothing for this config; the message says why."""
+    """The exception that a check has no meaning for this config. The message says why."""
 
 
 def certify_difference(name: str, difference: float, bound: float, text: str) -> Certificate:
-    """Return a certificate that passes if the difference is a number within the bound."""
+    """Return a certificate that passes if the difference is at most `bound`."""
     state = PASS if difference <= bound else FAIL
     return Certificate(name, state, f"{difference:.1e}", f"{text} (bound {bound:.0e})")
 
 
 def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
-    """Return the largest difference of two sets of tensors, each relative to the largest value of its tensor.
+    """Return the largest difference between two sets of tensors, each relative to the largest value of its tensor.
 
-    It is infinite if names or shapes differ.
+    It is infinity if names or shapes differ.
     """
     if left.keys() != right.keys():
         return float("inf")
@@ -53,7 +55,7 @@ def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) 
 
 
 def different_leaves(left: Any, right: Any, at: str = "") -> list[str]:
-    """Return the places where two trees of plain values and tensors do not have the same bits."""
+    """Return the paths at which two trees of plain values and tensors differ in a bit."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         same = left.shape == right.shape and left.dtype == right.dtype and _same_bits(left, right)
         return [] if same else [at]

@@ -1,4 +1,4 @@
-"""Certificates about the whole run: its data, its resume, its evaluation, its rounding."""
+"""Certificates about a whole run: its data, its resume, its evaluation, its rounding."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ CPU = torch.device("cpu")
 
 
 def check_resume(trials: Trials) -> Certificate:
-    """Compare the user's training, stopped at a random step and resumed, with a training that was not stopped.
+    """Compare a training that is stopped at a random step and resumed with an uninterrupted one.
 
-    It has as many steps as fit into LAP_SECONDS, or as the run has. State that no checkpoint holds is compared too.
+    It has as many steps as LAP_SECONDS allow, or as the run has. State that no checkpoint holds is compared too.
     """
     max_steps = max(STEPS, min(MOST_STEPS, int(LAP_SECONDS / trials.pilot.step_seconds)))
     uninterrupted = trials.pilot if max_steps == STEPS else trials.stopped("a run without a stop", max_steps)
@@ -83,8 +83,8 @@ def is_repeatable(trials: Trials, straight: Outcome, steps: int) -> bool:
 
 
 def lost_attributes(trials: Trials, straight: Outcome, stopped: Outcome, steps: int) -> list[str]:
-    """Return the attributes that the resume did not restore. Those that change when the run is repeated do not
-    count.
+    """Return the attributes that the resume did not restore, without those that also change when the run is
+    repeated.
     """
     names = changed_names(straight.attributes, stopped.attributes)
     if not names:
@@ -104,7 +104,7 @@ ENGINES: Final = {"resident": ("resident", 0), "workers": ("workers", 2), "main 
 
 
 def check_engines(config: RunConfig) -> Certificate:
-    """Compare the first batches of every engine, read from the start and from the middle."""
+    """Compare the first batches of every data engine, read from the start and from the middle."""
     reference: list[Any] = []
     seen: list[str] = []
     refused: list[str] = []
@@ -147,7 +147,7 @@ def _open_training(config: RunConfig) -> Batches:
 
 
 def check_epoch_coverage(config: RunConfig, num_samples: int | None) -> Certificate:
-    """Check that an epoch holds each sample once, on one, two and three ranks, with the user's batch size."""
+    """Check that an epoch has each sample once on one, two and three ranks, with the user's batch size."""
     if num_samples is None:
         raise NotApplicable("the number of samples is not known")
     data = config.data
@@ -183,7 +183,7 @@ def check_epoch_coverage(config: RunConfig, num_samples: int | None) -> Certific
 
 
 def check_evaluation(build: Callable[[int], Components]) -> Certificate:
-    """Check that loss and metrics of validation do not depend on the batch size."""
+    """Check that validation loss and metrics do not depend on the batch size."""
     results: list[dict[str, float]] = []
     for size in (3, 7):
         run = build(size)

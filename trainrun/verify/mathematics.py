@@ -1,4 +1,4 @@
-"""Certificates about one step: whatever its samples are divided into, it is the same step."""
+"""Certificates about one step: it does not depend on how its samples are divided."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_accumulation(trials: Trials) -> Certificate:
 
 
 def check_partial_window(trials: Trials) -> Certificate:
-    """Check that a shorter last window of an epoch weighs its samples like the others."""
+    """Check that a shorter last window of an epoch weights its samples like the others."""
     worst = _difference_of_parts(trials, 3, samples=2 * 4 * MICRO + 2 * MICRO)
     text = f"a last window of half the size does not depend on its parts, {MODE}"
     return certify_difference("partial window", worst, BOUND, text)
@@ -75,7 +75,7 @@ def check_learning_rates(trials: Trials) -> Certificate:
 
 
 def check_ranks(trials: Trials) -> Certificate:
-    """Check that two processes with half of each batch give the weights of one process."""
+    """Check that two processes with half of each batch give the same weights as one process."""
     weights_of_one = _train_weights(trials, "one rank", 2, 2 * MICRO, 1)
     weights_of_two = _train_weights(trials, "two ranks", 2, MICRO, 1, num_ranks=2)
     return certify_difference(
@@ -112,7 +112,7 @@ def _run_part(
 
 
 def check_sums(components: Components, batch: Any) -> Certificate:
-    """Check that loss and count of a batch are the sums over its halves, in training mode too where that can hold."""
+    """Check that loss and count of a batch are the sums over its halves, in training mode too if possible."""
     size = _num_rows(batch)
     if size < 2:
         raise NotApplicable("the batch has one sample")
@@ -142,7 +142,7 @@ def uses_random_numbers(components: Components, batch: Any) -> bool:
 
 
 def _is_additive_in_training(components: Components, batch: Any) -> bool:
-    """Return whether the loss depends on the samples alone in training mode: no random draw, no batch statistics."""
+    """Return whether the loss depends on the samples alone in training mode: no random numbers, no batch statistics."""
     if any(isinstance(module, BATCH_NORMS) for module in components.model.modules()):
         return False
     before = torch.get_rng_state()
@@ -153,7 +153,7 @@ def _is_additive_in_training(components: Components, batch: Any) -> bool:
 
 
 def check_padding_effect(components: Components, batch: Any) -> Certificate:
-    """Check that other values at padding do not change the loss."""
+    """Check that different values at padded positions do not change the loss."""
     mask = batch_fields(batch).get("attention_mask")
     if mask is None:
         raise NotApplicable("the data has no padding")
@@ -206,10 +206,9 @@ def check_all_parameters_change(
     fit: Callable[[Components], None],
     measure_gradients: Callable[[], dict[str, float]],
 ) -> Certificate:
-    """Check that a few steps of the user's training change every parameter. gradients: computed if one does not
-    change.
+    """Check that a few training steps change every parameter. measure_gradients: called if one does not change.
 
-    A parameter without effect on the loss, such as a bias before batch norm, has gradients of rounding errors alone.
+    A parameter without effect on the loss, such as a bias before BatchNorm, has only gradients of rounding errors.
     """
     before = {name: p.detach().clone() for name, p in components.model.named_parameters() if p.requires_grad}
     fit(components)
@@ -233,7 +232,7 @@ def check_all_parameters_change(
 def check_update(components: Components, batch: Any) -> Certificate:
     """Compare a few updates with those of torch's plain loops on contiguous copies of the weights.
 
-    A kernel that ignores strides, or writes to other memory than a weight's, gives other numbers.
+    They differ if a kernel ignores strides or writes outside a weight's memory.
     """
     model, optimizer = components.model, components.optimizer
     if components.optimizers:
@@ -270,7 +269,7 @@ def _as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unfused_optimizer(optimizer: Optimizer, copies: Mapping[torch.Tensor, nn.Parameter]) -> Optimizer:
-    """Return a copy of the optimizer that updates the copies of the weights without fused or batched kernels."""
+    """Return a copy of the optimizer that updates copies of the weights without fused or batched kernels."""
     memo = {id(param): copy for param, copy in copies.items()}
     unfused: Optimizer = object.__new__(
         type(optimizer)
@@ -289,7 +288,7 @@ def _unfused_optimizer(optimizer: Optimizer, copies: Mapping[torch.Tensor, nn.Pa
 
 
 def gradient_sizes(components: Components, batch: Any) -> dict[str, float]:
-    """Return the largest number in each parameter's gradient, in float64 and training mode."""
+    """Return the largest absolute value in each parameter's gradient, in float64 and training mode."""
     components.wrapped.train()
     with Doubles(), components.precision.autocast():
         components.task.step(components.wrapped, batch).loss_sum.backward()  # type: ignore[no-untyped-call]

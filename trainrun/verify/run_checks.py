@@ -1,4 +1,4 @@
-"""All certificates of one config, one after the other."""
+"""Run all checks of one config, one after the other."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ Found = TypeVar("Found")
 
 
 def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Certificate]:
-    """Yield each certificate as soon as its check is done. Only a temporary folder is written to.
+    """Yield each certificate when its check is done. Only a temporary folder is written.
 
-    Raise what a run of the same settings would raise before its first step.
+    Raise the errors that a run with these settings would raise before its first step.
     """
     trial_config(config)  # raises where there is nothing to verify
     with TemporaryDirectory(prefix="trainrun-", ignore_cleanup_errors=True) as name, kept_random_state():
@@ -83,9 +83,7 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
         return mathematics.uses_random_numbers(run, first_batch(run))
 
     def cut(check: Check) -> Check:
-        """Wrap a check that splits a batch: it does not apply if the parts draw other random numbers than the
-        whole.
-        """
+        """Wrap a check that splits a batch. It does not apply if the parts draw other random numbers than the whole."""
 
         def checked() -> Certificate:
             if draws():
@@ -141,7 +139,7 @@ def build_own_parts(config: RunConfig, folder: Path) -> Components:
 
 
 def check_own_update(config: RunConfig, folder: Path) -> Certificate:
-    """Check the user's own optimizer on the user's weights, in float32 and without clipping."""
+    """Check the user's optimizer on the user's weights, in float32 and without clipping."""
     changes = {"precision.mode": "32-true", "precision.fp8": False}
     changes |= {"trainer.gradient_clip_val": None, "trainer.ema.enabled": False}
     run = build_own_parts(with_values(config, changes), folder)

@@ -1,4 +1,4 @@
-"""The user's own training made smaller or more exact: float64 throughout, the first samples only."""
+"""Make the user's training smaller or more exact: float64 throughout, the first samples only."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ HIDDEN = ("columns", "__getitems__")  # they would give all samples
 
 
 class Doubles(TorchFunctionMode):
-    """Inside, `torch.randn(3)` and its like give float64 where no type is named; in this thread alone.
+    """A context in which `torch.randn(3)` and similar calls return float64 if no dtype is given; in this thread
+    only.
 
-    `torch.set_default_dtype` would reach the threads that read data too.
+    `torch.set_default_dtype` would also affect threads that read data.
     """
 
     def __torch_function__(
@@ -36,7 +37,7 @@ class Doubles(TorchFunctionMode):
 
 
 class First:
-    """A map-style data set; what else the source says of itself it says too. split: which of the source's splits."""
+    """A map-style data set of the first samples of a split. Other attributes are those of the source."""
 
     def __init__(self, source: Any, count: int, split: str) -> None:
         source = source[split] if isinstance(source, Splits) else source
@@ -61,5 +62,5 @@ class First:
 
 
 def first_samples_node(node: Any, count: int, split: str) -> dict[str, Any]:
-    """Return the config node of a data set that has only the first samples of a split."""
+    """Return the config node of a data set with only the first samples of a split."""
     return {"_target_": f"{__name__}.First", "source": copy.deepcopy(node), "count": count, "split": split}

@@ -1,4 +1,4 @@
-"""Short runs of the user's own config through the real runner, in a folder that is thrown away."""
+"""Short runs of the user's config through the real runner, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, write_json
 from trainrun.monitor.metric_rows import read_metric_rows
 from trainrun.output import SPEEDS
-from trainrun.runs.run import execute, new_run, resume_run
+from trainrun.runs.run import create_run, resume_run, train_in_ranks
 from trainrun.train_state import TrainState
 from trainrun.training import loop
 from trainrun.training.components import Components
@@ -44,16 +44,16 @@ Change = Callable[[RunConfig], RunConfig]
 
 
 def fit_in_evaluation_mode(components: Components, state: TrainState) -> TrainState:
-    """Train in evaluation mode, without dropout and batch statistics, in which a batch differs from its parts."""
+    """Train in evaluation mode: with dropout and batch statistics a batch would differ from its parts."""
     components.wrapped.eval()
     with Doubles() if components.config.precision.mode == "64-true" else contextlib.nullcontext():
         return loop.fit(components, state)
 
 
 class StopAt:
-    """The loop, asked to stop after `steps` steps of this session as SIGTERM asks; the schedule knows nothing of it.
+    """A loop that stops after `steps` steps of this session as SIGTERM does. The schedule does not change.
 
-    attributes: a file for what no checkpoint holds, as it is then.
+    attributes: a file for the state that no checkpoint holds at that moment.
     """
 
     def __init__(self, steps: int, evaluation_mode: bool = False, attributes: str | None = None) -> None:
@@ -81,9 +81,9 @@ class StopAt:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial ended with. shared: the model and all that goes with it; own: of rank 0.
+    """The result of a trial. shared: the model and its state. own: the state of rank 0.
 
-    attributes: what no checkpoint holds, of rank 0, if it was asked for. step_seconds: the median.
+    attributes: state of rank 0 that no checkpoint holds, if requested. step_seconds: the median.
     """
 
     shared: dict[str, Any]
@@ -94,7 +94,7 @@ class Outcome:
 
 
 class Trials:
-    """Runs of one config. paths: where the user's modules are found, also by ranks."""
+    """Trials of one config. paths: where the user's modules are found, also by ranks."""
 
     def __init__(self, config: RunConfig, folder: Path, progress: Callable[[str], None]) -> None:
         self.config, self.folder, self._progress = config, folder, progress
@@ -112,9 +112,9 @@ class Trials:
         hydra_settings = {"hydra.run.dir": str(self.folder / secrets.token_hex(4))}
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            run = new_run(Composition(config, {}, [], hydra_settings), [])
+            run = create_run(Composition(config, {}, [], hydra_settings), [])
             order = LaunchSpec(resume=False, paths=self._paths, began=time.perf_counter())
-            code = execute(run, config, order)
+            code = train_in_ranks(run, config, order)
             assert not then or code != EXIT_DONE, "nothing is left of it to resume"
             if then and code == EXIT_AGAIN:
                 code = resume_run(run, [f"loop.steps={then}"], self._paths)
@@ -138,12 +138,12 @@ class Trials:
 
     @cached_property
     def pilot(self) -> Outcome:
-        """Run the first STEPS steps of the settings as they are. Raise what a run of them would raise."""
+        """The first STEPS steps of the unchanged settings. Raises the errors of such a run."""
         return self.stopped("the words as they are", STEPS)
 
 
 def session_steps(run: RunDir, then: int) -> int:
-    """Return the steps of a trial; for a resume, at most those that were asked for."""
+    """Return the steps of a trial; for a resume, at most those that were requested."""
     steps = int(read_json(run.status).get("step", 0))
     return steps if then == 0 else min(steps, then)
 
@@ -172,7 +172,9 @@ def read_outcome(run: RunDir) -> Outcome:
 
 
 def trial_config(config: RunConfig) -> RunConfig:
-    """Return the same training without screen output, with one checkpoint at its end."""
+    """Return the same training without screen output and with one checkpoint at its end. Raise ConfigError for a
+    custom step.
+    """
     for key in ("step", "loop"):
         if getattr(config, key):
             raise ConfigError(f"{key}: is your own, so there is nothing to compare it with; leave it out")
@@ -189,7 +191,7 @@ def trial_config(config: RunConfig) -> RunConfig:
 
 
 def config_in_float64(config: RunConfig, steps: int, batch_size: int, accumulate: int) -> RunConfig:
-    """Return a config of plain gradient descent in float64 on one CPU, in which only rounding may differ."""
+    """Return a config of plain gradient descent in float64 on one CPU, where results may differ only by rounding."""
     return with_values(config, {
         "precision.mode": "64-true", "precision.fp8": False,
         "parallel.mode": "single", "parallel.accelerator": "cpu",
@@ -206,7 +208,7 @@ def config_in_float64(config: RunConfig, steps: int, batch_size: int, accumulate
 
 
 def step_schedule(scheduler: Any) -> Any:
-    """Return the part of a schedule that depends on the steps alone, not on the batch size or a metric."""
+    """Return the part of a schedule that depends on steps alone, not on the batch size or a metric."""
     if not scheduler or scheduler.get("metric") or scheduler["_target_"].endswith(".ReduceLROnPlateau"):
         return None
     fixed = {**scheduler, "lr_scaling": "none"}
@@ -216,6 +218,6 @@ def step_schedule(scheduler: Any) -> Any:
 
 
 def stopping_loop(steps: int, evaluation_mode: bool = False, attributes: str | None = None) -> dict[str, Any]:
-    """Return the config node of a `loop` that stops a run of the user's length early."""
+    """Return the config node of a `loop` that stops a run early without changing its length."""
     options = {"steps": steps, "evaluation_mode": evaluation_mode, "attributes": attributes}
     return {"_target_": "trainrun.verify.trials.StopAt", **options}

@@ -1,4 +1,4 @@
-"""`trainrun verify [the words of a run]`: certificates that this config is trained exactly."""
+"""`trainrun verify [settings of a run]`: certificates that this config is trained exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the folder of a run says while it grows: rows read as they come, and whether somebody still trains there."""
+"""Follow a growing run folder: read new rows, and detect whether a process still trains there."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ NO_NUMBERS = ("kind", "step", "epoch", "time")
 
 
 class Follower:
-    """Reads what is new of one run.
+    """A reader of the new rows of one run.
 
-    curves: name -> points. latest: the newest value of each name. seconds: the account of time.
+    curves: name -> points. latest: the newest value of each name. seconds: the seconds of each phase.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -53,7 +53,7 @@ class Follower:
         self.last_row = 0.0  # on our own clock: those of two machines differ
 
     def read(self) -> None:
-        """Read all rows since the last call. A file that became shorter after a resume is read again."""
+        """Read all rows since the last call. A file that became shorter after a resume is read again from its start."""
         with contextlib.suppress(OSError), self.run.metrics.open("rb") as file:
             if file.seek(0, os.SEEK_END) < self._position:
                 self._begin()
@@ -111,7 +111,7 @@ class Follower:
         return min(by_steps, self._seconds_to_limit(now))
 
     def _seconds_to_limit(self, now: float) -> float:
-        """Return the seconds until `trainer.max_time` ends the run; infinite without it."""
+        """Return the seconds until `trainer.max_time` ends the run; infinity without a limit."""
         most: float | None = self.facts.get("max_seconds")
         if most is None or self._started is None:
             return math.inf
@@ -120,12 +120,12 @@ class Follower:
 
     @property
     def share_waiting(self) -> float | None:
-        """For data, of the time since start-up."""
+        """The share of the time since start-up that was spent waiting for data; None without times."""
         total = sum(self.seconds.values()) - self.seconds.get("start-up", 0.0)
         return self.seconds.get("data", 0.0) / total if total > 0 else None
 
     def state(self) -> str:
-        """Return the state of `status.json`; `dead` if it is running, or empty, and no process writes it."""
+        """Return the state in `status.json`; `dead` if the run has not ended and no process trains it."""
         self.status = read_status(self.run)
         state = str(self.status.get("state", "not begun"))
         state = "dead" if state in ("running", "not begun") and self._nobody() else state
@@ -134,7 +134,7 @@ class Follower:
 
     @property
     def why(self) -> str:
-        """Return why the run ended, once `state` says that it did."""
+        """The reason why the run ended; "" while it runs."""
         return str(self.summary.get("reason") or self.status.get("message") or "") if self._over else ""
 
     def _nobody(self) -> bool:
@@ -143,14 +143,14 @@ class Follower:
         return bool(self.last_row) and time.monotonic() - self.last_row > SILENT_SECONDS
 
     def place(self) -> str:
-        """Return the position of a run: `step 450/900 50 % 0:12 left`."""
+        """Return the position of a run as text: `step 450/900 50 % 0:12 left`."""
         total, left = self.facts.get("total_steps"), self.seconds_left
         words = [f"step {self.step:,}" + (f"/{total:,}  {100 * self.step // total} %" if total else "")]
         return "  ".join([*words, *([f"{duration(left)} left"] if left is not None else [])])
 
 
 def is_writer_alive(run: RunDir) -> bool | None:
-    """Return whether the process that wrote the lock is alive; None if it is on another machine."""
+    """Return whether the process that wrote the lock is alive; None if it is on another machine or unknown."""
     try:
         owner = json.loads(run.lock.read_text(encoding="utf-8"))
         return psutil.pid_exists(owner["pid"]) if owner["host"] == socket.gethostname() else None
@@ -159,7 +159,7 @@ def is_writer_alive(run: RunDir) -> bool | None:
 
 
 def sweep_jobs(folder: Path) -> list[dict[str, Any]]:
-    """Return the jobs of `sweep.json`: folder, words, result. Raise OSError or ValueError."""
+    """Return the jobs in `sweep.json`: folder, settings, result. Raise OSError or ValueError."""
     jobs = read_json(folder / "sweep.json").get("jobs", [])
     return [
         job

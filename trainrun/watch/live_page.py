@@ -1,9 +1,9 @@
-"""`report.html` while a run goes on: drawn now and then by a process of the lowest priority, and reloaded by itself.
+"""`report.html` of a running training: drawn now and then by a process of the lowest priority; it reloads itself.
 
     python -m trainrun.watch.live_page RUN_DIR PID
 
-It reads the run's folder and imports no matplotlib; the run draws its own page at its end, and ends this process. When
-the process PID is gone, the page says how the run stands and is reloaded no more.
+The process reads the run's folder and does not import matplotlib. The run draws its own page at its end and ends
+this process. When the process PID is gone, the page shows the final state and is not reloaded any more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from trainrun.folder.run_folder import RunDir, is_there, write_text
+from trainrun.folder.run_folder import RunDir, is_run_folder, write_text
 from trainrun.monitor.run_lines import devices_line, phases_line
 from trainrun.output import SPEEDS, figure
 from trainrun.plots import page
@@ -30,7 +30,7 @@ SECONDS = 5.0  # between pages; one takes about 1 ms
 
 
 def main(argv: list[str]) -> None:
-    """Draw until the training is gone or has said how it ended."""
+    """Draw the page until the training process is gone or its status says that it ended."""
     run, trains = RunDir(Path(argv[0])), int(argv[1])
     os.nice(19)
     with contextlib.suppress(
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     ):  # Linux: computes only where a processor has nothing else to do
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     follower, goes_on, written = Follower(run), True, 0
-    while goes_on and is_there(run):
+    while goes_on and is_run_folder(run):
         goes_on = psutil.pid_exists(trains) and follower.state() not in ENDED
         follower.read()
         if written and time_written(run) != written:  # the run has drawn its own page at its end

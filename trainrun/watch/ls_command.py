@@ -1,4 +1,4 @@
-"""`trainrun ls [FOLDER]`: the runs and sweeps below a folder as a table, on the screen or as a page."""
+"""`trainrun ls [FOLDER]`: the runs and sweeps below a folder as a table, on the screen or as an HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.folder.run_folder import RunDir, named_folder, write_text
+from trainrun.folder.run_folder import RunDir, resolve_folder, write_text
 from trainrun.folder.status import is_sweep, read_status
 from trainrun.output import counted, duration, figure, report_result, say
 from trainrun.plots import page
@@ -39,10 +39,10 @@ SIGNS: dict[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Listed:
-    """One row: a run, or a sweep, which stands for its best job.
+    """One row of the table: a run, or a sweep with its best job.
 
-    name: the folder, below the one that is listed. page: what the row opens, if it is there. seconds: of the training,
-    or of all jobs of a sweep from start to end.
+    name: the folder relative to the listed one. page: the page that the row links to, if it exists. seconds: of
+        training; for a sweep from the start to the end of all jobs.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Listed:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings and options that were given, without the folder."""
+        """Return the typed settings and options, without the folder."""
         return settings_in(self.status.get("overrides", []))
 
     @property
     def changed(self) -> float:
-        """When it last said how it stands, in seconds of the clock."""
+        """The time of the last change of the status, in seconds since 1970."""
         return float(self.status.get("time") or self.run.root.stat().st_mtime)
 
     @cached_property
@@ -75,9 +75,9 @@ class Listed:
         }  # fmt: skip
 
     def value_of(self, key: str) -> Any:
-        """Return the best value (`best`, or the metric that the run is judged by), a setting or the option of a group.
+        """Return the best value (`best`, or the name of the monitored metric), a setting, or the option of a group.
 
-        None where the run has none of that name.
+        Return None if the run has none of that name.
         """
         if key in ("best", self.status.get("monitor")):
             return self.status.get("value")
@@ -92,7 +92,7 @@ class Listed:
 
 
 def main(argv: list[str]) -> int:
-    """Print the table; with `--html` write it as a page too."""
+    """Print the table. With `--html` also write it as a page."""
     parser = Parser(
         prog="trainrun ls", allow_abbrev=False,
         description="Lists the runs and sweeps below a folder: state, age, best value, settings that differ, time. "
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
         "--html", action="store_true", help=f"write {PAGE} into the folder, with links to the reports"
     )
     words = parser.parse_args(argv)
-    folder = named_folder(words.folder or ("runs" if Path("runs").is_dir() else "."))
+    folder = resolve_folder(words.folder or ("runs" if Path("runs").is_dir() else "."))
     if not folder.is_dir():
         raise ConfigError(f"ls {words.folder}: no such folder")
     filters = [parse_filter(text) for text in words.filter]
@@ -137,7 +137,9 @@ def main(argv: list[str]) -> int:
 
 
 def runs_below(folder: Path) -> Iterator[Listed]:
-    """Yield the runs and sweeps below a folder; the jobs of a sweep only where the folder is the sweep itself."""
+    """Yield the runs and sweeps below a folder. The jobs of a sweep are listed only if the folder is the sweep
+    itself.
+    """
     if is_run(folder):
         yield listed_run(RunDir(folder), folder.name)
     for path in run_folders_below(folder, MOST_DEEP):
@@ -149,7 +151,7 @@ def runs_below(folder: Path) -> Iterator[Listed]:
 
 
 def run_folders_below(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield all folders below one, in the order of names, without those inside of a run or a sweep."""
+    """Yield all folders below a folder, sorted by name, without those inside a run or a sweep."""
     try:
         inside = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
     except OSError:  # of another user
@@ -176,7 +178,7 @@ def listed_run(run: RunDir, name: str) -> Listed:
 
 
 def listed_sweep(folder: Path, name: str) -> Listed:
-    """Return the best job of a sweep, and how many of its jobs are done."""
+    """Return the row of a sweep: its best job, and how many of its jobs are done."""
     try:
         sweep = load_sweep(folder)
     except ConfigError:
@@ -191,7 +193,7 @@ def listed_sweep(folder: Path, name: str) -> Listed:
 
 @dataclass(frozen=True)
 class RowFilter:
-    """The test that `lr<1e-3` stands for."""
+    """A filter for rows, such as `lr<1e-3`."""
 
     key: str
     sign: str
@@ -208,14 +210,14 @@ class RowFilter:
 
 
 def parse_filter(text: str) -> RowFilter:
-    """Raise ConfigError for a text that is no test."""
+    """Return the filter that a text describes. Raise ConfigError if it is not one."""
     if (match := FILTER.fullmatch(text)) is None:
         raise ConfigError(f"--filter {text}: must be KEY, one of {' '.join(SIGNS)}, and a value, as lr<1e-3")
     return RowFilter(match["key"], match["sign"], match["value"])
 
 
 def in_order(listed: list[Listed], key: str) -> list[Listed]:
-    """Return the rows in the order of a key; those without a value come last. Raise ConfigError if none has one."""
+    """Return the rows sorted by a key; rows without a value come last. Raise ConfigError if no row has one."""
     if key == "age":
         return sorted(listed, key=lambda one: -one.changed)
     found = [(value, one) for one in listed if (value := one.value_of(key)) is not None]
@@ -229,7 +231,7 @@ def in_order(listed: list[Listed], key: str) -> list[Listed]:
 
 
 def table_rows(listed: list[Listed]) -> list[list[str]]:
-    """Return the cells of each row; what differs: settings that not all rows share."""
+    """Return the cells of each row. The column "what differs" has the settings that not all rows share."""
     differing = differing_keys([one.settings | {"": "given"} for one in listed])
     now = time.time()
     rows = []
@@ -253,7 +255,7 @@ def age_text(seconds: float) -> str:
 
 
 def fit_width(rows: list[list[str]], width: int | None) -> list[list[str]]:
-    """Return the rows with the settings cut so that a line fits the window."""
+    """Return the rows with the settings shortened so that each line fits the window."""
     if width is None:
         return rows
     place = COLUMNS.index("what differs")
@@ -268,7 +270,7 @@ def fit_width(rows: list[list[str]], width: int | None) -> list[list[str]]:
 
 
 def write_run_list(folder: Path, listed: list[Listed], rows: list[list[str]]) -> Path:
-    """Write the table as a page whose names lead to the reports and to the pages of sweeps; return its path."""
+    """Write the table as a page with links to reports and sweep pages. Return its path."""
     links = [one.page.relative_to(folder).as_posix() if one.page.is_file() else "" for one in listed]
     title = f"{counted(len(listed), 'run')} in {folder}"
     write_text(

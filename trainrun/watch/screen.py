@@ -1,4 +1,4 @@
-"""A run or a sweep on the terminal, drawn again and again; or as plain lines, where nobody sees a terminal."""
+"""Views of a run or a sweep: redrawn on a terminal, or plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDED = ("done", "stopped", "pruned", "failed", "dead")
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """Return the newest values as a curve of characters, a mean per column; values that are not finite are blank."""
+    """Return the newest values as a line of characters, one mean per column; values that are not finite are blank."""
     size = max(1, -(-len(values) // width))
     groups = [[v for v in values[i : i + size] if abs(v) < float("inf")] for i in range(0, len(values), size)]
     means = [sum(group) / len(group) if group else None for group in groups]
@@ -39,7 +39,7 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
 
 
 class RunView:
-    """One run. ended: how, once it has."""
+    """The view of one run. ended: its final state; "" while it runs."""
 
     def __init__(self, run: RunDir) -> None:
         self.follower = Follower(run)
@@ -93,7 +93,7 @@ class RunView:
 
 
 class RunsView:
-    """Several runs, with what differs between them first, and a mark on the best. ended: once all of them have."""
+    """The view of several runs: differing settings first, and a mark on the best. ended: set when all have ended."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = list(folders)
@@ -112,11 +112,11 @@ class RunsView:
             self.ended = "failed" if states & {"failed", "dead"} else "done"
 
     def is_over(self, states: set[str]) -> bool:
-        """Return whether nothing more is to come. states: how the runs ended, "" for one that goes on."""
+        """Return whether all runs have ended. states: their final states, "" for a running one."""
         return "" not in states
 
     def settings(self, folder: Path) -> dict[str, str]:
-        """Return the settings that were given for a run."""
+        """Return the typed settings of a run."""
         try:
             words = RunDir(folder).overrides.read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -124,7 +124,7 @@ class RunsView:
         return settings_in(words)
 
     def draw(self) -> RenderableType:
-        """Return the table, and below it each run that goes on."""
+        """Return the table, and below it each running run."""
         settings = {folder: self.settings(folder) for folder in self._folders}
         keys = differing_keys([{**given, "": "given"} for given in settings.values()])
         best = self._best()
@@ -150,13 +150,13 @@ class RunsView:
         return Group(table, *running)
 
     def _judged_by(self) -> tuple[str, int]:
-        """Return the metric by which the runs that ended are judged, and -1 if a larger value is better."""
+        """Return the monitored metric of the ended runs, and -1 if a larger value is better, else 1."""
         statuses = [view.follower.status for view in self._views.values()]
         status = next((status for status in statuses if status.get("monitor")), {})
         return str(status.get("monitor") or ""), -1 if status.get("mode") == "max" else 1
 
     def _values(self) -> dict[Path, float]:
-        """Return the best value of each run so far, of one metric."""
+        """Return the best value of one metric so far for each run."""
         monitor, sign = self._judged_by()
         values: dict[Path, float] = {}
         for folder, view in self._views.items():
@@ -184,7 +184,7 @@ class RunsView:
 
 
 class SweepView(RunsView):
-    """All jobs of a sweep. ended: once nobody starts another."""
+    """The view of all jobs of a sweep. ended: set when no further job will start."""
 
     what = "sweep"
 
@@ -208,7 +208,7 @@ class SweepView(RunsView):
 
 
 def settings_in(words: Sequence[str]) -> dict[str, str]:
-    """Return the settings of words by key, without folders."""
+    """Return the settings among the words by key, without folders."""
     pairs = [word.lstrip("+").partition("=") for word in words if not word.startswith("-")]
     return {key: value for key, equals, value in pairs if equals and not key.startswith(FOLDERS)}
 

@@ -1,4 +1,4 @@
-"""`trainrun watch RUN_OR_SWEEP`: follow a run through its folder alone, from another terminal or machine."""
+"""`trainrun watch RUN_OR_SWEEP`: follow a run through its folder, from another terminal or machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 from trainrun.cli.run_arguments import Parser, add_trust
 from trainrun.errors import EXIT_DONE, EXIT_FAILED, ConfigError
-from trainrun.folder.run_folder import RunDir, named_folder
+from trainrun.folder.run_folder import RunDir, resolve_folder
 from trainrun.folder.seal import check_files
 from trainrun.folder.status import is_sweep
 from trainrun.limits import parse_seconds
@@ -17,7 +17,7 @@ from trainrun.watch.screen import RunsView, RunView, SweepView
 
 
 def main(argv: list[str]) -> int:
-    """Draw until it ends; the exit code says whether it ended well."""
+    """Draw until the run ends. Return 0 if it ended well, 1 if it failed or died."""
     parser = Parser(
         prog="trainrun watch", allow_abbrev=False,
         description="Follows a run or a sweep through its folder: state, step, losses, phases, devices. On a pipe "
@@ -66,11 +66,11 @@ def main(argv: list[str]) -> int:
 
 
 def view_of(words: list[str], trust: bool) -> RunView | RunsView:
-    """Return the view of a run, of a sweep, or of several runs. Raise ConfigError if no word names a run."""
+    """Return the view of a run, a sweep, or several runs. Raise ConfigError if no word names a run."""
     runs: list[RunDir] = []
     skipped: dict[str, ConfigError] = {}
     for word in words:
-        folder = named_folder(word)
+        folder = resolve_folder(word)
         if is_sweep(folder) and len(words) == 1:
             check_files(folder, trust)
             return SweepView(folder)

@@ -136,7 +136,7 @@ class RareAtOnce(Rare):
 @pytest.mark.parametrize(("source", "long"), [(Rare(), 5.0), (RareAtOnce(), 5.0), (Rare(), -1.0)])
 def test_a_source_of_which_one_sample_is_random_is_refused(source, long, monkeypatch):
     monkeypatch.setattr(module, "LONG_SECONDS", long)  # workers fill it
-    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(module, "count_usable_cores", lambda: 2)
     with refused(DataError, "data.train"):
         with_cache(source, "memory", "data.train")
 
@@ -243,7 +243,7 @@ def _numbers(value):
 @pytest.mark.parametrize("workers", [False, True])
 def test_filling_reads_each_once(kind, made, workers, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONG_SECONDS", 0.0 if workers else 600.0)
-    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(module, "count_usable_cores", lambda: 2)
     look_at(made(kind, log=tmp_path), "")
     before = reads_in(tmp_path)
     for path in tmp_path.iterdir():

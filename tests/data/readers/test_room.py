@@ -34,7 +34,7 @@ SMALL = 1_000_000  # bytes that are free here
 
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "host_memory", lambda: Memory(SMALL, 2 * SMALL))
+    monkeypatch.setattr(room, "read_host_memory", lambda: Memory(SMALL, 2 * SMALL))
 
 
 @pytest.fixture

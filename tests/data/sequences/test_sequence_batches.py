@@ -14,7 +14,7 @@ from trainrun.data.sequences.collate import Packed, Padded
 from trainrun.data.sequences.fields import Cut, Pieces
 from trainrun.data.split_batch import repeat_rows, select_rows
 from trainrun.interfaces import batch_fields
-from trainrun.task.batches import inputs_and_target, run_model
+from trainrun.task.batches import run_model, split_inputs_and_target
 from trainrun.tensors import segment_mask
 
 A, B, C = torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([5, 6])
@@ -41,7 +41,7 @@ def test_pairs_stay_pairs_with_a_mask_beside_them():
     fields = batch_fields(batch)
     assert fields["attention_mask"].tolist() == [[True] * 3, [True, False, False]]
     assert list(fields) == ["attention_mask"]
-    assert inputs_and_target(batch) == (inputs, target)
+    assert split_inputs_and_target(batch) == (inputs, target)
 
 
 def test_labels_stay_labels_and_equal_lengths_keep_the_form():

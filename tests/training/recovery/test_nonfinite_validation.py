@@ -11,12 +11,12 @@ from torch import nn
 import trainrun as package
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
-from trainrun.training.recovery.nonfinite import likely_cause
+from trainrun.training.recovery.nonfinite import find_likely_cause
 
 
 def cause(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str:
     batches, _ = open_batches((x, y), StreamOptions("data.val", False, 4, seed=0))
-    return likely_cause(model, batches)
+    return find_likely_cause(model, batches)
 
 
 def test_the_cause_that_is_found_is_said() -> None:

@@ -19,9 +19,14 @@ from trainrun.data.split_batch import num_rows, split_micro_batch
 from trainrun.interfaces import MicroBatch, StepOutput
 from trainrun.parallel.single import Single
 from trainrun.seeding import random_state, set_random_state
-from trainrun.training.evaluate import sums_of
-from trainrun.training.recovery.nonfinite import num_nonfinite
-from trainrun.training.recovery.oom import BufferCopies, OomRetry, describe_out_of_memory, not_finite
+from trainrun.training.evaluate import compute_sums
+from trainrun.training.recovery.nonfinite import count_nonfinite
+from trainrun.training.recovery.oom import (
+    BufferCopies,
+    OomRetry,
+    describe_out_of_memory,
+    list_non_finite_buffers,
+)
 
 SINGLE = Single(torch.device("cpu"))
 NO_MEMORY = (
@@ -148,12 +153,12 @@ def test_buffers_are_as_at_the_start_of_the_window(quiet_windows: int) -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_a_sparse_buffer_may_be_not_finite() -> None:
     model = Writes()
-    assert not_finite(model) == []
+    assert list_non_finite_buffers(model) == []
     model.links = torch.tensor([[0.0, float("nan")]]).to_sparse()
-    assert not_finite(model) == ["links"]
+    assert list_non_finite_buffers(model) == ["links"]
     model.links = model.links.to_sparse_csr()
-    assert not_finite(model) == ["links"]
-    assert num_nonfinite(model.links) == 1
+    assert list_non_finite_buffers(model) == ["links"]
+    assert count_nonfinite(model.links) == 1
 
 
 def test_a_buffer_that_only_a_later_window_writes_into_is_said() -> None:
@@ -405,6 +410,6 @@ def test_nothing_but_sums_stays_of_the_parts_of_a_validation() -> None:
     retry.load_state_dict({"pieces": 1, "val_pieces": 4})
     given = replace(run, task=task, retry=retry)
     found = retry.compute_in_pieces(
-        MicroBatch(torch.rand(8, FEATURES)), lambda piece: sums_of(given, run.model, piece)
+        MicroBatch(torch.rand(8, FEATURES)), lambda piece: compute_sums(given, run.model, piece)
     )
     assert [(sorted(sums), rows) for sums, rows, _ in found] == [(["largest", "loss"], {})] * 4

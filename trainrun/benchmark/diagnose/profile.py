@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainrun.benchmark.worker_messages import Profiled
-from trainrun.runtime.machine import settle
+from trainrun.runtime.machine import wait_for_device
 
 STEPS: Final = 5
 MOST_OPERATIONS: Final = 12
@@ -26,7 +26,7 @@ def profile_steps(run: Callable[[int], None], device: torch.device, file: Path) 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     with profile(activities=activities, acc_events=True) as profiler:
         run(STEPS)
-        settle(device)
+        wait_for_device(device)
     profiler.export_chrome_trace(str(file))
     sort_key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     table = profiler.key_averages().table(sort_key, MOST_OPERATIONS, max_name_column_width=46)

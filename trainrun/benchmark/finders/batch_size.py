@@ -28,7 +28,7 @@ from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainingError
 from trainrun.output import quantity, say
 from trainrun.parallel.devices import count_gpus
 from trainrun.plots.compare import text_table
-from trainrun.runtime.machine import host_memory
+from trainrun.runtime.machine import read_host_memory
 from trainrun.scheduler.build_schedule import scaled_lr
 from trainrun.timing.paired import PROCESS_SPREAD, Comparison, Rules, compare_in_turns
 
@@ -61,7 +61,7 @@ class BatchFinder:
         self, pool: WorkerPool, words: list[str], budget: Budget, most_bytes: int | None, progress: Any
     ) -> None:
         self._pool, self._words, self._budget, self._progress = pool, words, budget, progress
-        self._most_bytes = most_bytes or int(MOST_OF_FREE * host_memory().free)
+        self._most_bytes = most_bytes or int(MOST_OF_FREE * read_host_memory().free)
         self.tried, self.config = list[Attempt](), config_of(words)
         # Asks the driver, since torch would make GPUs unusable in forked processes.
         has_gpu = count_gpus() or torch.version.hip or torch.backends.mps.is_available()

@@ -26,7 +26,7 @@ from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner
 from trainrun.benchmark.worker_messages import RunInfo
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
-from trainrun.runtime.machine import usable_cores
+from trainrun.runtime.machine import count_usable_cores
 from trainrun.timing.paired import Ratio
 
 ALONE_UNTIL: Final = 0.6  # of the budget
@@ -60,7 +60,7 @@ def cpu_only(config: RunConfig, info: RunInfo) -> str:
 
 
 def skip_threads(config: RunConfig, info: RunInfo) -> str:
-    return "" if usable_cores() > 1 and info.device == "cpu" else "one core, or not a CPU"
+    return "" if count_usable_cores() > 1 and info.device == "cpu" else "one core, or not a CPU"
 
 
 def needs_convolutions(config: RunConfig, info: RunInfo) -> str:
@@ -130,7 +130,7 @@ TECHNIQUES: Final = (
     Technique("freed memory kept", always("trainer.cpu_allocator=auto"), ("trainer.cpu_allocator=libc",),
               skip=cpu_only),
     Technique("one thread", always("trainer.num_threads=1"), skip=skip_threads),
-    Technique("a thread for each core", lambda config: (f"trainer.num_threads={usable_cores()}",),
+    Technique("a thread for each core", lambda config: (f"trainer.num_threads={count_usable_cores()}",),
               skip=skip_threads),
     Technique("compiled (whole step)", always(*COMPILED_STEP), NOT_COMPILED, NUMERIC),
     Technique("compiled (model)", always(*COMPILED_MODEL), NOT_COMPILED, NUMERIC),

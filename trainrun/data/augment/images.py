@@ -82,7 +82,7 @@ def map_of(batch: Any, images: Tensor) -> Tensor | None:
 
 
 def with_both(batch: Any, images: Tensor, move: Callable[[Tensor], Tensor]) -> Any:
-    """`move` of the images, and of a map of targets, channels or not."""
+    """`move_seconds` of the images, and of a map of targets, channels or not."""
     target = map_of(batch, images)
     if target is not None:
         batch = with_target(

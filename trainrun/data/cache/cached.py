@@ -55,7 +55,7 @@ from trainrun.data.tensor_dataset import Columns, columns_of
 from trainrun.errors import DataError
 from trainrun.limits import CacheSpec, parse_cache
 from trainrun.output import counted, quantity
-from trainrun.runtime.machine import host_memory, usable_cores
+from trainrun.runtime.machine import count_usable_cores, read_host_memory
 
 LOG = logging.getLogger(__name__)
 PASSED_ON = ("class_names", "classes", "num_classes", "describe", "lengths", "fingerprint")
@@ -130,7 +130,7 @@ def cache_in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe,
             raise DataError(f"{where}: not one sample of {quantity(probe.sample_bytes)}B fits; use a larger pool, "
                             "or data.cache=none")  # fmt: skip
         expected = min(expected, limit)
-    free = host_memory().free
+    free = read_host_memory().free
     if expected > free:
         raise DataError(
             f"{where}: the cache needs about {quantity(expected)}B, {quantity(free)}B of memory are free; use "
@@ -269,7 +269,7 @@ def write_cache(
     size = max(1, min(CHUNK, int(CHUNK_BYTES / sample_bytes)))
     chunks = [range(first, min(first + size, total)) for first in range(0, total, size)]
     is_long = total * probe.seconds > LONG_SECONDS
-    num_workers = min(MAX_AUTO_WORKERS, usable_cores()) if is_long else 1
+    num_workers = min(MAX_AUTO_WORKERS, count_usable_cores()) if is_long else 1
     reader = BlockReader(source, probe.form, leaves)
     report_progress = progress_lines(options.key, options.report)
     blocks: list[SampleBlock] = []  # without their values

@@ -20,7 +20,7 @@ from trainrun.data.stream_options import PreparedStream, StreamOptions, describe
 from trainrun.data.tensor_dataset import parts_of
 from trainrun.errors import DataError
 from trainrun.output import counted, duration, quantity
-from trainrun.runtime.machine import usable_cores
+from trainrun.runtime.machine import count_usable_cores
 
 MAX_AUTO_WORKERS = 8
 MAX_AUTO_THREADS = 4
@@ -117,8 +117,8 @@ def _by_look(prepared: PreparedStream) -> Choice:
 
 def has_spare_core(options: StreamOptions) -> bool:
     """Return whether the ranks leave a core for a reader of each. On a GPU a rank keeps one core busy."""
-    threads = options.compute_threads or usable_cores()
-    return usable_cores() // options.local_world_size > threads
+    threads = options.compute_threads or count_usable_cores()
+    return count_usable_cores() // options.local_world_size > threads
 
 
 def _allows_threads(prepared: PreparedStream) -> bool:
@@ -150,7 +150,7 @@ def _asked_threads(prepared: PreparedStream) -> Choice:
     vain = describe_unused(options, "num_workers")
     if number != "auto":
         return Choice(ReadBy("threads", number), f"{counted(number, 'loader thread')} (asked for{vain})")
-    cores = max(1, usable_cores() // options.local_world_size)
+    cores = max(1, count_usable_cores() // options.local_world_size)
     several = min(MAX_AUTO_THREADS, max(1, cores - 1)) if _allows_threads(prepared) else 1
     why = "" if _allows_threads(prepared) else f"; {prepared.single} is not known to allow more"
     return Choice(
@@ -162,7 +162,7 @@ def loader_workers(num_workers: int | Literal["auto"], local_world_size: int) ->
     """Return workers for data that has to be read or computed: as many as there are spare cores."""
     if num_workers != "auto":
         return Choice(ReadBy("workers", num_workers), f"{describe_workers(num_workers)} (asked for)")
-    cores = usable_cores()
+    cores = count_usable_cores()
     chosen = 0 if cores // local_world_size <= 2 else min(MAX_AUTO_WORKERS, cores // local_world_size - 1)
     ranks = "rank" if local_world_size == 1 else "ranks"
     return Choice(

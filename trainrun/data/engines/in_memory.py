@@ -17,7 +17,7 @@ from trainrun.data.stream_options import PreparedStream, Sizes, describe_unused
 from trainrun.data.tensor_dataset import Column, Columns, is_mapped, tensor_view
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
-from trainrun.runtime.machine import free_bytes
+from trainrun.runtime.machine import read_free_bytes
 
 BLOCK_BYTES = 2**26  # of a mapped file on its way to a GPU
 SMALL_BATCH_BYTES = 2**14  # larger batches are gathered one by one, which copies them once
@@ -75,7 +75,7 @@ def fits_in_memory(prepared: PreparedStream) -> bool:
     if gathered_in_place(prepared) or (columns.in_place and options.device.type == "cpu"):
         return True
     copies = 1 if options.device.type == "cuda" else options.local_world_size
-    return resident_bytes(prepared) * copies <= free_bytes(options.device) / 2
+    return resident_bytes(prepared) * copies <= read_free_bytes(options.device) / 2
 
 
 def roomy_batch_size(columns: Columns, batch_size: int, scaled: bool) -> int:

@@ -34,8 +34,8 @@ from trainrun.data.batch import map_leaves
 from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
-from trainrun.runtime.child_process import take_own_positions
-from trainrun.runtime.machine import host_memory
+from trainrun.runtime.child_process import reopen_read_files
+from trainrun.runtime.machine import read_host_memory
 from trainrun.seeding import derive_seed
 
 POLL_SECONDS: Final = 0.5  # of waiting between two looks at the workers
@@ -111,7 +111,7 @@ def without_advice() -> Iterator[None]:
 
 def begin_worker(owner: int, worker: int) -> None:
     """Set a worker up: it has positions of its own in open files, ignores stop requests, and ends with the training."""
-    take_own_positions()
+    reopen_read_files()
     ignore_stop_signals()
     sys.excepthook = shown_unless_cut_off
     if multiprocessing.get_start_method() != "forkserver":  # whose children are not the owner's
@@ -332,7 +332,7 @@ def memory_line() -> str:
     """Describe the free memory, for the message about a process that died."""
     import psutil
 
-    memory = host_memory()
+    memory = read_host_memory()
     own = psutil.Process().memory_info().rss
     return (
         f"{memory.free / 1e9:.1f} of {memory.total / 1e9:.1f} GB of memory are free now, "

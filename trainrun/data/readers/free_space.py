@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainrun.errors import DataError
-from trainrun.runtime.machine import host_memory
+from trainrun.runtime.machine import read_host_memory
 
 GZIP_MAGIC = b"\x1f\x8b"
 SHARE = 4  # of the free memory, for one part: train and val are both kept, and a step needs room too
@@ -15,7 +15,7 @@ SHARE = 4  # of the free memory, for one part: train and val are both kept, and 
 
 def check_memory(num_bytes: int, what: str, way: str) -> None:
     """Raises DataError if so much memory is not free. way: what the user can do instead."""
-    free = host_memory().free
+    free = read_host_memory().free
     if num_bytes > free:
         raise DataError(
             f"{what} needs {format_bytes(num_bytes)} of memory, but {format_bytes(free)} are free; {way}"
@@ -26,7 +26,7 @@ def in_memory(num_bytes: int, wanted: bool | str) -> bool:
     """wanted: data.train.in_memory: true, false, or "auto": up to a quarter of the memory that is free now."""
     if wanted is True:
         check_memory(num_bytes, "data.train.in_memory=true: the data", "use data.train.in_memory=auto")
-    return num_bytes * SHARE <= host_memory().free if wanted == "auto" else bool(wanted)
+    return num_bytes * SHARE <= read_host_memory().free if wanted == "auto" else bool(wanted)
 
 
 def unpacked_bytes(files: Iterable[Path]) -> int:

@@ -20,7 +20,7 @@ from trainrun.folder.lock import open_locked
 from trainrun.folder.seal import key_path
 from trainrun.output import counted
 from trainrun.parallel.devices import count_gpus
-from trainrun.runtime.machine import host_memory
+from trainrun.runtime.machine import read_host_memory
 from trainrun.sweep.options import SweepOptions
 
 JOB_BYTES = 2**30  # of host memory that a job is assumed to need, where nobody said how many run
@@ -137,7 +137,7 @@ def find_places(
     cores = core_numbers()
     count, reason = options.jobs or 0, ""
     if options.jobs is None:
-        count = min(len(cores), max(host_memory().free // JOB_BYTES, 1))
+        count = min(len(cores), max(read_host_memory().free // JOB_BYTES, 1))
         count = count if num_jobs is None else min(count, num_jobs)
         if measure_gain is not None and count > 1:
             gain = measure_gain(cores[:2])

@@ -40,7 +40,7 @@ CONSTANT = 1e-13  # variance of a target below this share of its mean square is 
 Measured = tuple[dict[str, Tensor], dict[str, Tensor]]  # sums and rows
 
 
-def chosen(
+def split_metric_names(
     metrics: Any, known: Sequence[str], task: str, given: str
 ) -> tuple[tuple[str, ...], TorchMetrics | None]:
     """Split metrics into a tuple of names and the objects with a `_target_`. If `top5` is known, `topK` is for any
@@ -98,7 +98,7 @@ class ClassMetrics:
         classes, sums, rows = logits.shape[1], {}, {}
         for name in self.names:
             if name.startswith("top"):
-                sums[name] = num_in_top(logits, target, int(name[3:]))
+                sums[name] = count_in_top(logits, target, int(name[3:]))
         if set(self.names) & {"f1", "precision", "recall", "balanced_accuracy", "iou"}:
             predicted = logits.argmax(1)
             right = target[predicted == target]
@@ -121,15 +121,15 @@ class ClassMetrics:
         own_values = {} if self.own is None else self.own.summarize(sums)
         each: dict[str, Tensor] = {}
         if PER_CLASS in sums:
-            each = ratios(sums[PER_CLASS])
+            each = compute_ratios(sums[PER_CLASS])
         if SCORES in sums:
             scores, labels = sums[SCORES], sums[LABELS]
             if scores.shape[1] == 1:
                 scores = torch.cat([-scores, scores], 1)
             hot = labels[:, None] == torch.arange(scores.shape[1])
-            each |= ranking_scores(scores, hot, self.names)
+            each |= compute_ranking_scores(scores, hot, self.names)
         each = {name: each[name] for name in self.names if name in each}
-        return means(each) | (by_class(each) if self.per_class else {}) | own_values
+        return average_over_classes(each) | (name_by_class(each) if self.per_class else {}) | own_values
 
 
 @dataclass(frozen=True)
@@ -164,16 +164,16 @@ class LabelMetrics:
         """Return the metrics from the sums of an evaluation; {} for the sums of a training step."""
         if PER_CLASS not in sums:
             return {}
-        micro = ratios(sums[PER_CLASS].sum(1, keepdim=True))
+        micro = compute_ratios(sums[PER_CLASS].sum(1, keepdim=True))
         results: dict[str, float] = {name: float(micro[name]) for name in MICRO if name in self.names}
-        parts = ratios(sums[PER_CLASS])
+        parts = compute_ratios(sums[PER_CLASS])
         each = {name: parts[name.removesuffix("_macro")] for name in self.names if name.endswith("_macro")}
         if SCORES in sums:
-            each |= ranking_scores(sums[SCORES], sums[LABELS], self.names)
-        results |= means(each)
+            each |= compute_ranking_scores(sums[SCORES], sums[LABELS], self.names)
+        results |= average_over_classes(each)
         if self.per_class:
             each |= {name: parts[name] for name in ("f1", "precision", "recall") if name in self.names}
-            results |= by_class({name.removesuffix("_macro"): values for name, values in each.items()})
+            results |= name_by_class({name.removesuffix("_macro"): values for name, values in each.items()})
         return results if self.own is None else results | self.own.summarize(sums)
 
 
@@ -240,7 +240,7 @@ def flatten_output(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return output.double(), target.double()
 
 
-def num_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:
+def count_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:
     """Return the number of targets among the `size` largest logits. Among equal logits the first class counts as
     larger.
     """
@@ -252,34 +252,34 @@ def num_in_top(logits: Tensor, target: Tensor, size: int) -> Tensor:
     return (below.sum(1) >= logits.shape[1] - size).sum()
 
 
-def ratios(counts: Tensor) -> dict[str, Tensor]:
+def compute_ratios(counts: Tensor) -> dict[str, Tensor]:
     """Return the class metrics (C,) by name; NaN for a class that does not occur. counts: (3, C): right, predicted,
     present.
     """
     right, predicted, there = counts.double()
     occurs = predicted + there > 0
 
-    def share(part: Tensor, whole: Tensor, where: Tensor) -> Tensor:
+    def divide_where(part: Tensor, whole: Tensor, where: Tensor) -> Tensor:
         return torch.where(where, part / whole.clamp(min=1), math.nan)
 
     return {
-        "f1": share(2 * right, predicted + there, occurs),
-        "precision": share(right, predicted, occurs),
-        "recall": share(right, there, occurs),
-        "balanced_accuracy": share(right, there, there > 0),
-        "iou": share(right, predicted + there - right, occurs),
+        "f1": divide_where(2 * right, predicted + there, occurs),
+        "precision": divide_where(right, predicted, occurs),
+        "recall": divide_where(right, there, occurs),
+        "balanced_accuracy": divide_where(right, there, there > 0),
+        "iou": divide_where(right, predicted + there - right, occurs),
     }
 
 
-def ranking_scores(scores: Tensor, hot: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+def compute_ranking_scores(scores: Tensor, hot: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
     """Return AUROC and average precision (C,) of each class. scores: (N, C) float64; hot: (N, C) bool."""
-    pairs = [ranking(scores[:, i], hot[:, i]) for i in range(scores.shape[1])]
+    pairs = [compute_ranking(scores[:, i], hot[:, i]) for i in range(scores.shape[1])]
     columns = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
     found = {name: columns[:, i] for i, name in enumerate(RANKED) if name in names}
     return {name: values * math.nan if scores.isnan().any() else values for name, values in found.items()}
 
 
-def ranking(scores: Tensor, positive: Tensor) -> tuple[float, float]:
+def compute_ranking(scores: Tensor, positive: Tensor) -> tuple[float, float]:
     """Return AUROC and average precision of one class; NaN if undefined.
 
     Equal scores count half for AUROC, and are one threshold for precision. source: Mann and Whitney, 1947;
@@ -300,12 +300,12 @@ def ranking(scores: Tensor, positive: Tensor) -> tuple[float, float]:
     return float(area), precision
 
 
-def means(each: dict[str, Tensor]) -> dict[str, float]:
+def average_over_classes(each: dict[str, Tensor]) -> dict[str, float]:
     """Return the mean of each metric over the classes that have a value."""
     return {name: float(values.nanmean()) for name, values in each.items()}
 
 
-def by_class(each: dict[str, Tensor]) -> dict[str, float]:
+def name_by_class(each: dict[str, Tensor]) -> dict[str, float]:
     per_class_values = {name: values for name, values in each.items() if name != "balanced_accuracy"}
     return {
         f"{name}/{i}": value

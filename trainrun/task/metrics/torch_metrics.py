@@ -67,10 +67,10 @@ class TorchMetrics:
 
     def __init__(self, metrics: Mapping[str, Any], given: str) -> None:
         self._metrics, self._given = metrics, given
-        self._summed = {name for name, metric in metrics.items() if adds_up(metric)}
+        self._summed = {name for name, metric in metrics.items() if has_additive_states(metric)}
         for metric in metrics.values():
             for part in metric.modules() if callable(getattr(metric, "modules", None)) else ():
-                part.distributed_available_fn = alone  # the runner adds up over ranks itself
+                part.distributed_available_fn = is_distributed  # the runner adds up over ranks itself
             if callable(getattr(metric, "set_dtype", None)):
                 metric.set_dtype(torch.float64)
 
@@ -82,24 +82,25 @@ class TorchMetrics:
             warnings.simplefilter("ignore")  # of few items
             for name, metric in self._metrics.items():
                 try:
-                    self._updated(metric, scores, target)
+                    self._update_metric(metric, scores, target)
                 except Exception as error:  # of somebody else's code
                     raise ConfigError(
-                        f"task.metrics.{name}: {type(metric).__name__} does not take {self._given}: {line(error)}; "
+                        f"task.metrics.{name}: {type(metric).__name__} does not take {self._given}: "
+                        f"{first_line(error)}; "
                         "choose a metric for these"
                     ) from error
                 with suppress(
                     ArithmeticError, IndexError, RuntimeError, ValueError
                 ):  # too few for it, perhaps
-                    metric_numbers(name, metric.compute())
-                if name in self._summed and grows(metric):
+                    flatten_metric(name, metric.compute())
+                if name in self._summed and has_growing_states(metric):
                     self._summed.remove(name)
 
     def measure(self, scores: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the sums and rows of a batch."""
         sums = {}
         for name in sorted(self._summed):
-            self._updated(self._metrics[name], scores, target)
+            self._update_metric(self._metrics[name], scores, target)
             states = [value.double().flatten() for value in self._metrics[name].metric_state.values()]
             sums[STATES + name] = torch.cat([*states, states[0].new_zeros(2)])  # one number would be a metric
         if len(self._summed) == len(self._metrics):
@@ -113,29 +114,34 @@ class TorchMetrics:
             if STATES + name in sums:
                 set_states(metric, sums[STATES + name])
             elif SCORES in sums:
-                self._updated(metric, sums[SCORES], sums[TARGETS])
+                self._update_metric(metric, sums[SCORES], sums[TARGETS])
             else:
                 continue
             try:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
-                    values |= metric_numbers(name, metric.compute())
+                    values |= flatten_metric(name, metric.compute())
             except PluginError:
                 raise
             except Exception as error:  # of somebody else's code
                 raise PluginError(
-                    f"task.metrics.{name}: {type(metric).__name__}.compute() failed: {line(error)}"
+                    f"task.metrics.{name}: {type(metric).__name__}.compute() failed: {first_line(error)}"
                 ) from error
             metric.reset()
         return values
 
     @staticmethod
-    def _updated(metric: Any, scores: Tensor, target: Tensor) -> None:
+    def _update_metric(metric: Any, scores: Tensor, target: Tensor) -> None:
         """Reset a metric and update it with these items alone.
 
         A binary metric gets the probabilities of the second class.
         """
-        if scores.ndim == 2 and scores.shape[1] == 2 and target.ndim == 1 and name_in_bases(metric, "Binary"):
+        if (
+            scores.ndim == 2
+            and scores.shape[1] == 2
+            and target.ndim == 1
+            and has_base_named(metric, "Binary")
+        ):
             scores = scores[:, 1]
         metric.reset()
         if callable(getattr(metric, "to", None)):
@@ -144,11 +150,11 @@ class TorchMetrics:
             metric.update(scores, target)
 
 
-def alone() -> bool:
+def is_distributed() -> bool:
     return False
 
 
-def adds_up(metric: Any) -> bool:
+def has_additive_states(metric: Any) -> bool:
     """Return whether all states of a metric are tensors that are summed over ranks, according to torchmetrics."""
     reductions = getattr(metric, "_reductions", None)
     if not reductions or next(metric.children(), None) is not None:
@@ -157,7 +163,7 @@ def adds_up(metric: Any) -> bool:
     return sums and all(isinstance(value, Tensor) for value in metric.metric_state.values())
 
 
-def grows(metric: Any) -> bool:
+def has_growing_states(metric: Any) -> bool:
     """Return whether an update changes the shapes of the states, as in R2Score of several outputs."""
     shapes = [value.shape for value in metric.metric_state.values()]
     metric.reset()
@@ -174,18 +180,18 @@ def set_states(metric: Any, flat: Tensor) -> None:
         first += value.numel()
 
 
-def line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def name_in_bases(metric: Any, word: str) -> bool:
+def has_base_named(metric: Any, word: str) -> bool:
     return any(kind.__name__.startswith(word) for kind in type(metric).__mro__)
 
 
-def metric_numbers(name: str, value: Any) -> dict[str, float]:
+def flatten_metric(name: str, value: Any) -> dict[str, float]:
     """Return `{kappa: x}`, or `{kappa/3: x, ...}` for several numbers. Raise PluginError for other results."""
     if isinstance(value, Mapping):
-        inner_numbers = [metric_numbers(f"{name}/{key}", item) for key, item in value.items()]
+        inner_numbers = [flatten_metric(f"{name}/{key}", item) for key, item in value.items()]
         return {key: number for item in inner_numbers for key, number in item.items()}
     is_numeric = isinstance(value, float | int) or hasattr(value, "__array__")  # a tensor, or of NumPy
     if is_numeric and (tensor := torch.as_tensor(value)).ndim < 2:

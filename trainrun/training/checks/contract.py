@@ -62,7 +62,7 @@ def check_task(run: Components, data: Any) -> None:
     """Raise PluginError if a task's output breaks the contract, or is a mean instead of a sum."""
     owners = (run.model, run.task, data, run.optimizer, *run.hooks.by_key.values())
     try:
-        looks = run_trial(partial(looks_at, run, data), run.parallel.device, *owners)
+        looks = run_trial(partial(compare_passes, run, data), run.parallel.device, *owners)
     except BadOutput as error:
         if run.own_step is not None:  # a step of the user's own trains: this task may only validate
             return
@@ -73,7 +73,7 @@ def check_task(run: Components, data: Any) -> None:
         run.monitors.note(f"task: whether it returns sums or means could not be checked ({reason})")
         return
     name = type(run.task).__name__
-    means = [key for key in looks.once[0] if found_of(looks, key) == MEAN]
+    means = [key for key in looks.once[0] if classify_value(looks, key) == MEAN]
     if hits := [key for key in means if key != LOSS and are_hits(looks, key)]:
         means = [key for key in means if key not in hits]
         run.monitors.note(
@@ -93,8 +93,8 @@ def check_task(run: Components, data: Any) -> None:
             f"task: {names} of {name}.step() is a mean: it stays the same where a batch is given twice, and it is "
             f"divided by the count once more. Give the sum, or the pair (sum, its own count). {way_out}"
         )
-    if no_sum_of_parts(looks) is None and (wrong := not_additive(looks, exempt=hits)):
-        of_all, parts = (ratio_of(pairs, wrong[0]) for pairs in (looks.parts[:1], looks.parts[1:]))
+    if find_loss_not_additive(looks) is None and (wrong := list_metrics_not_additive(looks, exempt=hits)):
+        of_all, parts = (compute_metric(pairs, wrong[0]) for pairs in (looks.parts[:1], looks.parts[1:]))
         raise PluginError(
             f'task: sums["{wrong[0]}"] of {name}.step() is {of_all:.6g} an item for some rows, and {parts:.6g} for '
             "their halves together, so it depends on data.val_batch_size. Tensors of shapes (B, 1) and (B,) may have "
@@ -107,13 +107,13 @@ def check_task(run: Components, data: Any) -> None:
             f"task: the count of {name} is {once:g} where a batch is given once, and where it is given twice: a small "
             "last batch weighs as much as a full one; let it be the number of items, and the loss their sum"
         )
-    elif found_of(looks, LOSS) == UNCLEAR:
+    elif classify_value(looks, LOSS) == UNCLEAR:
         run.monitors.note(
             f"task: the loss of {name}.step() does not double where a batch is given twice, and it is divided by the "
             "count: where it is a mean (of a contrastive loss, for instance), return StepOutput(loss_mean=loss, "
             "count=number of items)"
         )
-    elif (broken := no_sum_of_parts(looks)) is not None:
+    elif (broken := find_loss_not_additive(looks)) is not None:
         run.monitors.note(
             f"task: the loss of {name}.step() is {broken[0]:.6g} for some rows, and {broken[1]:.6g} for their halves "
             "together, so trainer.accumulate_grad_batches, ranks and data.val_batch_size change it (`trainrun verify` "
@@ -126,19 +126,19 @@ class BadOutput(Exception):
     """The error that a step's output breaks the contract."""
 
 
-def looks_at(run: Components, data: Any) -> Looks:
+def compare_passes(run: Components, data: Any) -> Looks:
     count = num_rows(data)
     rows = min(max(count // 2, 1), MOST_ROWS)
     num_whole = min(max(rows, LEAST_WHOLE), count)
     look = build_inspection_step(run)
     few = select_rows(data, 0, rows, count)
-    looks = Looks([look(few)], [look(repeat_rows(few, rows))], [], rounding_of(run))
+    looks = Looks([look(few)], [look(repeat_rows(few, rows))], [], choose_rounding(run))
     looks.once.append(look(few))
     if num_whole > 1:
         ends = ((0, num_whole), (0, num_whole // 2), (num_whole // 2, num_whole))
         with suppress(Exception):  # where not even fewer rows, or float32, will do: what is above decides
             looks.parts.extend([look(select_rows(data, *pair, count), exact=True) for pair in ends])
-    if not all(same(*(seen[key][0] for seen in looks.once)) for key in looks.once[0]):
+    if not all(are_close(*(seen[key][0] for seen in looks.once)) for key in looks.once[0]):
         for _ in range(REPEATS - 1):
             looks.once.append(look(few))
             looks.twice.append(look(repeat_rows(few, rows)))
@@ -152,22 +152,22 @@ def build_inspection_step(run: Components) -> Callable[..., dict[str, Pair]]:
     """
     run.model.eval()
 
-    def look(data: Any, exact: bool = False) -> dict[str, Pair]:
+    def run_task_step(data: Any, exact: bool = False) -> dict[str, Pair]:
         with nullcontext() if exact else run.precision.autocast():
             out = run.task.step(run.model, data)
-        return loss_and_sums(run.task, run.counting, data, out)
+        return collect_loss_and_sums(run.task, run.counting, data, out)
 
-    return look
+    return run_task_step
 
 
-def rounding_of(run: Components) -> float:
+def choose_rounding(run: Components) -> float:
     """Return the relative difference between whole and parts that rounding explains, without autocast."""
     if any(parameter.dtype in HALF_TYPES for parameter in run.model.parameters()):
         return SAME
     return ROUNDING if torch.get_float32_matmul_precision() == "highest" else ROUNDING_TF32
 
 
-def no_sum_of_parts(looks: Looks) -> tuple[float, float] | None:
+def find_loss_not_additive(looks: Looks) -> tuple[float, float] | None:
     """Return the loss of some rows and the sum of the losses of their halves if they clearly differ.
 
     Return None if they agree, or if random numbers explain the difference.
@@ -179,7 +179,7 @@ def no_sum_of_parts(looks: Looks) -> tuple[float, float] | None:
     return None if is_additive(whole_loss, halves, looks.rounding) else (whole_loss, sum(halves))
 
 
-def not_additive(looks: Looks, exempt: Sequence[str]) -> list[str]:
+def list_metrics_not_additive(looks: Looks, exempt: Sequence[str]) -> list[str]:
     """Return the metrics that differ between some rows and their halves for a reason other than noise.
 
     A metric whose own count does not grow with the rows counts batches, and need not add up.
@@ -194,7 +194,7 @@ def not_additive(looks: Looks, exempt: Sequence[str]) -> list[str]:
             continue
         if not torch.allclose(first[name][0], again[name][0], rtol=0.1 * looks.rounding, equal_nan=True):
             continue
-        ratio_whole, parts = ratio_of(looks.parts[:1], name), ratio_of(looks.parts[1:], name)
+        ratio_whole, parts = compute_metric(looks.parts[:1], name), compute_metric(looks.parts[1:], name)
         # whole numbers count rows, of which rounding may move one from one side of a threshold to the other
         counted_rows = all(float(part[name][0]).is_integer() for part in looks.parts)
         slack = max(2 / float(count), 0.1 * max(abs(ratio_whole), abs(parts))) if counted_rows else 0.0
@@ -203,14 +203,14 @@ def not_additive(looks: Looks, exempt: Sequence[str]) -> list[str]:
     return names
 
 
-def ratio_of(looks: Sequence[dict[str, Pair]], name: str) -> float:
+def compute_metric(looks: Sequence[dict[str, Pair]], name: str) -> float:
     """Return the metric over several batches: the sum of its values divided by the sum of its counts."""
     total = sum(float(look[name][0]) for look in looks)
     count = sum(float(look[name][1]) for look in looks)
     return total / count if count else 0.0
 
 
-def loss_and_sums(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, Pair]:
+def collect_loss_and_sums(task: Any, counting: Counting, data: Any, out: Any) -> dict[str, Pair]:
     """Return the loss and all sums, each with its divisor.
 
     Raise BadOutput if the output breaks the contract of a task.
@@ -254,11 +254,11 @@ def are_hits(looks: Looks, key: str) -> bool:
     return all(bool(((value % 1 == 0) & (value >= 1) & (value <= count)).all()) for value, count in pairs)
 
 
-def same(left: Tensor, right: Tensor) -> bool:
+def are_close(left: Tensor, right: Tensor) -> bool:
     return float((left - right).abs().sum()) <= 1e-3 * float(left.abs().sum())
 
 
-def found_of(looks: Looks, key: str) -> str:
+def classify_value(looks: Looks, key: str) -> str:
     """Classify a value as MEAN, UNCLEAR or SUM. A tensor counts as the sum of its numbers.
 
     MEAN: the value clearly stays while its count doubles. UNCLEAR: it is nearer to that than to a sum. SUM:

@@ -29,9 +29,9 @@ class WithLayerTable:
             return self.inner(run, micro_batches)
         self._done = True
         shapes: dict[str, str] = {}
-        layers = dict(shown_layers(run.model))
+        layers = dict(iterate_shown_layers(run.model))
         handles = [
-            layer.register_forward_hook(shape_note(shapes, name))
+            layer.register_forward_hook(build_shape_hook(shapes, name))
             for name, layer in layers.items()
             if self._sees_shapes
         ]
@@ -40,11 +40,13 @@ class WithLayerTable:
         finally:
             for handle in handles:
                 handle.remove()
-        run.monitors.write_row("layers", run.monitors.step, {"layers": layer_rows(run.model, layers, shapes)})
+        run.monitors.write_row(
+            "layers", run.monitors.step, {"layers": build_layer_rows(run.model, layers, shapes)}
+        )
         return report
 
 
-def shown_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def iterate_shown_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield name and layer in their order, down to the third level and up to MOST_LAYERS."""
     named = ((name, layer) for name, layer in model.named_modules() if name and name.count(".") < DEEPEST)
     for number, (name, layer) in enumerate(named):
@@ -53,25 +55,25 @@ def shown_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name, layer
 
 
-def shape_note(shapes: dict[str, str], name: str) -> Any:
+def build_shape_hook(shapes: dict[str, str], name: str) -> Any:
     """Return a forward hook that stores the shape of the first output."""
 
-    def note(layer: nn.Module, inputs: Any, output: Any) -> None:
-        shapes.setdefault(name, shape_text(output))
+    def store_shape(layer: nn.Module, inputs: Any, output: Any) -> None:
+        shapes.setdefault(name, format_shapes(output))
 
-    return note
+    return store_shape
 
 
-def shape_text(output: Any) -> str:
+def format_shapes(output: Any) -> str:
     """Return a shape as `32 x 10`; for several tensors one after the other; "" for other values."""
     if isinstance(output, Tensor):
         return " x ".join(map(str, output.shape))
     if isinstance(output, (tuple, list)):
-        return ", ".join(filter(None, map(shape_text, output)))
+        return ", ".join(filter(None, map(format_shapes, output)))
     return ""
 
 
-def layer_rows(
+def build_layer_rows(
     model: nn.Module, layers: dict[str, nn.Module], shapes: dict[str, str]
 ) -> list[dict[str, Any]]:
     """Return a row for each layer and one for the whole model. A shared parameter counts in each layer that has it."""

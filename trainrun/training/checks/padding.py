@@ -22,8 +22,8 @@ from torch import Tensor
 from trainrun.data.batch import is_integer, map_leaves
 from trainrun.data.split_batch import num_rows, repeat_rows, select_rows
 from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, batch_fields
-from trainrun.task.dict_batches import bare_model, keywords_of
-from trainrun.training.checks.contract import LOSS, build_inspection_step, rounding_of
+from trainrun.task.dict_batches import inspect_forward, unwrap_model
+from trainrun.training.checks.contract import LOSS, build_inspection_step, choose_rounding
 from trainrun.training.components import Components
 from trainrun.training.without_trace import run_trial
 
@@ -41,35 +41,35 @@ def check_padding(run: Components, data: Any) -> bool:
     message, owners = "", (run.model, run.task, data, run.optimizer, *run.hooks.by_key.values())
     # What the user's code does with two rows, with fewer positions or in a copy is no fault of the run.
     with suppress(Exception):
-        message = run_trial(partial(difference, run, data, mask), run.parallel.device, *owners)
+        message = run_trial(partial(describe_padding_effect, run, data, mask), run.parallel.device, *owners)
     if message := next(filter(None, run.parallel.gather(message)), ""):
         run.monitors.note(message)
     return True
 
 
-def difference(run: Components, data: Any, mask: Tensor | None) -> str:
+def describe_padding_effect(run: Components, data: Any, mask: Tensor | None) -> str:
     """Return the message if a padded sample gives another result than alone; else "". Call it in a trial."""
     row, length, filled = 0, 0, [False]
     if mask is not None:
         row, length = int(mask.sum(1).argmin()), int(mask.sum(1).min())
         if length and bool(mask[row, :length].all()):  # and not padded at its beginning
-            filled = filled_leaves(data, mask)
+            filled = find_padded_leaves(data, mask)
     padded = repeat_rows(select_rows(data, row, row + 1, num_rows(data)), 1)
-    cut = shortened(padded, filled, length) if any(filled) else padded
-    look, rounding = build_inspection_step(run), rounding_of(run)
+    cut = cut_padded_leaves(padded, filled, length) if any(filled) else padded
+    look, rounding = build_inspection_step(run), choose_rounding(run)
     looks = [look(batch, exact=True)[LOSS] for batch in (padded, cut, padded)]
     (loss, count), (own_loss, own_count), (again, _) = ((float(a), float(b)) for a, b in looks)
     if mask is None or abs(loss - again) > 0.1 * rounding * abs(loss):  # random numbers
         return ""
     if count == own_count and not abs(loss - own_loss) > rounding * max(abs(loss), abs(own_loss)):
         return ""
-    model = type(bare_model(run.model))
-    named, takes_all, _ = keywords_of(model.forward)
+    model = type(unwrap_model(run.model))
+    named, takes_all, _ = inspect_forward(model.forward)
     fields = data if isinstance(data, Mapping) else {}
     others = {
         name: leaf
         for name, leaf in fields.items()
-        if is_filled(leaf, mask) and name not in (MASK, *named, *INPUT_KEYS, *TARGET_KEYS)
+        if is_padded(leaf, mask) and name not in (MASK, *named, *INPUT_KEYS, *TARGET_KEYS)
     }
     integer_leaves = {
         name: leaf for name, leaf in others.items() if is_integer(leaf) and leaf.dtype is not torch.bool
@@ -90,20 +90,20 @@ def difference(run: Components, data: Any, mask: Tensor | None) -> str:
     return message
 
 
-def filled_leaves(data: Any, mask: Tensor) -> list[bool]:
+def find_padded_leaves(data: Any, mask: Tensor) -> list[bool]:
     """Return for each leaf of a batch whether it has padding where the mask marks padding."""
     filled: list[bool] = []
-    map_leaves(data, lambda leaf: filled.append(is_filled(leaf, mask)))
+    map_leaves(data, lambda leaf: filled.append(is_padded(leaf, mask)))
     return filled
 
 
-def shortened(data: Any, filled: list[bool], length: int) -> Any:
+def cut_padded_leaves(data: Any, filled: list[bool], length: int) -> Any:
     """Return the batch with its padded leaves cut to `length` positions."""
     rest = iter(filled)
     return map_leaves(data, lambda leaf: leaf[:, :length].contiguous() if next(rest) else leaf)
 
 
-def is_filled(leaf: Any, mask: Tensor) -> bool:
+def is_padded(leaf: Any, mask: Tensor) -> bool:
     """Return whether a tensor has the shape of the mask and one single value at all padding positions."""
     if not isinstance(leaf, Tensor) or leaf.shape[:2] != mask.shape:
         return False

@@ -30,22 +30,22 @@ def save_pictures(file: Path, found: Any, name: str) -> None:
         texts = None
         if isinstance(value, tuple) and len(value) == 2:
             value, texts = value
-        tensors[str(key)] = as_pictures(value, what)
+        tensors[str(key)] = convert_pictures(value, what)
         if texts is not None:
-            captions[str(key)] = as_captions(texts, len(tensors[str(key)]), what)
+            captions[str(key)] = format_captions(texts, len(tensors[str(key)]), what)
     temporary = file.with_suffix(".tmp")
     save_file(tensors, temporary, metadata=captions)
     temporary.replace(file)
 
 
-def as_captions(texts: Any, count: int, what: str) -> str:
+def format_captions(texts: Any, count: int, what: str) -> str:
     """Return the captions of `count` images as JSON. Raise PluginError if there are fewer."""
     if not isinstance(texts, list) or len(texts) < count:
         raise PluginError(f"{what} has no list of {count} captions; give a text for each picture")
     return json.dumps([str(text) for text in texts[:count]])
 
 
-def as_pictures(value: Any, what: str) -> Tensor:
+def convert_pictures(value: Any, what: str) -> Tensor:
     """Return images as uint8 (B, 1 or 3, H, W) on the host. Raise PluginError for another value."""
     shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
     if (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.interfaces import KeepsState
-from trainrun.runtime.held_state import changed, comparable_values, first_names, shape_of
+from trainrun.runtime.held_state import changed_names, comparable_values, format_first_names, shape_in_text
 from trainrun.user_code import is_users_class
 
 
@@ -37,33 +37,33 @@ class UnsavedState:
         """Record the state after the first step, when lazy attributes exist. Return whether this check is done."""
         task, model = self._run.task, self._run.model
         if self._first is None:
-            self._first = self._held()
-            self._own_versions = {name: value._version for name, value in task_parameters(task, model)}
+            self._first = self._read_state()
+            self._own_versions = {name: value._version for name, value in list_task_parameters(task, model)}
             return False
         if log:
-            self._tell_untrained()
+            self._note_untrained()
         return log
 
     def lines(self) -> list[str]:
         """Compare the state at a save, and note each owner once. Return a line for each owner whose state changed."""
-        held = {} if self._first is None else self._held()
+        held = {} if self._first is None else self._read_state()
         for owner, now in held.items():
             before = (self._first or {}).get(owner, {})
-            names = changed(before, now)
+            names = changed_names(before, now)
             if owner == "model":
-                names = [name for name in names if shape_of(before[name]) == shape_of(now[name])]
+                names = [name for name in names if shape_in_text(before[name]) == shape_in_text(now[name])]
             if names and owner not in self._told:
-                self._told[owner] = f"{owner}: {self._class_of(owner)} ({first_names(names)})"
+                self._told[owner] = f"{owner}: {self._owner_class(owner)} ({format_first_names(names)})"
                 way = "give the class state_dict() and load_state_dict(state)"
                 if owner == "model":
                     way = "keep it in a buffer (register_buffer)"
                 self._run.monitors.note(
-                    f"{owner}: {self._class_of(owner)}: {first_names(names)} changes in the training, and no "
+                    f"{owner}: {self._owner_class(owner)}: {format_first_names(names)} changes in the training, and no "
                     f"checkpoint holds it. A resume starts from its initial value. If results depend on it: {way}"
                 )
         return list(self._told.values())
 
-    def _owners(self) -> dict[str, Any]:
+    def _list_owners(self) -> dict[str, Any]:
         run = self._run
         owners = {"task": run.task, "step": run.own_step, **run.hooks.by_key}
         return {
@@ -72,17 +72,17 @@ class UnsavedState:
             if owner is not None and not is_of_library(owner) and not saves_all(owner)
         }
 
-    def _class_of(self, owner: str) -> str:
-        return type(self._run.model if owner == "model" else self._owners()[owner]).__name__
+    def _owner_class(self, owner: str) -> str:
+        return type(self._run.model if owner == "model" else self._list_owners()[owner]).__name__
 
     @torch.no_grad()
-    def _held(self) -> dict[str, dict[str, str]]:
+    def _read_state(self) -> dict[str, dict[str, str]]:
         """Return for each owner its attributes as comparable texts."""
-        run, owners = self._run, self._owners()
+        run, owners = self._run, self._list_owners()
         runner_ids = {id(part) for part in (*vars(run).values(), *owners.values())}
         runner_ids |= ids_of_saved_parts(run.model)
         held = {key: comparable_values(owner, runner_ids) for key, owner in owners.items()}
-        modules = users_modules(run.model)
+        modules = find_users_modules(run.model)
         if modules:
             held["model"] = {
                 f"{place}.{name}".lstrip("."): text
@@ -91,9 +91,9 @@ class UnsavedState:
             }
         return held
 
-    def _tell_untrained(self) -> None:
+    def _note_untrained(self) -> None:
         """Note parameters of the task that get gradients but are not updated."""
-        untrained = task_parameters(self._run.task, self._run.model)
+        untrained = list_task_parameters(self._run.task, self._run.model)
         still = [
             name
             for name, value in untrained
@@ -101,7 +101,8 @@ class UnsavedState:
         ]
         if still:
             self._run.monitors.note(
-                f"task: {type(self._run.task).__name__}: its own parameters ({first_names(still)}) get gradients, and "
+                f"task: {type(self._run.task).__name__}: its own parameters ({format_first_names(still)}) get "
+                "gradients, and "
                 "nothing updates them. The optimizer updates parameters of the model only: put them into the model"
             )
 
@@ -118,7 +119,7 @@ def saves_all(owner: Any) -> bool:
     )
 
 
-def task_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
+def list_task_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the tensors in attributes of the task that require gradients and are not parameters of the model."""
     model_ids = {id(parameter) for parameter in model.parameters()}
     parameters: list[tuple[str, Tensor]] = []
@@ -132,7 +133,7 @@ def task_parameters(task: Any, model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, value) for name, value in parameters if value.requires_grad and id(value) not in model_ids]
 
 
-def users_modules(model: nn.Module) -> dict[str, nn.Module]:
+def find_users_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of the user's classes by name, without modules that save extra state and their parts."""
     modules: dict[str, nn.Module] = {}
     saved: set[int] = set()

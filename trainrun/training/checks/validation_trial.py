@@ -25,8 +25,8 @@ from trainrun.runtime.child_process import ChildLate, can_fork, run_in_child
 from trainrun.sums import ReservedName, metrics_of
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
-from trainrun.training.evaluate import sums_of
-from trainrun.training.loop import windows_from
+from trainrun.training.evaluate import compute_sums
+from trainrun.training.loop import iterate_windows
 from trainrun.training.without_trace import run_trial
 from trainrun.user_code import is_users_class, line_of
 
@@ -36,7 +36,7 @@ OF_USERS = (ConfigError, DataError, PluginError)  # what the first validation wo
 
 def try_validation(run: Components, state: TrainState) -> None:
     """Raise the error with which the first validation would end, and ConfigError for metrics that it lacks."""
-    metrics = named_metrics(run.config)
+    metrics = list_named_metrics(run.config)
     compiles = run.config.trainer.compile.scope in ("model", "regional")
     if run.val is None or compiles or not (metrics or has_users_code(run)):
         return
@@ -46,7 +46,7 @@ def try_validation(run: Components, state: TrainState) -> None:
     owners = (run.model, run.task, run.optimizer, *run.hooks.by_key.values())
     try:
         names = run_trial(
-            lambda: metric_names(run), run.parallel.device, *owners, limit_seconds=LIMIT_SECONDS
+            lambda: evaluate_one_batch(run), run.parallel.device, *owners, limit_seconds=LIMIT_SECONDS
         )
     except OF_USERS:
         raise
@@ -65,7 +65,7 @@ def try_validation(run: Components, state: TrainState) -> None:
             )
 
 
-def named_metrics(config: RunConfig) -> dict[str, str]:
+def list_named_metrics(config: RunConfig) -> dict[str, str]:
     """Return the metrics that settings name, by the key of the setting."""
     stopping = config.trainer.early_stopping
     named = {
@@ -87,7 +87,7 @@ def has_users_code(run: Components) -> bool:
     return any(is_users_class(type(part)) for part in (run.task, *run.model.modules()))
 
 
-def metric_names(run: Components) -> list[str]:
+def evaluate_one_batch(run: Components) -> list[str]:
     """Evaluate one batch and return its sorted metric names; [] on a rank without a share of the batch."""
     assert run.val is not None
     split, batches = next(iter(run.validation)), run.val.epoch(0)
@@ -97,7 +97,7 @@ def metric_names(run: Components) -> list[str]:
             if batch is None:
                 return []
             run.task_calls.evaluation_starts(model, split)
-            sums, rows, late = sums_of(run, model, batch)
+            sums, rows, late = compute_sums(run, model, batch)
             count = float(batch.counted_by(run.task) or late)
     finally:
         with contextlib.suppress(AttributeError):  # a stream that is no generator has nothing to close
@@ -121,18 +121,18 @@ def retry_after_step(run: Components, state: TrainState, error: Exception) -> No
         return
     fault = ""
     with contextlib.suppress(Exception):  # of a step, which the run is about to make and to report
-        fault = run_in_child(lambda: fault_after_step(run, state), LIMIT_SECONDS)
+        fault = run_in_child(lambda: validate_after_step(run, state), LIMIT_SECONDS)
     if fault:
         raise PluginError(fault)
 
 
-def fault_after_step(run: Components, state: TrainState) -> str:
+def validate_after_step(run: Components, state: TrainState) -> str:
     """Train one step as a whole epoch, then evaluate a batch. Return the error message, or "". Call it in a child
     process.
     """
     silent: Any = run.monitors
     silent.note = lambda text: None
-    window = next(windows_from(run, state))
+    window = next(iterate_windows(run, state))
     run.hooks.before_step(run, state)
     run.task_calls.before_step(state)
     state.advance(window, run.step(run, window))
@@ -140,7 +140,7 @@ def fault_after_step(run: Components, state: TrainState) -> str:
     run.task_calls.after_step(state, log=False)
     run.hooks.after_step(run, state)
     try:
-        metric_names(run)
+        evaluate_one_batch(run)
     except Exception as error:
         message = (
             str(error)

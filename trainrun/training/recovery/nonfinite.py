@@ -31,7 +31,7 @@ from trainrun.folder.run_folder import write_json
 from trainrun.interfaces import IGNORED, Batches, Parallel, Precision
 from trainrun.output import counted
 from trainrun.train_state import BadStep, RollBack, TrainState
-from trainrun.training.recovery.oom import OomRetry, stored_numbers
+from trainrun.training.recovery.oom import OomRetry, stored_values
 
 MAX_WRITTEN = 8  # steps of a run that are written down; they can be deleted after a look
 MAX_SKIPPED_SHARE = 0.1
@@ -69,16 +69,16 @@ class BadSteps:
         scaler = self._precision.state_dict()["scaler"]
         about = ""
         if bad is not None and (scaler is None or failure):
-            about = self._write(state, bad, scaler)
+            about = self._save_step(state, bad, scaler)
         elif failure and bad is None:
             about = LATE
         if self._policy == "rollback" and (failure or scaler is None):
-            self._go_back(state, failure, about)
+            self._roll_back(state, failure, about)
         if failure:
             raise TrainingError(f"step {state.step}: {failure}{about and f'. {about}'}")
-        self._go_on(state, about)
+        self._skip_step(state, about)
 
-    def _go_back(self, state: TrainState, failure: str, about: str) -> None:
+    def _roll_back(self, state: TrainState, failure: str, about: str) -> None:
         reason = failure or "a gradient was NaN or infinite"
         if state.rollbacks >= MAX_ROLLBACKS:
             raise TrainingError(
@@ -91,7 +91,7 @@ class BadSteps:
         )
         raise RollBack(state)
 
-    def _go_on(self, state: TrainState, about: str) -> None:
+    def _skip_step(self, state: TrainState, about: str) -> None:
         if state.step >= LEAST_STEPS and state.skipped_steps > MAX_SKIPPED_SHARE * state.step:
             raise TrainingError(
                 f"step {state.step}: a gradient was NaN or infinite in {state.skipped_steps} steps, more than "
@@ -109,11 +109,11 @@ class BadSteps:
                 f"The run ends if more than {MAX_SKIPPED_SHARE:.0%} of the steps are skipped. {about}"
             )
 
-    def _write(self, state: TrainState, bad: BadStep, scaler: Mapping[str, Any] | None) -> str:
+    def _save_step(self, state: TrainState, bad: BadStep, scaler: Mapping[str, Any] | None) -> str:
         """Save the part of this rank. Return the same description of the step on all ranks."""
         losses = [float(loss) for loss in bad.losses]
         place = self._folder / f"step-{state.step:08d}"
-        wrong = sum(facts["nonfinite"] for row in _facts(bad) for facts in row["tensors"].values())
+        wrong = sum(facts["nonfinite"] for row in _describe_batches(bad) for facts in row["tensors"].values())
         room = place.exists() or len(list(self._folder.glob("step-*"))) < MAX_WRITTEN
         gathered = self._parallel.gather((all(map(math.isfinite, losses)), wrong, room))
         causes = [
@@ -146,13 +146,13 @@ class BadSteps:
         rank, files = self._parallel.rank, FileLayer()
         for folder in (self._folder, place):  # the run itself is not made again where it is gone
             folder.mkdir(exist_ok=True)
-        rows = _facts(bad)
+        rows = _describe_batches(bad)
         for row, loss in zip(rows, losses, strict=True):
             row["loss_sum"] = loss if math.isfinite(loss) else str(loss)
         tensors = {
             name: leaf.detach().cpu().contiguous()
             for number, batch in enumerate(bad.window)
-            for name, leaf in tensors_of_batch(batch.data, str(number))
+            for name, leaf in iterate_batch_tensors(batch.data, str(number))
         }
         temporary = place / f".rank-{rank:05d}.{os.getpid()}.tmp"
         temporary.unlink(missing_ok=True)
@@ -181,54 +181,54 @@ def describe_nonfinite_cause(is_finite: bool, num_values: int) -> str:
     return f"{' and '.join(filter(None, (loss, values)))} {verb} NaN or infinite"
 
 
-def _facts(bad: BadStep) -> list[dict[str, Any]]:
+def _describe_batches(bad: BadStep) -> list[dict[str, Any]]:
     """Describe each micro-batch: its samples, and how many values of each tensor are not finite."""
     return [
         {
             "samples": None if batch.indices is None else batch.indices.tolist(),
             "counts": batch.real,
             "tensors": {
-                name: {"shape": list(leaf.shape), "nonfinite": num_nonfinite(leaf)}
-                for name, leaf in tensors_of_batch(batch.data, str(number))
+                name: {"shape": list(leaf.shape), "nonfinite": count_nonfinite(leaf)}
+                for name, leaf in iterate_batch_tensors(batch.data, str(number))
             },
         }
         for number, batch in enumerate(bad.window)
     ]
 
 
-def tensors_of_batch(data: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+def iterate_batch_tensors(data: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a batch with its path: `0.inputs`, `0.1`."""
     if isinstance(data, Tensor):
         yield name, data
     elif isinstance(data, Mapping):
         for key, value in data.items():
-            yield from tensors_of_batch(value, f"{name}.{key}")
+            yield from iterate_batch_tensors(value, f"{name}.{key}")
     elif isinstance(data, list | tuple):
         for number, value in enumerate(data):
-            yield from tensors_of_batch(value, f"{name}.{number}")
+            yield from iterate_batch_tensors(value, f"{name}.{number}")
 
 
-def num_nonfinite(tensor: Tensor) -> int:
+def count_nonfinite(tensor: Tensor) -> int:
     """Count the values that are not finite. The host waits for the device: called after a bad step only."""
     floating = tensor.is_floating_point() or tensor.is_complex()
-    return int((~torch.isfinite(stored_numbers(tensor))).sum()) if floating else 0
+    return int((~torch.isfinite(stored_values(tensor))).sum()) if floating else 0
 
 
-def likely_cause(model: nn.Module, batches: Batches) -> str:
+def find_likely_cause(model: nn.Module, batches: Batches) -> str:
     """Return why a validation's loss is not finite, without another forward; "" if unknown.
 
     Weights, buffers, inputs and targets are checked in this order; the first one that is not finite is named.
     """
     for kind, tensors in (("weight", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
-            if num_nonfinite(tensor):
+            if count_nonfinite(tensor):
                 return f"the model's {kind} {name} is not finite"
     ignored = []
     for batch in islice(batches.epoch(0), MOST_BATCHES):
-        leaves = [leaf for _, leaf in tensors_of_batch(batch.data, "")]
+        leaves = [leaf for _, leaf in iterate_batch_tensors(batch.data, "")]
         for leaf in leaves:
-            if num_nonfinite(leaf):
-                return f"the data is not finite{_sample(leaf, batch.indices)}"
+            if count_nonfinite(leaf):
+                return f"the data is not finite{_describe_sample(leaf, batch.indices)}"
         ignored.append(any(bool((leaf == IGNORED).all()) for leaf in leaves))
     if all(ignored):
         return f"every target is {IGNORED}, which counts nothing"
@@ -238,7 +238,7 @@ def likely_cause(model: nn.Module, batches: Batches) -> str:
     )
 
 
-def _sample(tensor: Tensor, indices: Tensor | None) -> str:
+def _describe_sample(tensor: Tensor, indices: Tensor | None) -> str:
     """Return `: sample 12` for the first bad row; "" if rows are not samples."""
     if indices is None or tensor.ndim == 0 or len(tensor) != len(indices):
         return ""

@@ -28,7 +28,7 @@ from trainrun.data.split_batch import num_rows, select_rows, split_micro_batch
 from trainrun.errors import PluginError
 from trainrun.interfaces import KeepsState, MicroBatch, Parallel, Task, counts_before
 from trainrun.output import counted
-from trainrun.runtime.foreach_copy import Lists, by_type, copy_
+from trainrun.runtime.foreach_copy import Lists, copy_, group_by_type
 from trainrun.seeding import NUMPY_GENERATOR, PYTHON_GENERATOR, Generator, TorchGenerator, evaluating
 
 T = TypeVar("T")
@@ -142,18 +142,19 @@ class OomRetry:
         if self._marks and self._buffers.watches:
             self._buffers.mark()
         if not self._runs_again:
-            return compute(self._cut(window))
+            return compute(self._cut_window(window))
         self._random_states.mark()
-        result, fault = self._attempt(window, compute)
+        result, fault = self._try_window(window, compute)
         if not fault:
             return result  # type: ignore[return-value]
         while fault:
             last = fault
-            self._split(window, fault)
-            result, fault = self._attempt(window, compute)
+            self._prepare_smaller(window, fault)
+            result, fault = self._try_window(window, compute)
         self.note(
             f"out of memory ({last}): from here on every micro-batch is cut in {self.pieces}, "
-            f"{counted(-(-most_rows(window) // self.pieces), 'sample')} at a time, with the same global batch and the "
+            f"{counted(-(-count_most_rows(window) // self.pieces), 'sample')} at a time, with the same global "
+            "batch and the "
             "same gradient (trainer.out_of_memory)"
         )
         return result  # type: ignore[return-value]
@@ -165,7 +166,7 @@ class OomRetry:
         """
         while True:
             try:
-                return [compute(part) for part in self._parts_of(batch)]
+                return [compute(part) for part in self._cut_validation_batch(batch)]
             except (MemoryError, RuntimeError) as error:
                 if self.mode == "stop" or not (fault := describe_out_of_memory(error)):
                     raise
@@ -174,7 +175,7 @@ class OomRetry:
             if self.parallel.forward_is_collective:
                 reason = FORWARDS
             else:
-                reason = self._why_not_cut([batch], self._val_pieces)
+                reason = self._explain_no_cut([batch], self._val_pieces)
             if reason:
                 raise torch.OutOfMemoryError(f"{fault}; a batch of the validation is not cut: {reason}")
             self._val_pieces *= 2
@@ -200,7 +201,7 @@ class OomRetry:
     def _begin(self) -> None:
         """Decide before the first window whether windows can be repeated. If not, nothing is copied for it."""
         self._began = True
-        if not self.refusal and self.mode == "split" and (name := batch_norm_in(self.model)):
+        if not self.refusal and self.mode == "split" and (name := find_batch_norm(self.model)):
             self.refusal = (
                 f"the model has batch norm ({name}), whose statistics would be those of fewer samples; "
                 "trainer.out_of_memory=split-batchnorm allows it"
@@ -208,12 +209,12 @@ class OomRetry:
         self._runs_again = self.mode != "stop" and not self.refusal
         self._marks = self._runs_again or self._mends
 
-    def _cut(self, window: list[MicroBatch]) -> list[MicroBatch]:
+    def _cut_window(self, window: list[MicroBatch]) -> list[MicroBatch]:
         if self.pieces == 1:
             return window
         return [piece for batch in window for piece in split_micro_batch(batch, self.pieces)]
 
-    def _parts_of(self, batch: MicroBatch) -> list[MicroBatch]:
+    def _cut_validation_batch(self, batch: MicroBatch) -> list[MicroBatch]:
         if self._val_pieces == 1 or self.parallel.forward_is_collective:
             return [batch]
         try:
@@ -221,19 +222,19 @@ class OomRetry:
         except ValueError:  # an earlier one could be cut; this one may fit whole
             return [batch]
 
-    def _attempt(self, window: list[MicroBatch], compute: Compute[T]) -> tuple[T | None, str]:
+    def _try_window(self, window: list[MicroBatch], compute: Compute[T]) -> tuple[T | None, str]:
         """Return the result; if memory did not suffice, None and a short description of the error.
 
         The error and its frames are dropped, so the memory that they refer to is free.
         """
         try:
-            return compute(self._cut(window)), ""
+            return compute(self._cut_window(window)), ""
         except (MemoryError, RuntimeError) as error:
             if not (fault := describe_out_of_memory(error)):
                 raise
             return None, fault
 
-    def _split(self, window: list[MicroBatch], fault: str) -> None:
+    def _prepare_smaller(self, window: list[MicroBatch], fault: str) -> None:
         """Restore buffers and random states, and double the number of parts.
 
         Raise torch.OutOfMemoryError if this window cannot be split further.
@@ -241,34 +242,34 @@ class OomRetry:
         for parameter in self.model.parameters():
             parameter.grad = None
         free_memory(self.parallel.device)
-        reason = self._buffers.restore() or self._random_states.restore() or self._why_not_split(window)
+        reason = self._buffers.restore() or self._random_states.restore() or self._explain_no_split(window)
         if reason:
             raise torch.OutOfMemoryError(f"{fault}; not run again in smaller micro-batches: {reason}")
         self.pieces *= 2
 
-    def _why_not_split(self, window: list[MicroBatch]) -> str:
+    def _explain_no_split(self, window: list[MicroBatch]) -> str:
         """Return why smaller micro-batches would compute something else, or are impossible; "" if they are fine."""
         if isinstance(self.task, KeepsState) and self.task.state_dict():
             return "the task keeps state, which the attempt that failed may have changed"
         if (
             self.mode == "split-batchnorm"
-            and 4 * self.pieces > most_rows(window)
-            and batch_norm_in(self.model)
+            and 4 * self.pieces > count_most_rows(window)
+            and find_batch_norm(self.model)
         ):
             return "batch norm needs at least two samples"
-        return self._why_not_cut(window, self.pieces)
+        return self._explain_no_cut(window, self.pieces)
 
-    def _why_not_cut(self, batches: list[MicroBatch], pieces: int) -> str:
+    def _explain_no_cut(self, batches: list[MicroBatch], pieces: int) -> str:
         """Return why batches in `pieces` parts cannot be split further; "" if they can."""
         try:
-            if pieces >= most_rows(batches):
+            if pieces >= count_most_rows(batches):
                 return ONE_SAMPLE
-            return "" if pieces > 1 else coupled(self.model, self.task, batches)
+            return "" if pieces > 1 else describe_coupling(self.model, self.task, batches)
         except ValueError as error:
             return str(error)
 
 
-def most_rows(batches: list[MicroBatch]) -> int:
+def count_most_rows(batches: list[MicroBatch]) -> int:
     """Return the samples of the largest batch. Raise ValueError if one has no tensor that could be split."""
     return max(num_rows(batch.data) for batch in batches)
 
@@ -279,7 +280,7 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def coupled(model: nn.Module, task: Task, batches: list[MicroBatch]) -> str:
+def describe_coupling(model: nn.Module, task: Task, batches: list[MicroBatch]) -> str:
     """Return why the results of the parts would not add up to that of the batches; "" if they do. Raise ValueError
     without parts.
     """
@@ -293,10 +294,10 @@ def coupled(model: nn.Module, task: Task, batches: list[MicroBatch]) -> str:
         if count_whole != parts:
             return f"task.count says {count_whole} for a batch and {parts} for its samples one by one"
     largest = max(batches, key=lambda batch: num_rows(batch.data))
-    return coupling(model, task, largest.data) if num_rows(largest.data) > 1 else ""
+    return compare_two_samples(model, task, largest.data) if num_rows(largest.data) > 1 else ""
 
 
-def batch_norm_in(model: nn.Module) -> str:
+def find_batch_norm(model: nn.Module) -> str:
     """Return the name of the first batch norm in training mode; "" if the model has none."""
     for name, module in model.named_modules():
         if isinstance(module, BATCH_NORMS) and module.training:
@@ -304,7 +305,7 @@ def batch_norm_in(model: nn.Module) -> str:
     return ""
 
 
-def coupling(model: nn.Module, task: Task, data: Any) -> str:
+def compare_two_samples(model: nn.Module, task: Task, data: Any) -> str:
     """Return a message if the loss of two samples differs from the sum of their losses, as a contrastive loss does;
     else "".
     """
@@ -334,12 +335,12 @@ def describe_out_of_memory(error: Exception, free: Callable[[], float] | None = 
     text = PREFIX.sub("", str(error).partition("\n")[0])
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(mark in text for mark in MARKS):
         return text.partition(". Including non-PyTorch memory")[0] or type(error).__name__
-    if any(mark in text for mark in CUDNN_MARKS) and (free or free_fraction)() < FULL:
+    if any(mark in text for mark in CUDNN_MARKS) and (free or read_free_fraction)() < FULL:
         return text
     return ""
 
 
-def free_fraction() -> float:
+def read_free_fraction() -> float:
     """Return the fraction of the current GPU's memory that is still available; 1 without a GPU."""
     if not torch.cuda.is_available():
         return 1.0
@@ -368,7 +369,7 @@ class BufferCopies:
             self._look_at_buffers(self._num_marks == 1)
             self.watches = self._num_marks == 1 or bool(self._copies)
         elif self._copies:
-            self._copy_again()
+            self._update_copies()
 
     @torch.no_grad()
     def restore(self) -> str:
@@ -387,7 +388,7 @@ class BufferCopies:
 
         Buffers that were never finite (a mask) are ignored.
         """
-        poisoned = [name for name in not_finite(self.model) if name not in self._never_finite]
+        poisoned = [name for name in list_non_finite_buffers(self.model) if name not in self._never_finite]
         for name in poisoned:
             if name not in self._copies or not has_finite_values(self._copies[name][1]):
                 return f"the model's buffer {name} is not finite any more, and no copy of it from before is there"
@@ -400,9 +401,9 @@ class BufferCopies:
         """Copy all buffers before the first window; after a window, copy the buffers that it changed."""
         buffers = dict(self.model.named_buffers())
         if first:
-            self._never_finite = not_finite(self.model)
+            self._never_finite = list_non_finite_buffers(self.model)
             self._still = {name: (buffer, buffer._version) for name, buffer in buffers.items()}
-            self._copy(buffers)
+            self._copy_buffers(buffers)
             return
         # by contents too: batch norm writes into its averages without a new version (torch 2.13)
         moved = [
@@ -412,24 +413,24 @@ class BufferCopies:
             or (buffer.layout is torch.strided and not torch.equal(buffer, self._copies[name][1]))
         ]
         self._still = {name: still for name, still in self._still.items() if name not in moved}
-        self._copy(moved)
+        self._copy_buffers(moved)
 
     def _is_still(self, name: str, buffer: Tensor) -> bool:
         still = self._still.get(name)
         return still is not None and still[0] is buffer and still[1] == buffer._version
 
-    def _copy(self, names: Iterable[str]) -> None:
+    def _copy_buffers(self, names: Iterable[str]) -> None:
         buffers = dict(self.model.named_buffers())
         self._copies = {name: (buffers[name], buffers[name].detach().clone()) for name in names}
-        self._lists = by_type((copy, buffer) for buffer, copy in self._copies.values())
+        self._lists = group_by_type((copy, buffer) for buffer, copy in self._copies.values())
 
     @torch.no_grad()
-    def _copy_again(self) -> None:
+    def _update_copies(self) -> None:
         """Update the copies in place. Make new ones if the model has replaced a buffer."""
         buffers = dict(self.model.named_buffers())
         for name, (buffer, copy) in self._copies.items():
             if buffers[name] is not buffer or buffer.shape != copy.shape:
-                self._copy(list(self._copies))
+                self._copy_buffers(list(self._copies))
                 return
         for copies, sources in self._lists:
             copy_(copies, sources)
@@ -442,15 +443,15 @@ def restore_buffer(model: nn.Module, name: str, buffer: Tensor, contents: Tensor
     setattr(model.get_submodule(module), buffer_name, buffer)
 
 
-def not_finite(model: nn.Module) -> list[str]:
+def list_non_finite_buffers(model: nn.Module) -> list[str]:
     return [name for name, buffer in model.named_buffers() if not has_finite_values(buffer)]
 
 
 def has_finite_values(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(stored_numbers(tensor).isfinite().all())
+    return not tensor.is_floating_point() or bool(stored_values(tensor).isfinite().all())
 
 
-def stored_numbers(tensor: Tensor) -> Tensor:
+def stored_values(tensor: Tensor) -> Tensor:
     """Return the tensor itself, or the stored values of a sparse tensor."""
     if tensor.layout is torch.strided:
         return tensor

@@ -20,7 +20,7 @@ from trainrun.train_state import OF_THIS_SESSION, TrainState
 from trainrun.training.components import Components
 from trainrun.training.named_optimizers import load_optimizer_states
 from trainrun.training.recovery.oom import describe_out_of_memory
-from trainrun.training.task_calls import mapped
+from trainrun.training.task_calls import map_tensors
 from trainrun.user_code import line_of
 
 KINDS = {item.name: str(item.type) for item in fields(TrainState) if item.name not in OF_THIS_SESSION}
@@ -62,7 +62,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     kept_step = {**shared, **(own or {})}.get("step", {})
     if kept_step and not isinstance(run.own_step, KeepsState):
         raise CheckpointError(f"checkpoint {place}: holds the state of a step; name the step of before")
-    shared["train"]["batches"] = position(run, place, shared)
+    shared["train"]["batches"] = convert_position(run, place, shared)
     per_rank = shared["stream"].get("ranks", run.parallel.world_size) / run.parallel.world_size
     for name in ("items", "step_items"):  # a mean over ranks
         shared["train"][name] = shared["train"].get(name, 0.0) * per_rank
@@ -96,7 +96,9 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
         return state
     if "source" in own and shared["stream"]["samples_per_batch"] == run.stream()["samples_per_batch"]:
         run.places.keep(shared["train"]["epoch"], shared["train"]["batches"], own["source"]["stands"])
-    load_train_state(state, shared["train"] | mapped(own["train"], (), lambda _, tensor: tensor.to(device)))
+    load_train_state(
+        state, shared["train"] | map_tensors(own["train"], (), lambda _, tensor: tensor.to(device))
+    )
     set_random_state(own["random"])
     return state
 
@@ -109,7 +111,7 @@ def _load_optimizers(run: Components, place: str, tree: dict[str, Any]) -> None:
     load_named_optimizer_state(run.optimizer, run.held, tree, configured)
 
 
-def position(run: Components, place: str, shared: dict[str, Any]) -> int:
+def convert_position(run: Components, place: str, shared: dict[str, Any]) -> int:
     """Return the micro-batches done in the epoch, converted if their size changed: no sample is repeated or lost."""
     then, now = shared["stream"], run.stream()
     size = then["samples_per_batch"]
@@ -155,11 +157,11 @@ def load_state(place: str, owner: KeepsState, kept: Mapping[str, Any], device: t
     """Load a state by the owner's own method, on `device`. Raise CheckpointError if it fails."""
     on_cpu = set(kept.get("on_cpu", ()))
 
-    def moved(path: tuple[str, ...], tensor: Tensor) -> Tensor:
+    def move_to_device(path: tuple[str, ...], tensor: Tensor) -> Tensor:
         return tensor if "/".join(path) in on_cpu else tensor.to(device)
 
     try:
-        owner.load_state_dict(mapped(kept["state"], (), moved))
+        owner.load_state_dict(map_tensors(kept["state"], (), move_to_device))
     except Exception as error:  # of code of the user's
         raise CheckpointError(
             f"checkpoint {place}: {type(owner).__name__}.load_state_dict failed: {type(error).__name__}: {error}"
@@ -222,14 +224,14 @@ def load_task_state(place: str, task: Any, kept: Mapping[str, Any], device: torc
 def load_train_state(state: TrainState, saved: dict[str, Any]) -> None:
     """Load the training state. Raise CheckpointError for an invalid value."""
     for name, value in saved.items():
-        if not _fits(name, value):
+        if not _is_valid_field(name, value):
             raise CheckpointError(f"the state says {str(name)[:40]}={str(value)[:40]}")
     for name, value in saved.items():
         setattr(state, name, value)
     state.losses = [] if saved["losses"] is None else list(saved["losses"].unbind())
 
 
-def _fits(name: str, value: Any) -> bool:
+def _is_valid_field(name: str, value: Any) -> bool:
     """Return whether a field may have such a value. Counts are at least 0, and steps at least -1 (none)."""
     kind = KINDS.get(name, "")
     if kind == "int":
