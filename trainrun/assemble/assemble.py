@@ -221,10 +221,8 @@ class DataParts:
 
 @dataclass(frozen=True)
 class UpdateParts:
-    """The parts that change the weights.
-
-    wrapped: the model as the backend calls it. held: the model as this rank holds it. optimizers: named ones, else
-        empty.
+    """The parts that change the weights. wrapped: the model as the backend calls it. optimizers: named ones, else
+    empty.
     """
 
     wrapped: nn.Module

@@ -240,7 +240,7 @@ def train_in_ranks(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
 def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
     """Return an existing run; for a sweep's folder, its best run. Raise ConfigError if there is none.
 
-    folder: may be the URL of a run in an object store, which is downloaded.
+    folder: a path, or the URL of a run in an object store, which is downloaded.
     """
     if is_url(folder):
         from trainrun.checkpoint.mirror import fetch_run  # needs an optional package
