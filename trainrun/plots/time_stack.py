@@ -42,7 +42,7 @@ def time_blocks(rows: Sequence[Mapping[str, Any]], most: int = MOST_BLOCKS) -> F
 
 
 def ledger_picture(history: History) -> Figure | None:
-    """Draw where the time of the run went; None if the run recorded no account of time."""
+    """Draw the time of the run by phase; None if the run recorded no phases."""
     blocks = time_blocks(history.of("ledger"))
     if not len(blocks):
         return None
@@ -67,7 +67,7 @@ def ledger_picture(history: History) -> Figure | None:
 
 
 def time_html(history: History) -> str:
-    """Return a bar with the share of each account of time, and its legend; empty if the run kept no account."""
+    """Return a bar with the share of each phase, and its legend; "" if the run recorded no phases."""
     blocks = time_blocks(history.of("ledger"))
     if not len(blocks):
         return ""
