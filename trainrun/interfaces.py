@@ -59,7 +59,7 @@ CONTRACTS = (
     Contract(
         "metrics",
         "Sums of two batches add up to the sums of both together.",
-        "trainrun.training.checks.contract:not_additive",
+        "trainrun.training.checks.contract:list_metrics_not_additive",
         "before the first step: a batch, and its two halves",
     ),
     Contract(
