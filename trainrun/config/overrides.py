@@ -80,7 +80,7 @@ class TrainrunSearchPath(SearchPathPlugin):
 
 
 def schema_node() -> DictConfig:
-    """Return a copy of the schema for merging: 4 ms, where making it takes 23 ms."""
+    """Return the schema as an OmegaConf node that can be changed; frozen dataclasses would be read-only."""
     return copy.deepcopy(_make_schema())
 
 
