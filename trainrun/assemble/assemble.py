@@ -383,7 +383,7 @@ def build_update(
     config: RunConfig, context: RunContext, data: DataParts, task: Any, model: nn.Module, rhythm: Intervals,
     notes: Notes,
 ) -> UpdateParts:  # fmt: skip
-    """Build the guarded update with its optimizer and schedule, one or several by name, and the averaged weights."""
+    """Build the guarded update with its optimizers and schedules, and the averaged weights."""
     parallel, options = context.parallel, precision_options(config)
     guarded, lines = build_precision(options, model, parallel.device, context.phases, parallel)
     notes.choices.extend(lines)
