@@ -1,4 +1,4 @@
-"""What compiling cost: seconds, graphs, how many were made again for another shape or mode, or read from a cache."""
+"""The cost of compilation: seconds, graphs, and how many were compiled again for another shape or mode."""
 
 from __future__ import annotations
 
