@@ -105,6 +105,10 @@ class RunDir:
     def rank_log(self, rank: int) -> Path:
         return self.root / f"rank{rank}.log"
 
+    def memory_report(self, rank: int) -> Path:
+        """Return the path of what a rank's memory held when it ended."""
+        return self.root / f"memory-rank{rank}.json"
+
     def stacks(self, rank: int) -> Path:
         """Return the file for the thread stacks of a rank that makes no progress."""
         return self.root / f"stacks-rank{rank}.txt"
@@ -131,7 +135,14 @@ class RunDir:
 def is_run_file_name(name: str) -> bool:
     """Return whether a run writes a file or folder of this name into its folder."""
     names = [path.name for path in vars(RunDir).values() if isinstance(path, _Inside)]
-    patterns = ("seal-*.txt", "rank*.log", "stacks-rank*.txt", ".error-rank*.json", ".*.tmp")
+    patterns = (
+        "seal-*.txt",
+        "rank*.log",
+        "stacks-rank*.txt",
+        "memory-rank*.json",
+        ".error-rank*.json",
+        ".*.tmp",
+    )
     return name in names or any(fnmatch(name, pattern) for pattern in patterns)
 
 

@@ -55,6 +55,7 @@ from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.watchdog import Hung, Watchdog
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.timing.phases import (
+    ACCOUNTS,
     CHECKPOINT,
     MEASURING,
     OTHER,
@@ -67,6 +68,7 @@ from trainrun.train_state import SAVE_NOW, RollBack, TrainState
 from trainrun.training import loop
 from trainrun.training.checks.validation_trial import try_validation
 from trainrun.training.components import Components
+from trainrun.training.recovery.memory_report import write_memory_report
 from trainrun.training.recovery.oom import ONE_SAMPLE, describe_out_of_memory
 from trainrun.transform.compile import broken_library
 
@@ -353,6 +355,7 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
             "rows of them; move that into the model's forward, or use parallel=ddp"
         )
     if text := describe_out_of_memory(error):
+        report_memory(run)
         return TrainingError(describe_memory_end(run, text))
     if "file too short" in str(error) and (text := broken_library(error)):
         return TrainingError(text)
@@ -398,6 +401,16 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
             "convert them where they are read, as x.float() / 255"
         )
     return None
+
+
+def report_memory(run: Components) -> None:
+    """Write who holds the memory, and note where; a full disk is no reason to hide the first error."""
+    path = RunDir(run.checkpoints.folder.parent).memory_report(run.parallel.rank)
+    optimizers = [one.optimizer for one in run.optimizers.values()] or [run.optimizer]
+    phase = ACCOUNTS[run.phases.account]
+    with contextlib.suppress(OSError):
+        states = [optimizer.state for optimizer in optimizers]
+        run.monitors.note(write_memory_report(path, run.model, states, run.parallel.device, phase))
 
 
 def describe_memory_end(run: Components, text: str) -> str:
