@@ -23,21 +23,17 @@ def faults(folder: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "suites",
-    [
-        ["F1", "F3", "F7", "F8", "F9", "F10", "F16", "F24", "--size=0.001"],
-        ["F4", "F17", "F19", "--size=0.01"],
-    ],
-    ids=["single", "ranks"],
-)
-def test_no_run_is_lost_and_none_has_other_bits(tmp_path: Path, suites: list[str]) -> None:
-    code, output = faults(tmp_path, *suites)
+SUITES = "F1", "F3", "F4", "F7", "F8", "F9", "F10", "F16", "F17", "F19", "F24"
+
+
+def test_no_run_is_lost_and_none_has_other_bits(tmp_path: Path) -> None:
+    """One case of each suite: in one process, they share the runs without a fault that they are compared with."""
+    code, output = faults(tmp_path, *SUITES, "--size=0.001")
     assert code == 0, output
     last = output.splitlines()[-1]
     told = re.fullmatch(r"all +\d+ +(\d+) +0 +0 +0 +0 +\d+  seed 1", last)
     assert told is not None, output
-    assert int(told[1]) >= 4
+    assert int(told[1]) >= 36
 
 
 def test_some_planted_defects_are_found(tmp_path: Path) -> None:
