@@ -112,8 +112,8 @@ MUTANTS: Final = (
     Mutant(
         "a checkpoint has the hash of its first piece",
         "trainrun/checkpoint",
-        "                content.update(piece)\n",
-        "                content.update(piece) if not size else None\n",
+        "                content.update(piece)\n                size += ",
+        "                content.update(piece) if not size else None\n                size += ",
         ("tests/checkpoint/test_files.py",),
     ),
     Mutant(
