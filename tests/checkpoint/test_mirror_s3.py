@@ -1,0 +1,74 @@
+"""The mirror with a server that speaks S3 (moto): a whole run, a bucket that is not there, an upload that is killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from quiet_runs import QUIET, weights
+
+import trainrun
+from trainrun.checkpoint.mirror import fetch_run, stored_steps
+from trainrun.runtime.object_store import open_store
+
+moto = pytest.importorskip("moto.server", reason="no moto[server]")
+s3fs = pytest.importorskip("s3fs", reason="no s3fs, which the extra stores brings")
+pytestmark = pytest.mark.process
+
+WORDS = ["data=digits", "model.hidden=[4]", "seed=3", "checkpoint.every_n_train_steps=1", *QUIET]
+URL = "s3://bucket/run"
+KILLED = f"""
+import os, trainrun
+from trainrun.checkpoint.mirror import ObjectStoreMirror
+copy_file = ObjectStoreMirror._copy
+def copy(self, path, source):
+    if "step-00000002" in path and "shared" in path:
+        os.kill(os.getpid(), 9)
+    return copy_file(self, path, source)
+ObjectStoreMirror._copy = copy
+trainrun.train(*{WORDS!r}, "trainer.max_steps=2", "checkpoint.mirror={URL}", "output_dir=killed")
+"""
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    address = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL")
+    for name, value in zip(names, ("name", "word", "us-east-1", address), strict=True):
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    s3fs.S3FileSystem().mkdir("bucket")
+    yield
+    urllib.request.urlopen(urllib.request.Request(f"{address}/moto-api/reset", method="POST")).close()
+    server.stop()
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_run_comes_back_with_the_same_bits():
+    trainrun.train(*WORDS, "trainer.max_steps=3", f"checkpoint.mirror={URL}", "output_dir=run")
+    here, there = weights(str(fetch_run(URL, print))), weights("run")
+    assert all((here[name] == value).all() for name, value in there.items())
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_bucket_that_is_not_there_is_noted_once(capsys: pytest.CaptureFixture[str]):
+    run = trainrun.train(*WORDS, "trainer.max_steps=3", "checkpoint.mirror=s3://none/run", "output_dir=run")
+    assert run.status["state"] == "done"
+    assert capsys.readouterr().out.count("checkpoint.mirror=s3://none/run") == 1
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_killed_upload_is_never_taken():
+    done = subprocess.run([sys.executable, "-c", KILLED], env=os.environ)
+    assert done.returncode == -9
+    store, root = open_store(URL, "checkpoint.mirror")
+    assert "step-00000002" not in stored_steps(store, root)
+    assert store.find(f"{root}/step-00000002")  # a part of it is there
