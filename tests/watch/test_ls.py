@@ -92,6 +92,14 @@ def test_what_cannot_be_listed_is_refused(tmp_path: Path, words: list[str]) -> N
     assert main(["ls", *([] if words == ["nowhere"] else [str(tmp_path)]), *words]) == 2
 
 
+def test_a_sweep_of_which_no_job_has_begun_is_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sweep").mkdir()
+    Sweep(tmp_path / "sweep", [], {0: Job(0, ("seed=0",), "0-x")}, trials=[[0]]).save()
+    assert listed(capsys, str(tmp_path))[1][:3] == ["sweep/", "0/1", "done"]
+
+
 def test_a_sweep_is_one_row_with_its_best_job_and_opens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

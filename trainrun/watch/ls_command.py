@@ -184,7 +184,8 @@ def listed_sweep(folder: Path, name: str) -> Listed:
     except ConfigError:
         return Listed(f"{name}/", RunDir(folder), "unreadable", {}, folder / PAGE_OF_SWEEP)
     jobs = [job for point in sweep.points() for job in point.jobs]
-    best = RunDir(folder / jobs[0].folder if jobs else folder)
+    folders = [folder / job.folder for job in jobs]
+    best = RunDir(next((path for path in folders if path.is_dir()), folder))  # no job may have begun
     done = sum(job.result.state == "done" for job in jobs)
     seconds = sum(job.result.seconds or 0.0 for job in jobs)
     state = f"{done}/{len(jobs)} done"
