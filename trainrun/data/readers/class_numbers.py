@@ -46,7 +46,7 @@ class RenumberedClasses(Dataset[Any]):
 
     @property
     def targets(self) -> Any:
-        """The class of each sample, where the data set has them in memory."""
+        """Return the class of each sample, if the data set holds them in memory."""
         labels = labels_in(self.dataset, self._key)
         if labels is None and (targets := getattr(self.dataset, "targets", None)) is not None:
             labels = np.asarray(targets)

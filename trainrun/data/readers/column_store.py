@@ -91,7 +91,7 @@ class ColumnWriter:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the columns stay arrays in the memory of this process."""
+        """Return whether the columns stay in the memory of this process."""
         return self._create is None
 
     def discard(self) -> None:
@@ -260,7 +260,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def draft_folder(path: Path) -> Iterator[Path]:
-    """The folder in which columns are built, empty and locked by this process. What a killed builder left goes."""
+    """Make the empty folder in which columns are built, locked by this process. Remove what a killed process left."""
     draft = path.with_name(f"{DRAFT}{path.name}")
     while True:
         draft.mkdir(exist_ok=True)
@@ -283,7 +283,7 @@ def draft_folder(path: Path) -> Iterator[Path]:
 
 
 def is_open_at(descriptor: int, path: Path) -> bool:
-    """Whether a descriptor is of the folder that a path leads to."""
+    """Return whether an open descriptor and a path lead to the same folder."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

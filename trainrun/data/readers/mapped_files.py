@@ -36,7 +36,11 @@ class Mapped(Memmap):
 
 
 def open_mapped(file: str) -> Mapped:
-    """Its memory can be written to, which changes no file: torch takes it without a copy. DataError: it is gone."""
+    """Map a file into memory. Torch takes the pages without a copy, since they are writable; writing changes no
+    file.
+
+    Raise DataError if the file does not exist any more.
+    """
     try:
         array: Mapped = np.load(file, mmap_mode="c", allow_pickle=False).view(Mapped)
     except FileNotFoundError as error:
@@ -126,7 +130,7 @@ class LengthCheck:
 
 
 def check_lengths(mappings: Iterable[MappedFile]) -> None:
-    """DataError: a file is shorter than when it was mapped, so reading its end would end the process."""
+    """Raise DataError if a file is shorter than when it was mapped: reading its end would kill the process."""
     for mapping in mappings:
         try:
             size = mapping.map.size()

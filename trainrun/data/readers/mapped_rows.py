@@ -33,7 +33,7 @@ class MappedRows:
         return len(self._arrays[0])
 
     def read(self, indices: Sequence[int]) -> list[Any]:
-        """Array by array, in the order of the rows on the disk."""
+        """Return the fields of the samples. Each row is read once, in the order on the disk, array by array."""
         self._check_files()
         rows, inverse = np.unique(np.asarray(indices, np.int64), return_inverse=True)
         read = [np.array(array[rows]) for array in self._arrays]

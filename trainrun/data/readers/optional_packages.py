@@ -9,7 +9,7 @@ from trainrun.errors import DataError
 
 
 def extra(module: str, option: str, name: str) -> Any:
-    """The imported `module`. DataError: it is not installed; says that trainrun[name] brings it."""
+    """Import an optional module. Raise DataError if it is missing, with `pip install trainrun[name]` in the message."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -55,7 +55,7 @@ class RandomRows:
         return rows if isinstance(index, np.ndarray) else int(rows[0])
 
     def tobytes(self) -> bytes:
-        """What tells them from others."""
+        """Return bytes that differ from those of other rows, to hash them."""
         size = len(self._permutation)
         return (
             self._permutation.at(np.arange(8) % size).tobytes()
@@ -162,12 +162,12 @@ class SplitFiles:
 
     @property
     def holds_out(self) -> bool:
-        """Whether training and validation share their files."""
+        """Return whether training and validation share their files."""
         return not self.files["val"]
 
     @property
     def held(self) -> list[Path]:
-        """The files of validation and test data."""
+        """Return the files of validation and test data."""
         return [*self.files["val"], *self.files["test"]]
 
     def setting_of(self, files: tuple[Path, ...]) -> str:
@@ -192,12 +192,12 @@ class Part:
 
     @property
     def is_own(self) -> bool:
-        """Whether all rows of the files belong to the split; else training and validation share them."""
+        """Return whether all rows of the files belong to the split; else training and validation share them."""
         return self.split == "test" or not self.of.holds_out
 
     @property
     def is_whole(self) -> bool:
-        """Whether the split has all rows of its files."""
+        """Return whether the split has all rows of its files."""
         return self.is_own or (self.split == "train" and self.of.request.val_fraction == 0)
 
     @property
@@ -224,7 +224,7 @@ class Part:
 
     @property
     def unused_arguments(self) -> dict[str, str]:
-        """The arguments that have no use in this split, each with the reason."""
+        """Return the arguments that have no effect in this split, each with the reason."""
         unused: dict[str, str] = {}
         if self.is_own:
             reason = "there is separate validation data, so nothing is held out"
@@ -345,7 +345,7 @@ def folders_by_split(path: str | None, is_split: Callable[[Path], bool], ending:
 
 
 def is_inside(path: Path, folders: Iterable[Path]) -> bool:
-    """Whether a path is one of the folders, or lies below one."""
+    """Return whether a path is one of the folders, or lies below one."""
     real = path.resolve()
     return any(real == folder or folder in real.parents for folder in (one.resolve() for one in folders))
 
@@ -402,11 +402,12 @@ def check_both_sides(number: int, held: int, fraction: float) -> None:
 
 
 def held_out(labels: Any, fraction: float, seed: int) -> tuple[Rows, Rows]:
-    """The rows that stay and those held out, as `hold_out` divides them.
+    """Return the numbers of the rows for training and of those held out, as `hold_out` divides them.
 
-    labels: (N, ...) array or tensor. Integers (N,) are divided class by class where a class has at least
-        one row to hold out on average; all others, and fewer, as one class.
-    DataError: one of the two parts would be empty.
+    labels: (N, ...) array or tensor. Integers (N,) are divided class by class. Classes too small to hold out one row
+        on average are divided together, as one class.
+
+    Raise DataError if one of the two parts would be empty.
     """
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "biu":
         labels = labels.astype(np.int64)  # torch knows little of the larger unsigned types

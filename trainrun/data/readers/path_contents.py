@@ -54,7 +54,7 @@ def option_of_ending(name: str) -> str | None:
 
 
 def has_class_folders(folder: Path) -> bool:
-    """Whether pictures lie in folders of this folder, or of its `train`."""
+    """Return whether pictures lie in subfolders of this folder, or of its folder `train`."""
     for place in (folder, folder / "train"):
         inner = [child for child in place.iterdir() if child.is_dir()] if place.is_dir() else []
         names = (name for child in inner for name in islice(names_below(child), MOST_NAMES))

@@ -22,13 +22,11 @@ RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, ...]:
-    """The files in the order of their names. key: how the user names the path (`data.path`).
+    """Return the files of a path in the order of their names. key: how the user names the path (`data.path`).
 
-    path: a file of any name, a pattern as `parts/*.csv`, a folder, in which files with one of the `endings` are looked
-        for at any depth (see `folders_below`), or names with braces as in a shell, `shard-{000..009}.tar`, all of
-        which must exist.
-
-    A URL of an object store, with the same patterns, gives local copies of its files.
+    path: a file of any name, a pattern as `parts/*.csv`, a folder, in which files with one of the `endings` are
+        looked for at any depth (see `folders_below`), or names with braces as in a shell, `shard-{000..009}.tar`,
+        all of which must exist.
     """
     if path is not None and is_url(path):
         from trainrun.data.cache.stored_files import local_files  # needs an optional package
@@ -107,7 +105,7 @@ def identity_of(path: Path) -> Identity:
 
 
 def expand_braces(path: str) -> Iterator[str]:
-    """Every name that the braces stand for, the last ones changing fastest."""
+    """Yield every name that the braces stand for; the last braces change fastest."""
     found = BRACES.search(path)
     if found is None:
         yield path
@@ -124,7 +122,9 @@ def expand_braces(path: str) -> Iterator[str]:
 
 
 def plain_file(place: Path, key: str) -> bool:
-    """Whether a plain file is there; nothing is opened. DataError: something else is, that would be waited for."""
+    """Return whether a plain file exists, without opening it. Raise DataError for a pipe or a device, whose reader
+    would wait.
+    """
     if place.exists() and not (place.is_file() or place.is_dir()):
         raise DataError(
             f"{key}: {place} is a pipe, socket or device, not a plain file; write it to a file first"

@@ -97,7 +97,7 @@ class ReaderDataset:
 
     @property
     def form(self) -> Form | None:
-        """How pictures are decoded, if there may be some."""
+        """Return how pictures are decoded; None if there are none."""
         return self._info.form
 
     def read_files(self, indices: Sequence[int]) -> list[Any]:
@@ -106,24 +106,28 @@ class ReaderDataset:
         return self._read(self._numbers(indices), self._info.read_files)
 
     def read_batch(self, indices: Sequence[int]) -> Any:
-        """The bits that collating the samples gives; None if the reader makes no batches."""
+        """Read the same batch, bit for bit, as collating the samples gives; None if the reader makes no batches."""
         columns = self._info.columns
         return None if columns is None else columns.read_batch(self._numbers(indices))
 
     @property
     def read_ragged(self) -> Callable[[Sequence[int]], RaggedBatch | None] | None:
-        """Reads the fields of samples before their sequences are padded; None if the reader cannot."""
+        """Return a function that reads the fields of samples before their sequences are padded; None if the reader
+        has none.
+        """
         of_reader = self._info.read_ragged
         return None if of_reader is None else lambda indices: of_reader(self._rows_at(indices))
 
     @property
     def read_cut(self) -> Callable[[int, Callable[[str, Any], Any]], Any] | None:
-        """Reads a part of a sample; None if the reader cannot."""
+        """Return a function that reads a part of a sample; None if the reader has none."""
         of_reader = self._info.read_cut
         return None if of_reader is None else lambda index, cut: of_reader(self._number(index), cut)
 
     def as_rows(self) -> Columns | None:
-        """The rows of mapped files that these samples are, which are gathered without reading one by one."""
+        """Return the rows of mapped files that hold these samples, to gather many at once; None if they are stored
+        otherwise.
+        """
         columns = self._info.columns
         if columns is None or not columns.mapped:
             return None
@@ -131,23 +135,23 @@ class ReaderDataset:
 
     @property
     def labels(self) -> Any:
-        """The target of each sample, if all are in memory."""
+        """Return the target of each sample, if all are in memory."""
         return self._of_rows(self._info.labels)
 
     @property
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """(N,) int64: of each sequence; computed at each call."""
+        """Compute the length of each sequence, (N,) int64; at each call anew."""
         if self._info.lengths is None:
             raise AttributeError("lengths: the samples are no sequences")
         lengths: np.ndarray[Any, np.dtype[np.int64]] = self._of_rows(self._info.lengths())
         return lengths
 
     def column(self, name: str) -> Any:
-        """The cells of another column, if the samples are rows of a table that has it."""
+        """Return the cells of another column, if the samples are rows of a table that has it."""
         return self._of_rows(None if self._info.column is None else self._info.column(name))
 
     def describe(self, index: int) -> str:
-        """The file of a sample and its place in it."""
+        """Return the file of a sample and its place in it, for messages."""
         return self._where(self._number(index))
 
     def row_numbers(self) -> Rows | None:
@@ -219,7 +223,7 @@ class ReadFiles:
 
     @cached_property
     def group_numbers(self) -> Rows | None:
-        """(N,) equal for rows of one group."""
+        """Return a number (N,) for each row, equal for rows of one group; None without groups."""
         return None if self.groups is None else group_numbers(self.groups)
 
 

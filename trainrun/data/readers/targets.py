@@ -42,7 +42,9 @@ class Coding:
     num_classes: int | None = None
 
     def encode(self, cells: Cells, where: Any) -> Tensor:
-        """DataError at a cell that does not fit. where: `(row) -> str` names it."""
+        """Encode target cells as a tensor. Raise DataError at a cell that does not fit. where: `(row) -> str` names
+        it.
+        """
         if self.kind == "class":
             return self._numbered(cells, where)
         values = numbers_in(cells)
@@ -125,7 +127,7 @@ def check_decimal_commas(cells: Cells, where: Callable[[int], str]) -> None:
 
 
 def numbers_in(cells: Cells) -> np.ndarray[Any, Any] | None:
-    """The cells as int64 or float64, the narrower that holds them all; None if one is no number."""
+    """Return the cells as int64, or as float64 if needed; None if one is not a number."""
     if isinstance(cells, np.ndarray):
         if cells.dtype.kind not in "biuf":
             return None
@@ -150,7 +152,9 @@ def join_names(names: Sequence[str], most: int = 20) -> str:
 
 
 def chosen_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
-    """The names of the target columns: those that the user named, else the one that is called like one."""
+    """Return the names of the target columns: those that the user named, else the column with a usual name of a
+    target.
+    """
     if target is None:
         guesses = [name for name in columns if name.lower() in TARGET_KEYS]
         if len(guesses) != 1:
@@ -165,7 +169,7 @@ def chosen_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def named_columns(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, ...]:
-    """Names from a word or a list of words, each checked against the file's columns."""
+    """Return the column names in a word or a list of words. Raise DataError for one that the file does not have."""
     names = tuple(str(name) for name in (wanted if isinstance(wanted, list | tuple) else [wanted]))
     known = set(columns)
     for name in names:
@@ -181,7 +185,7 @@ def named_columns(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, .
 def chosen_inputs(
     inputs: Any, target: Sequence[str], columns: Sequence[str], groups: str | None = None
 ) -> tuple[str, ...]:
-    """The named columns, or all that are neither the target nor row numbers nor the column of the groups."""
+    """Return the input columns: the named ones, or all but the target, row numbers and the column of the groups."""
     if groups is not None:
         named_columns(groups, columns, "data.train.groups")
     if inputs is not None:
@@ -196,7 +200,7 @@ def chosen_inputs(
 def narrow_numbers(
     values: np.ndarray[Any, Any], dtype: str, where: Callable[[int], str]
 ) -> np.ndarray[Any, Any]:
-    """The values as `dtype`, if that loses no more than decimals. DataError: one of them becomes another number."""
+    """Convert values to `dtype`, where only decimals may be lost. Raise DataError if a value becomes another number."""
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(dtype)
         wrong = np.isinf(narrow) & ~np.isinf(values) if narrow.dtype.kind == "f" else narrow != values

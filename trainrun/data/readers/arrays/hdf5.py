@@ -131,14 +131,16 @@ class Hdf5Reader:
         )  # fmt: skip
 
     def _lengths(self) -> np.ndarray[Any, Any]:
-        """The lengths of ragged rows, found by reading them."""
+        """Return the lengths (N,) of ragged rows, found by reading them."""
         file = self._files[self._path]
         rows = (read_hdf5_rows(file, self._layouts[0], [row])[0] for row in range(len(self)))
         return np.fromiter(map(len, rows), np.int64, len(self))
 
 
 def read_hdf5_rows(file: Any, layout: Hdf5Layout, rows: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-    """One array for each row; rows in any order, also twice. Rows of one chunk are read with one call."""
+    """Return one array for each row number, in the given order. Rows may repeat; rows of one chunk are read with one
+    call.
+    """
     found: dict[int, np.ndarray[Any, Any]] = {}
     wanted = np.unique(rows)
     for block in np.split(wanted, np.flatnonzero(np.diff(wanted // layout.chunk)) + 1):
@@ -150,7 +152,10 @@ def read_hdf5_rows(file: Any, layout: Hdf5Layout, rows: Sequence[int]) -> list[n
 
 
 def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> Hdf5Layout:
-    """DataError: no such data set, or it cannot be rows of numbers (or words, for a target)."""
+    """Return how a data set of the file is stored.
+
+    Raise DataError if there is no such data set, or if it cannot be rows of numbers (or of words, for a target).
+    """
     full = f"data.train.{key}={name}"
     found = _own_part(file, str(name), split) or (name if isinstance(file.get(name), h5py.Dataset) else None)
     if name is None or found is None:
@@ -176,13 +181,13 @@ def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> H
 
 
 def _own_part(file: Any, name: str, split: str) -> str | None:
-    """The data set that belongs to this part alone."""
+    """Return the name of the data set that belongs to this split only; None if there is none."""
     dataset = extra("h5py", "hdf5", "hdf5").Dataset
     return next((n for n in (f"{split}/{name}", f"{name}_{split}") if isinstance(file.get(n), dataset)), None)
 
 
 def _cells(file: Any, layout: Hdf5Layout) -> Any:
-    """The target of all rows where it is one number or word each; None for others."""
+    """Return the targets of all rows if each is one number or one word, else None."""
     if layout.ragged or len(layout.shape) != 1:
         return None
     num_bytes = layout.shape[0] * layout.dtype.itemsize
@@ -212,7 +217,9 @@ def _close(file: Any) -> None:
 
 @contextmanager
 def describe_hdf5_errors(file: Any, what: str) -> Iterator[None]:
-    """Around every access to the file: HDF5 raises OSError, and KeyError or RuntimeError at damaged groups."""
+    """Turn errors of HDF5 inside the block into DataErrors: it raises OSError, and KeyError or RuntimeError at
+    damaged groups.
+    """
     try:
         yield
     except (OSError, RuntimeError, KeyError, ValueError) as error:

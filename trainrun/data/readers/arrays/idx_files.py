@@ -82,7 +82,7 @@ def _label(file: Path, rows: Any, index: int) -> str:
 
 
 def _stored(folder: Path, name: str | None, split: str, key: str) -> np.ndarray[Any, Any]:
-    """The array of the file, or of the same name with or without .gz."""
+    """Read the array of the file, or of the file of the same name with or without .gz."""
     full = f"data.train.{key if split == 'train' else f'{split}_{key}'}"
     if name is None:
         raise DataError(f"{full}: name the file in {folder}")
@@ -105,7 +105,7 @@ def _inputs(array: np.ndarray[Any, Any], dtype: str) -> Tensor:
 
 
 def read_idx(path: Path) -> np.ndarray[Any, Any]:
-    """The array of an IDX file, plain or gzip, in the machine's byte order. Refuses any damage."""
+    """Read the array of an IDX file, plain or gzip, in the machine's byte order. Raise DataError if it is damaged."""
     plain_file(path, str(path))
     try:
         with path.open("rb") as file:
@@ -118,7 +118,10 @@ def read_idx(path: Path) -> np.ndarray[Any, Any]:
 
 
 def _array(path: Path, opened: IO[bytes], most: int) -> np.ndarray[Any, Any]:
-    """The header tells how much is to come: no more is unpacked. most: bytes that can come at all."""
+    """Read the array of an opened IDX file. No more bytes are unpacked than its header announces.
+
+    most: the largest number of bytes that the file can contain.
+    """
     content = opened.read(4)
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in DTYPES or content[3] == 0:
         raise DataError(f"{path}: not an IDX file: it starts with 0x{content[:4].hex()}")

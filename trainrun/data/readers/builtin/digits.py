@@ -38,7 +38,7 @@ def load(val_fraction: BelowOne = 0.2, seed: int = 0) -> Splits:
 
 
 def _read(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """(1797, 8, 8) uint8 from 0 to 16, and (1797,) int64."""
+    """Read the images (1797, 8, 8) uint8 from 0 to 16, and the labels (1797,) int64."""
     try:
         with path.open("rb") as file, np.load(file) as arrays:
             pixels, labels = torch.from_numpy(arrays["pixels"]), torch.from_numpy(arrays["labels"])

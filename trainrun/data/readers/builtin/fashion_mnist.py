@@ -56,7 +56,7 @@ def load(
 
 
 def find_folder(path: str | None) -> Path:
-    """The folder with the four files: `path` if it is given, else the first that has them all."""
+    """Return the folder with the four files: `path` if it is given, else the first known folder that has them all."""
     if path is not None:
         folder = Path(path).expanduser()
         if missing := missing_files(folder):
@@ -82,12 +82,12 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def _file(folder: Path, name: str) -> Path | None:
-    """The file, plain or compressed."""
+    """Return the path of a file, plain or compressed; None if it does not exist."""
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
 def _read(folder: Path, prefix: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Images (N, 28, 28) uint8 and labels (N,) uint8."""
+    """Read images (N, 28, 28) uint8 and labels (N,) uint8."""
     image_file, label_file = _file(folder, f"{prefix}-{IMAGES}"), _file(folder, f"{prefix}-{LABELS}")
     assert image_file is not None
     assert label_file is not None

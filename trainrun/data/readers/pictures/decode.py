@@ -60,13 +60,13 @@ class Form:
     only_bytes: bool = False
 
     def decode(self, content: bytes) -> Tensor:
-        """The tensor (C, H, W). One of FAULTS: the picture is damaged."""
+        """Decode a picture to (C, H, W) in the wanted type. Raise one of FAULTS if it is damaged."""
         if self.dtype == "float32" and has_16_bits(content):
             return self._with_16_bits(content)
         return self.scaled(self.pixels(content))
 
     def pixels(self, content: bytes, into: Array | None = None) -> Tensor:
-        """As `decode`, but uint8 for now; written to `into`, an array of the wanted shape, where there is one."""
+        """Decode a picture to (C, H, W) uint8. into: an array of this shape that receives the pixels, or None."""
         if has_16_bits(content):
             tell_of_upper_bits()
         with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as opened:
@@ -76,7 +76,7 @@ class Form:
         return pixels_of(picture if turn is None else picture.transpose(turn), into)
 
     def scaled(self, pixels: Tensor) -> Tensor:
-        """Pixels of one picture, or of many, in the type that is wanted."""
+        """Convert pixels of one picture, or of many, to the wanted type and range."""
         return pixels if self.dtype == "uint8" else pixels.to(torch.float32).div_(255)
 
     def _sized(self, opened: Image.Image, lies: bool) -> Image.Image:
@@ -100,7 +100,7 @@ class Form:
         return picture.resize(size, Image.Resampling.BILINEAR)
 
     def _with_16_bits(self, content: bytes) -> Tensor:
-        """The tensor (C, H, W) float32 of a PNG file of 16 bits a channel."""
+        """Decode a PNG file of 16 bits per channel to (C, H, W) float32."""
         with Image.open(io.BytesIO(content), formats=("PNG",)) as opened:
             turn = TURNS.get(orientation_of(opened))
         num_channels = 3 if self.shape is None else self.shape[0]
@@ -116,7 +116,7 @@ class Form:
 
 
 def form_of_picture(shape: Sequence[int] | None, fit: str, dtype: str, draft: bool) -> Form:
-    """DataError: no shape of a picture."""
+    """Return how pictures are decoded. Raise DataError if `shape` is not the shape of a picture."""
     if shape is not None and (len(shape) != 3 or shape[0] not in MODES or min(shape) < 1):
         raise DataError(
             f"data.shape={list(shape)}: of pictures it is [3,height,width], or [1,height,width] for grey"
@@ -125,7 +125,7 @@ def form_of_picture(shape: Sequence[int] | None, fit: str, dtype: str, draft: bo
 
 
 def orientation_of(opened: Image.Image) -> int:
-    """1 to 8; 1 (as stored) where nothing is said, or nothing legible."""
+    """Return the EXIF orientation of a picture, 1 to 8; 1 (as stored) if it is missing or unreadable."""
     if "exif" not in opened.info:  # asking Pillow would decode the whole of a PNG file first
         return 1
     try:
@@ -135,7 +135,7 @@ def orientation_of(opened: Image.Image) -> int:
 
 
 def has_16_bits(content: bytes) -> bool:
-    """Whether it is a PNG file of 16 bits a channel, by its header (29 bytes)."""
+    """Return whether the content is a PNG file of 16 bits per channel, by its header of 29 bytes."""
     return content[:8] == PNG_MAGIC and content[12:16] == b"IHDR" and content[24:25] == b"\x10"
 
 
@@ -147,10 +147,10 @@ def tell_of_upper_bits() -> None:
 
 
 def pixels_of_16_bits(content: bytes) -> Array:
-    """(H, W, C) uint16 of a PNG file of 16 bits a channel, of which Pillow would read the upper 8 bits alone.
+    """Decode a PNG file of 16 bits per channel to (H, W, C) uint16. Pillow would read only the upper 8 bits.
 
     The filters of PNG treat each byte of a pixel by itself. So the upper and the lower bytes are each a picture of 8
-    bits, with the same filters, which Pillow reads. ValueError: cut short, or interlaced.
+    bits, with the same filters, which Pillow reads. Raise ValueError if the file is cut short or interlaced.
     """
     chunks, begin = [], len(PNG_MAGIC)
     while begin + 8 <= len(content):
@@ -170,7 +170,7 @@ def pixels_of_16_bits(content: bytes) -> Array:
 
 
 def _of_8_bits(width: int, height: int, color: int, lines: Array, first: int) -> Array:
-    """(H, W, C) uint8 of every second byte of the lines."""
+    """Return (H, W, C) uint8 made from every second byte of the lines."""
     chosen = np.concatenate([lines[:, :1], lines[:, first::2]], axis=1).tobytes()
     header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
     parts = [PNG_MAGIC]
@@ -181,7 +181,9 @@ def _of_8_bits(width: int, height: int, color: int, lines: Array, first: int) ->
 
 
 def channels_of(pixels: Array, number: int) -> list[Array]:
-    """The `number` (1 or 3) channels (H, W) float32 of pixels (H, W, C) that are grey or RGB, perhaps with alpha."""
+    """Return `number` (1 or 3) channels (H, W) float32 of pixels (H, W, C) that are grey or RGB, with or without
+    alpha.
+    """
     values = pixels.astype(np.float32)
     colors = [values[:, :, channel] for channel in range(3 if pixels.shape[2] > 2 else 1)]
     if number == 1 and len(colors) == 3:
@@ -190,7 +192,7 @@ def channels_of(pixels: Array, number: int) -> list[Array]:
 
 
 def in_mode(picture: Image.Image, mode: str) -> Image.Image:
-    """The picture loaded, as "L" or "RGB"."""
+    """Load a picture and convert it to the mode "L" or "RGB"."""
     if picture.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion would clip at 255
         wide = np.asarray(picture).astype(np.int32)
         picture = Image.fromarray((wide >> 8).clip(0, 255).astype(np.uint8))
@@ -201,7 +203,7 @@ def in_mode(picture: Image.Image, mode: str) -> Image.Image:
 
 
 def pixels_of(picture: Image.Image, into: Array | None = None) -> Tensor:
-    """(C, H, W) uint8, of a picture in mode "L" or "RGB"."""
+    """Return the pixels (C, H, W) uint8 of a picture in mode "L" or "RGB"."""
     width, height = picture.size
     channels = 1 if picture.mode == "L" else 3
     lines = np.frombuffer(picture.tobytes("raw", "L" if channels == 1 else "RGB;L"), np.uint8)
@@ -215,7 +217,7 @@ def pixels_of(picture: Image.Image, into: Array | None = None) -> Tensor:
 
 
 def least_size(size: tuple[int, int], wanted: tuple[int, int], fit: str) -> tuple[int, int]:
-    """What a faster decode must not fall below: twice what will be left of the whole picture."""
+    """Return the smallest size that a fast, reduced decode may give: twice what is left of the whole picture."""
     if fit == "stretch":
         return 2 * wanted[0], 2 * wanted[1]
     scale = max(wanted[0] / size[0], wanted[1] / size[1])
@@ -223,14 +225,17 @@ def least_size(size: tuple[int, int], wanted: tuple[int, int], fit: str) -> tupl
 
 
 def fault_of(error: BaseException) -> str:
-    """What Pillow said, in a few words."""
+    """Shorten an error of Pillow to a few words."""
     if isinstance(error, UnidentifiedImageError):
         return "not a JPEG or PNG picture, or damaged at its beginning"
     return f"damaged or cut short ({str(error) or type(error).__name__})"
 
 
 def decode_picture(content: bytes, form: Form, where: Any, into: Array | None = None) -> Tensor:
-    """As `Form.decode`, or as `Form.pixels` `into`. DataError: the picture is damaged. where: `() -> str` names it."""
+    """Decode a picture as `Form.decode` does, or as `Form.pixels` with `into`. Raise DataError if it is damaged.
+
+    where: `() -> str` names the picture in the message.
+    """
     if form.only_bytes and has_16_bits(content):
         raise DataError(
             f"{where()}: a picture of 16 bits a channel, while those looked at first have 8; bring them to one "

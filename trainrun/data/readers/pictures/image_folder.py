@@ -71,7 +71,7 @@ class ImageFolder:
         return [(content_of(self.describe(index)), self.labels[index]) for index in indices]
 
     def read_batch(self, indices: list[int]) -> tuple[Tensor, Tensor] | None:
-        """Pictures (B, C, H, W) and targets (B,), each picture written to its place once."""
+        """Read pictures (B, C, H, W) and targets (B,). Each picture is decoded directly into its place in the batch."""
         if self.form.shape is None or self._deep:
             return None
         pictures = np.empty((len(indices), *self.form.shape), np.uint8)
@@ -93,7 +93,9 @@ class ImageFolder:
             return False
 
     def as_bytes(self) -> tuple[ImageFolder, Scale] | None:
-        """The same pictures from 0 to 255, where they are scaled to 0 to 1 and have no more bits."""
+        """Return the same pictures as bytes from 0 to 255, and the scale to 0 to 1; None if they are bytes anyway,
+        or have 16 bits.
+        """
         if self.form.dtype == "uint8" or self._deep:
             return None
         twin = copy.copy(self)
@@ -102,11 +104,11 @@ class ImageFolder:
 
     @property
     def files(self) -> Iterator[Path]:
-        """The files of the samples, in their order."""
+        """Yield the files of the samples, in the order of the samples."""
         return (Path(self.sample_file(index)) for index in range(len(self)))
 
     def describe(self, index: int) -> str:
-        """The file of a sample."""
+        """Return the path of a sample's file."""
         return self.sample_file(index)
 
     def sample_file(self, index: int) -> str:
@@ -229,7 +231,7 @@ def read_folder(folder: Path, key: str, labels: str | None, held: Sequence[Path]
 
 
 def has_folders(place: Path) -> bool:
-    """As a part of the data has them, and a class has none."""
+    """Return whether a folder has subfolders, as a part of the data does and a class does not."""
     if not place.is_dir():
         return False
     with os.scandir(place) as entries:
@@ -237,7 +239,7 @@ def has_folders(place: Path) -> bool:
 
 
 def _below(root: Path, folders: Sequence[Path]) -> list[str]:
-    """Pictures in the folders, as sorted paths below the root."""
+    """Return the pictures in the folders, as sorted paths relative to the root."""
     names = []
     for folder in folders:
         prefix = folder.relative_to(root).as_posix()

@@ -150,7 +150,9 @@ class _Environments:
         self._by_path: dict[str, tuple[str, Any]] = {}
 
     def _leave_parent(self) -> None:
-        """In a forked child: LMDB forbids to go on with an environment from before the fork."""
+        """Forget and close, in a forked child, the environments opened before the fork: LMDB forbids using them
+        there.
+        """
         inherited = list(self._by_path.values())
         self._renew()
         for _, environment in inherited:

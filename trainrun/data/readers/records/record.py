@@ -40,7 +40,9 @@ class Facts:
 
 
 def encode_sample(sample: Any) -> bytes:
-    """The bytes of a sample. TypeError: a part of another type."""
+    """Return a sample as the bytes of a safetensors file. Raise TypeError if a part has a type that cannot be
+    stored.
+    """
     leaves: dict[str, Any] = {}
     tree = _tree(sample, "", leaves)
     found = {name: _encoded(leaf) for name, leaf in leaves.items()}
@@ -55,9 +57,10 @@ def encode_sample(sample: Any) -> bytes:
 
 
 def decode_sample(content: bytes | memoryview) -> Any:
-    """The sample: arrays as NumPy arrays that may be written to, tensors as tensors on the CPU.
+    """Return the stored sample: arrays as writable NumPy arrays, tensors on the CPU.
 
-    A safetensors file from elsewhere becomes a dict of arrays. ValueError: damaged, or not one.
+    A safetensors file from elsewhere becomes a dict of arrays. Raise ValueError if it is damaged, or not such a
+    file.
     """
     content = bytes(content)
     if not is_sample(content):
@@ -81,7 +84,7 @@ def decode_sample(content: bytes | memoryview) -> Any:
 
 
 def is_sample(content: bytes | memoryview) -> bool:
-    """Whether bytes begin as a safetensors file does."""
+    """Return whether bytes begin as a safetensors file does."""
     return len(content) >= 10 and bytes(content[8:9]) == b"{" and bytes(content[5:8]) == b"\0\0\0"
 
 
@@ -90,7 +93,7 @@ def encode_facts(facts: Facts) -> bytes:
 
 
 def decode_facts(content: bytes | memoryview) -> Facts:
-    """ValueError: not what `encode_facts` writes."""
+    """Return what `encode_facts` wrote. Raise ValueError for any other content."""
     found = _object(bytes(content))
     length, names, number = found.get("length"), found.get("class_names") or [], found.get("num_classes")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -102,7 +105,9 @@ def decode_facts(content: bytes | memoryview) -> Facts:
 
 
 def _tree(value: Any, path: str, leaves: dict[str, Any]) -> Any:
-    """The containers as JSON, with a name in place of each leaf, which is added to `leaves`."""
+    """Describe containers as JSON, with a name in place of each leaf; the leaves are added to `leaves` by these
+    names.
+    """
     if isinstance(value, Mapping):
         if wrong := [name for name in value if not isinstance(name, str) or name == METADATA]:
             raise TypeError(
@@ -120,7 +125,7 @@ def _tree(value: Any, path: str, leaves: dict[str, Any]) -> Any:
 
 
 def _grown(tree: Any, values: dict[str, Any]) -> Any:
-    """The containers that `_tree` describes. ValueError: not what `_tree` gives."""
+    """Build the containers that `_tree` described. Raise ValueError if it is no such description."""
     if isinstance(tree, str) and tree in values:
         return values[tree]
     kind, inner = next(iter(tree.items())) if isinstance(tree, dict) and len(tree) == 1 else ("", None)
@@ -133,7 +138,7 @@ def _grown(tree: Any, values: dict[str, Any]) -> Any:
 
 
 def _encoded(part: Any) -> tuple[str, Tensor]:
-    """Kind and content."""
+    """Return the kind of a leaf and its content as a tensor."""
     if isinstance(part, Tensor):
         tensor = part.detach().cpu().contiguous()
         return "tensor", tensor if tensor.dtype == torch.bfloat16 else _tensor(tensor.numpy())
@@ -154,7 +159,7 @@ def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def _object(content: Any) -> dict[str, Any]:
-    """The JSON object; any other content is a ValueError."""
+    """Parse a JSON object. Raise ValueError for any other content."""
     try:
         found = json.loads(content)
     except (TypeError, RecursionError) as error:

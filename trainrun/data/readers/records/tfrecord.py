@@ -78,13 +78,13 @@ def load(path: str | None, columns: Sequence[str] | None = None,
 
 
 def frame_record(content: bytes) -> bytes:
-    """A record as it stands in a file."""
+    """Return a record with its length and checksums, as a TFRecord file stores it."""
     length = struct.pack("<Q", len(content))
     return length + masked_crc32c(length) + content + masked_crc32c(content)
 
 
 def masked_crc32c(content: bytes) -> bytes:
-    """CRC-32C (Castagnoli) as TFRecord stores it."""
+    """Compute the masked CRC-32C (Castagnoli), 4 bytes, as TFRecord stores it."""
     crc: int = extra("google_crc32c", "tfrecord", "tfrecord").value(content)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + MASK_DELTA) & 0xFFFFFFFF)
 
@@ -196,7 +196,7 @@ def protobuf(module: str) -> Any:
 
 @cache
 def example_class() -> Any:
-    """The class of messages."""
+    """Return the protobuf class of `tf.train.Example`."""
     descriptor = protobuf("descriptor_pb2")
     file = descriptor.FileDescriptorProto(name="trainrun/example.proto", package=PACKAGE, syntax="proto3")
     for name, fields in MESSAGES.items():
@@ -216,7 +216,7 @@ def example_class() -> Any:
 
 
 def parse_example(content: bytes) -> dict[str, Feature]:
-    """Each feature by name: a list of bytes, or an array (L,) float32 or int64; empty ones are []."""
+    """Return each feature by name: a list of bytes, or an array (L,) float32 or int64; empty ones are []."""
     try:
         entries = example_class().FromString(content).features.feature
     except protobuf("message").DecodeError as error:
@@ -233,7 +233,9 @@ def _values(feature: Any) -> Feature:
 
 
 def encode_example(features: Mapping[str, bytes | list[bytes] | np.ndarray[Any, Any]]) -> bytes:
-    """The bytes of an Example. Arrays of any shape are flattened; floats become float32, integers and bools int64."""
+    """Return the bytes of an Example. Arrays of any shape are flattened; floats become float32, integers and bools
+    int64.
+    """
     example = example_class()()
     for name, value in features.items():
         feature = example.features.feature.add(key=name).value

@@ -20,10 +20,10 @@ NPY_FAULTS = (ValueError, SyntaxError, TypeError, KeyError, EOFError, OverflowEr
 
 
 def decode_value(extension: str, content: bytes, form: Form | None) -> Any:
-    """The value of bytes with a file's extension; ValueError if they are damaged.
+    """Decode bytes by a file's extension. Raise ValueError if they are damaged.
 
-    Pictures are tensors (C, H, W), or without a form their bytes. Numbers are ints, .npy arrays. An unknown extension
-    is decoded as `guessed_value` does.
+    Pictures become tensors (C, H, W), or stay bytes without a form. Numbers become ints, .npy files arrays. Bytes
+    with an unknown extension are decoded by `guessed_value`.
     """
     kind = extension.rpartition(".")[2]
     if kind in NUMBERS:
@@ -39,7 +39,7 @@ def decode_value(extension: str, content: bytes, form: Form | None) -> Any:
 
 
 def guessed_value(content: bytes, form: Form | None) -> Any:
-    """By the first bytes: a JPEG or PNG picture, a .npy array; all else as an array (L,) of uint8."""
+    """Decode bytes by how they begin: a JPEG or PNG picture, or a .npy array; all else becomes an array (L,) uint8."""
     if content.startswith(PICTURE_MAGICS):
         return picture_value(content, form)
     if content.startswith(NPY_MAGIC):
@@ -58,7 +58,7 @@ def picture_value(content: bytes, form: Form | None) -> Any:
 
 
 def read_npy(content: bytes) -> np.ndarray[Any, Any]:
-    """The array of a .npy file. Memory that its header asks for beyond the bytes is never touched."""
+    """Return the array of a .npy file. Memory that its header asks for beyond the content is never touched."""
     try:
         array: np.ndarray[Any, Any] = np.load(io.BytesIO(content), allow_pickle=False)
     except NPY_FAULTS as error:

@@ -51,7 +51,7 @@ def pyarrow(module: str = "pyarrow") -> Any:
 
 
 def kind_of(field: Any) -> Kind:
-    """The kind of a column of an Arrow schema."""
+    """Classify a column of an Arrow schema by its type."""
     types, type_, column = pyarrow().types, field.type, str(field.name)
     text = str(type_)
     if types.is_dictionary(type_):
@@ -75,7 +75,7 @@ def kind_of(field: Any) -> Kind:
 
 
 def class_names_in(schema: Any, column: str) -> tuple[str, ...]:
-    """The names that Hugging Face `datasets` keeps for a column of class numbers."""
+    """Return the class names that Hugging Face `datasets` stores for a column of class numbers."""
     feature = feature_in(schema, column)
     return tuple(map(str, feature["names"])) if feature.get("_type") == "ClassLabel" else ()
 

@@ -193,7 +193,7 @@ def dotted_prefixes(parts: Sequence[str]) -> list[str]:
 
 @contextmanager
 def describe_read_errors(path: Path, kind: str, what: str = "it") -> Iterator[None]:
-    """Around every access to a file. Arrow's errors are ValueErrors, OSErrors and, some, RuntimeErrors."""
+    """Turn errors of Arrow inside the block (ValueError, OSError, some RuntimeErrors) into DataErrors."""
     try:
         yield
     except DataError:
@@ -233,7 +233,7 @@ class ArrowTable:
         return f"{self.place(row)}: column {column!r}"
 
     def check(self, names: Iterable[str]) -> None:
-        """DataError: one of the columns is not the same in all files."""
+        """Raise DataError if one of the columns has different types in different files."""
         if wrong := [self.unlike[name] for name in names if name in self.unlike]:
             raise DataError(wrong[0])
 

@@ -68,13 +68,13 @@ class ColumnProblems:
 
     @property
     def can_be_categories(self) -> bool:
-        """Whether the column is one of words: more words than numbers, and few different ones."""
+        """Return whether the column holds categories: more words than numbers, and few different words."""
         few = len(self.words) <= MOST_CATEGORIES
         return self.categories is None and self.num_words > self.num_numbers and few
 
     @property
     def has_formatted_numbers(self) -> bool:
-        """Whether most words are numbers with signs of a currency, percent or grouped digits, as '1.200,50 $'."""
+        """Return whether most words are numbers with a currency, a percent sign or grouped digits, as '1.200,50 $'."""
         return self.categories is None and 2 * sum(
             map(bool, map(FORMATTED_NUMBER.fullmatch, self.words))
         ) > len(self.words)

@@ -407,7 +407,7 @@ class Dialect:
 
 
 def columns_in(file: Path, dialect: Dialect) -> tuple[str, ...]:
-    """The names in the first line; without a header "0", "1", ..."""
+    """Return the column names of the first line; "0", "1", ... without a header."""
     with _opened(file, dialect) as reader:
         first = next(reader, None)
     if not first:
@@ -537,7 +537,9 @@ def _where(file: Path, lines: Sequence[int], column: str, row: int) -> str:
 
 
 def _blocks(file: Path, dialect: Dialect, width: int) -> Iterator[tuple[list[list[str]], list[int]]]:
-    """Rows, and the lines on which they end; wide rows make short blocks. An empty line is no row."""
+    """Yield blocks of rows, with the line on which each row ends. Blocks of wide rows are short; empty lines are
+    skipped.
+    """
     at_once = max(1, min(ROWS_AT_ONCE, CELLS_AT_ONCE // width))
     rows: list[list[str]] = []
     lines: list[int] = []
@@ -571,7 +573,7 @@ def _opened(file: Path, dialect: Dialect) -> Iterator[Any]:
 
 
 def _lines(text: IO[str]) -> Iterator[str]:
-    """csv.Error: a line without an end, of which a few packed bytes may hold many gigabytes."""
+    """Yield the lines. Raise csv.Error at an endless line: a few packed bytes may hold many gigabytes."""
     while line := text.readline(MAX_LINE_CHARACTERS):
         if len(line) == MAX_LINE_CHARACTERS:
             raise csv.Error(f"a line of more than {MAX_LINE_CHARACTERS} characters")
@@ -579,7 +581,7 @@ def _lines(text: IO[str]) -> Iterator[str]:
 
 
 def _are_flags(texts: Sequence[str]) -> bool:
-    """Whether all that is not missing is True or False, as pandas writes bools."""
+    """Return whether all cells that are not missing are True or False, as pandas writes bools."""
     present = (text.strip().lower() for text in texts if not is_missing(text))
     return next(present, None) in FLAGS and all(text in FLAGS for text in present)
 
@@ -594,7 +596,7 @@ def _flag(text: str, where: Callable[[], str]) -> str:
 
 
 def _parsed(texts: Sequence[str], dtype: np.dtype[Any], fill: float | None, where: Any) -> Any:
-    """Numbers of the type, looked at one by one only where something is wrong."""
+    """Convert cells to numbers of the type, all at once; one by one only if that fails, to find the wrong cell."""
     whole, values = dtype.kind in "iu", numbers_in(texts)
     if values is None or (values.dtype.kind == "f" and (whole or np.isnan(values).any())):
         numbers = [_number(text, whole, fill) for text in texts]

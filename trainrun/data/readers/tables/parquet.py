@@ -166,12 +166,12 @@ def pack_sample(names: tuple[str, ...] | None, has_target: bool, cells: Sequence
 
 
 def has_list_target(choice: TableChoice, table: ArrowTable) -> bool:
-    """Whether the target is a list, which is taken as it is."""
+    """Return whether the target is a list, which is not converted."""
     return len(choice.targets) == 1 and table.kinds[choice.targets[0]].name in ("list", "fixed")
 
 
 def is_matrix(kinds: Sequence[Kind]) -> bool:
-    """Whether the inputs are stored as one array (N, K)."""
+    """Return whether the inputs are stored as one array (N, K)."""
     return all(kind.name == "number" for kind in kinds) or [kind.name for kind in kinds] == ["fixed"]
 
 
@@ -252,7 +252,7 @@ def coding_of_table(table: ArrowTable, choice: TableChoice, cells: Any, coding: 
 
 
 def check_like(table: ArrowTable, training: ArrowTable, names: Sequence[str]) -> None:
-    """DataError: the columns that are read are not those of the training data."""
+    """Raise DataError if the columns to read are not those of the training data."""
     for name in names:
         if name not in table.kinds:
             raise DataError(f"{table.files[0]}: has no column {name!r}, which the training data has")
@@ -263,7 +263,7 @@ def check_like(table: ArrowTable, training: ArrowTable, names: Sequence[str]) ->
 
 
 def check_kinds(inputs: Sequence[Kind], targets: Sequence[Kind]) -> None:
-    """DataError: a column holds what cannot be an input, or a target."""
+    """Raise DataError if a column holds what cannot be an input, or a target."""
     for kind in inputs:
         if kind.name in ("word", "nested", "other"):
             raise DataError(

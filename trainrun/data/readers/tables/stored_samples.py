@@ -75,7 +75,7 @@ class SampleField:
 
     @property
     def is_numbers(self) -> bool:
-        """Whether a row is a number, numbers of one shape or a flat list of numbers."""
+        """Return whether a row is a number, an array of one fixed shape, or a flat list of numbers."""
         return self.ends is None or (self.shapes is None and self.convert is None)
 
     def rows(self, numbers: Array) -> Tensor | RaggedRows | None:

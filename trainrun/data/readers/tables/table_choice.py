@@ -40,18 +40,18 @@ class TableChoice(NamedTuple):
 
     @property
     def columns(self) -> list[str]:
-        """The names of all columns that are read."""
+        """Return the names of all columns to read."""
         groups = [] if self.group is None else [self.group]
         return list(dict.fromkeys([*self.inputs, *self.targets, *groups]))
 
     @property
     def usual_coding(self) -> Coding:
-        """The coding of several targets, or of none."""
+        """Return how targets are encoded if there are several, or none."""
         return Coding("float64" if self.target_dtype == "float64" else "float32")
 
     @property
     def input_names(self) -> list[str]:
-        """The names of the numbers in a row of inputs."""
+        """Return the names of the numbers in a row of inputs, in their order."""
         words_of = dict(self.categories)
         names: list[str] = []
         for name in self.inputs:

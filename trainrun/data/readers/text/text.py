@@ -73,13 +73,13 @@ class TextSamples:
         return window[:-1], window[1:]
 
     def read_cut(self, index: int, cut: Callable[[str, Any], Any]) -> tuple[Tensor, Tensor]:
-        """A part of one sample: only what `cut(name, tokens)` leaves of inputs and target is copied."""
+        """Return a part of one sample: only what `cut(name, tokens)` leaves of inputs and target is copied."""
         found = self._mapped()[int(self._begins[index]) : int(self._ends[index])]
         inputs, target = cut("inputs", found[:-1]), cut("target", found[1:])
         return torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(target.astype(np.int64))
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Blocks in one gather."""
+        """Return the samples of these indices. Blocks are gathered with one call."""
         chosen = np.asarray(indices, dtype=np.int64)
         sizes = self._ends[chosen] - self._begins[chosen]
         if len(chosen) == 0 or (sizes != sizes[0]).any():
@@ -89,7 +89,7 @@ class TextSamples:
         return [(window[:-1], window[1:]) for window in windows.unbind()]
 
     def as_rows(self) -> Columns | None:
-        """Blocks: they follow each other in the file, inputs and, one further on, targets."""
+        """Return blocks as rows of the token file, to gather many at once. Targets start one token after the inputs."""
         return self._columns() if self._text.kind == "blocks" else None
 
     def _columns(self) -> Columns:
@@ -101,7 +101,7 @@ class TextSamples:
         return Columns(values, (), tuple, again=self._columns, int_dtype=torch.int64, unsigned=unsigned)
 
     def describe(self, index: int) -> str:
-        """File and line, or for a block the place of its first token in the file."""
+        """Return file and line of a sample; for a block the position of its first token in the file."""
         begin, tokens = int(self._begins[index]), self._tokens
         file = int(np.searchsorted(tokens.file_ends, begin, side="right"))
         name, start = self._text.files[file], int(tokens.file_ends[file - 1]) if file else 0
@@ -183,7 +183,9 @@ def bounds_of_samples(
 
 
 def tokenizer_file(node: Mapping[str, Any]) -> str:
-    """The tokenizer of a `data.train` node that has it trained; made where it is not kept yet."""
+    """Return the path of the tokenizer that is trained for a `data.train` node. It is trained if it is not cached
+    yet.
+    """
     arguments = {name: node[name] for name in ("val_path", "test_path", "val_fraction") if name in node}
     request = SplitRequest(node.get("path"), **{"val_fraction": 0.1, **arguments})
     found = request.find_files(TEXTS, text_files)

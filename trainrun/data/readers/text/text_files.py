@@ -21,7 +21,7 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 
 
 def text_files(path: str | None, key: str, endings: Sequence[str] = TEXTS) -> tuple[Path, ...]:
-    """The files of a text; without a path, the sources of Python's standard library, without its tests."""
+    """Return the files of a text; without a path, the sources of Python's standard library, without its tests."""
     if path is not None:
         return files_of(path, key, endings)
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -45,9 +45,9 @@ def is_packed(file: Path) -> bool:
 
 
 def chunks_of(files: Sequence[Path], max_bytes: int | None) -> Iterator[tuple[int, bytes]]:
-    """Number of the file, and bytes that end with a line or with the file; after `max_bytes` no more.
+    """Yield (file number, bytes). Each chunk ends with a line or with the file; after `max_bytes` none follows.
 
-    At least one chunk for each file that is reached. Files that begin as gzip does are unpacked.
+    Every file that is reached gives at least one chunk. Files that begin as gzip does are unpacked.
     """
     left = max_bytes
     for number, file in enumerate(files):

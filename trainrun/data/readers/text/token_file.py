@@ -70,7 +70,10 @@ def text_cache(cache_dir: str | None) -> Path:
 
 
 def token_file(text: Text, cache_dir: str | None) -> TokenFile:
-    """DataError: a file or the tokenizer cannot be read, or the cache cannot be written."""
+    """Return the file of tokens of a text; it is built if it is not cached.
+
+    Raise DataError if a file or the tokenizer cannot be read, or the cache cannot be written.
+    """
     if text.tokenizer is None and len(text.files) == 1 and not is_packed(text.files[0]):
         return _file_itself(text)
     tokens, content = BYTES, b""
@@ -111,7 +114,7 @@ def _file_itself(text: Text) -> TokenFile:
 
 
 def _line_ends(file: Path, size: int) -> Ends:
-    """Behind each newline among the first `size` bytes, and behind a last line without one."""
+    """Return the position after each newline among the first `size` bytes, and after a last line without one."""
     found, place = [np.empty(0, np.int64)], 0
     with file.open("rb") as opened:
         while place < size and (content := opened.read(min(SEARCH_BYTES, size - place))):

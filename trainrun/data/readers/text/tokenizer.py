@@ -29,7 +29,7 @@ class Tokens:
 
     @property
     def dtype(self) -> str:
-        """The smallest type that holds every token."""
+        """Return the smallest integer type that holds every token."""
         return "uint8" if self.vocabulary <= 2**8 else "uint16" if self.vocabulary <= 2**16 else "int32"
 
 
@@ -37,7 +37,7 @@ BYTES = Tokens(256)
 
 
 def open_tokenizer(path: str) -> tuple[Tokens, bytes]:
-    """The tokenizer, and the content of its file. Special tokens are not added by it."""
+    """Return the tokenizer and the content of its file. It adds no special tokens."""
     package = extra("tokenizers", "text data.train.tokenizer=...", "text")
     file, key = Path(path).expanduser(), f"data.train.tokenizer={path}"
     plain_file(file, key)
@@ -66,7 +66,7 @@ def open_tokenizer(path: str) -> tuple[Tokens, bytes]:
 def encoded_chunk(
     tokens: Tokens, content: bytes, by_line: bool, is_cut: bool, file: Path
 ) -> tuple[Values, Values]:
-    """The tokens of some whole lines, and with `by_line` the place behind each line's last token.
+    """Encode some whole lines. With `by_line`, also return the position after the last token of each line.
 
     is_cut: the content may end inside a character, which is then left out.
     """
@@ -98,7 +98,7 @@ def decode_text_block(content: bytes, is_cut: bool, file: Path) -> str:
 
 
 def _pieces(lines: list[str]) -> list[str]:
-    """The lines joined to pieces that the cores can share."""
+    """Join lines to pieces, so that the cores can share the work."""
     pieces, current, size = [], [], 0
     for line in lines:
         current.append(line)

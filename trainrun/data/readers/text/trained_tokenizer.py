@@ -84,7 +84,7 @@ def _lines(files: tuple[Path, ...], kind: str, max_bytes: int | None, held: floa
 
 
 def training_end(files: tuple[Path, ...], kind: str, max_bytes: int | None, held: float) -> int:
-    """About how many bytes belong to the training part; of documents those of whole files."""
+    """Return about how many bytes belong to the training part; for documents, the bytes of whole files."""
     sizes: dict[int, int] = {}
     for number, content in chunks_of(files, max_bytes):
         sizes[number] = sizes.get(number, 0) + len(content)
@@ -96,9 +96,10 @@ def training_end(files: tuple[Path, ...], kind: str, max_bytes: int | None, held
 def divide_chunks(
     chunks: Iterable[tuple[int, bytes]], end: int | None, kind: str
 ) -> Iterator[tuple[int, bytes, bool]]:
-    """The chunks, that in which the training part ends in two pieces; and whether each is of that part.
+    """Yield (file number, bytes, whether they belong to the training part).
 
-    It ends behind a line, or where there is none in that chunk, between two characters.
+    The chunk in which the training part ends is cut in two, after a line, or between two characters if it has no
+    line end.
     """
     seen = 0
     for number, content in chunks:
