@@ -14,7 +14,7 @@ SHARE = 4  # of the free memory, for one part: train and val are both kept, and 
 
 
 def check_memory(num_bytes: int, what: str, way: str) -> None:
-    """Raises DataError if so much memory is not free. way: what the user can do instead."""
+    """Raise DataError if less than `num_bytes` of memory is free. way: what the user can do instead."""
     free = read_host_memory().free
     if num_bytes > free:
         raise DataError(
@@ -23,14 +23,19 @@ def check_memory(num_bytes: int, what: str, way: str) -> None:
 
 
 def in_memory(num_bytes: int, wanted: bool | str) -> bool:
-    """wanted: data.train.in_memory: true, false, or "auto": up to a quarter of the memory that is free now."""
+    """Return whether data of this size is loaded into memory.
+
+    wanted: data.train.in_memory: true, false, or "auto", which means up to a quarter of the memory that is free now.
+    """
     if wanted is True:
         check_memory(num_bytes, "data.train.in_memory=true: the data", "use data.train.in_memory=auto")
     return num_bytes * SHARE <= read_host_memory().free if wanted == "auto" else bool(wanted)
 
 
 def unpacked_bytes(files: Iterable[Path]) -> int:
-    """At least so many bytes come out of these files; gzip ends with the size of its content modulo 4 GiB."""
+    """Return a lower bound of the unpacked size of files: gzip stores the size of its content modulo 4 GiB at its
+    end.
+    """
     total = 0
     for file in files:
         with file.open("rb") as opened:
