@@ -15,12 +15,14 @@ from trainrun.config.schema import ParallelConfig
 from trainrun.errors import PluginError
 from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.interfaces import Parallel
+from trainrun.monitor.rank_times import RankTimes
 from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.group import Group
 from trainrun.parallel.rank_place import read_last_exchanges
 from trainrun.parallel.worker import run_as_rank
 from trainrun.precision.update import Update
 from trainrun.runtime.signals import StopFlag
+from trainrun.timing.phases import DATA, OTHER, PhaseTimer
 
 OPTIONS = ParallelConfig(mode="ddp", accelerator="cpu", timeout_seconds=600.0)
 
@@ -72,6 +74,11 @@ def talk(parallel: Parallel, seen: dict[str, Any]) -> None:
     seen["sums_of_nothing"] = parallel.sum_over_ranks([])
     seen["ranks_here"] = parallel.local_world_size
     seen["gathered"] = parallel.gather({"rank": rank, "words": ["a"] * rank})
+    clock = iter([0.0, float(rank + 1)])  # of data: one second on rank 0, two on rank 1, ...
+    phases = PhaseTimer(0.0, clock=lambda: next(clock))
+    phases.open(DATA)
+    phases.open(OTHER)
+    seen["times"] = RankTimes(phases, parallel).measure(1)[0]
     parallel.barrier()
 
 

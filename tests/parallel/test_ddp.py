@@ -109,6 +109,8 @@ def test_sums_and_values_of_all_ranks(results: list[dict[str, Any]]) -> None:
         assert seen["sums_of_nothing"] == []
         assert seen["ranks_here"] == world_size
         assert seen["gathered"] == [{"rank": rank, "words": ["a"] * rank} for rank in range(world_size)]
+        assert seen["times"]["seconds"]["data"] == [rank + 1.0 for rank in range(world_size)]
+        assert seen["times"]["seconds"]["forward"] == [0.0] * world_size
 
 
 def test_buffers_follow_rank_0_after_every_step(results: list[dict[str, Any]]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import Monitor, Parallel, RunFacts, StepReport, Summarizes
+from trainrun.monitor.rank_times import RankTimes
 from trainrun.sums import ITEMS, LOSSES, over_ranks, shape_fault, sum_by_name, train_metrics
 from trainrun.timing.phases import CHECKPOINT, DEVICE, PhaseTimer
 from trainrun.train_state import TrainState
@@ -65,6 +66,7 @@ class MetricLogger:
         self._samples_per_step = samples_per_step if unit == "samples" else None
         self._summarizes = isinstance(task, Summarizes)
         self._phases = phases
+        self._rank_times = RankTimes(phases, parallel) if parallel.world_size > 1 else None
         self._saved_seconds = 0.0
         # On a CPU nothing is waited for: adding up the losses is logging.
         self._book = phases.on if parallel.device.type != "cpu" else nullcontext
@@ -84,6 +86,8 @@ class MetricLogger:
         self.step, self._saved_seconds = state.step, self._phases.seconds_of(CHECKPOINT)
         if self._tokens is not None:
             self._tokens.take()  # batches were tried before
+        if self._rank_times is not None:
+            self._rank_times.start(state.step)
         for monitor in self._monitors:
             monitor.on_start(facts, state.step)
 
@@ -123,6 +127,11 @@ class MetricLogger:
         row |= self._measure_speed(state, tokens)
         for monitor in self._monitors:
             monitor.on_step(state.step, self.epoch_of(state), row)
+        if self._rank_times is not None:
+            times, note = self._rank_times.measure(state.step)
+            self.write_row("ranks", state.step, times)
+            if note:
+                self.note(note)
         if self._on_log is not None:
             with self.exclude_time():
                 self._on_log(state.step)

@@ -157,13 +157,15 @@ EVERYWHERE: dict[str, Any] = {
 }  # fmt: skip
 OF_KIND: dict[str, dict[str, Any]] = {
     "ledger": dict.fromkeys(("seconds", "vitals", "device"), (_is_number,)),
+    "ranks": {"steps": _is_count, "seconds": ([_is_number],)},
     "vae": {"kl_of_dimensions": [_is_number], "activity": [_is_number]},
     "regression": {"target": [[_is_number]], "prediction": [[_is_number]]},
 }
 OF_NUMBERS = ("train", "eval", "test", "hardware", "vae")  # rows whose other values are all numbers
 NEEDED = {
     **dict.fromkeys(("train", "eval", "test", "hardware", "start"), ("step",)), "ledger": ("step", "seconds"),
-    "confusion": ("step", "matrix"), "regression": ("step", "target", "prediction"),
+    "ranks": ("step", "steps", "seconds"), "confusion": ("step", "matrix"),
+    "regression": ("step", "target", "prediction"),
     "vae": ("step", "kl_of_dimensions", "activity", "kl", "beta", "active_units"),
 }  # fmt: skip
 
