@@ -329,7 +329,8 @@ def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[st
             )
         if name != "data" and place.startswith("data.") and "data" not in objects:
             raise ConfigError(f"trainrun.train({name}=...): give data=... too")
-        node = {"_target_": f"{__name__}.given", "name": name, "about": quote_text(describe_object(entry))}
+        target = f"{__name__}.{python_object.__name__}"
+        node = {"_target_": target, "name": name, "about": quote_text(describe_object(entry))}
         out += [f"+{place}.{key}={value}" for key, value in node.items()]
     if "model" in objects and "run_name" not in typed_keys:
         out.append(f"run_name={type(objects['model']).__name__}")
