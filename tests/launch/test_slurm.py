@@ -11,7 +11,8 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
-from trainrun.launch.slurm import SlurmOptions, format_script, read_options, words_of_job
+from trainrun.launch.launch_options import LaunchOptions, read_options, words_of_job
+from trainrun.launch.slurm import format_script
 
 
 def fake_program(folder: Path, name: str, text: str) -> None:
@@ -29,11 +30,11 @@ def test_options_of_the_command_line() -> None:
         "launch.partition=main",
     ]
     flags = {"qos": "high", "mem": "64G", "exclusive": True}
-    assert read_options([*words, "launch.sbatch={qos: high, mem: 64G, exclusive: true}"]) == SlurmOptions(
+    assert read_options([*words, "launch.sbatch={qos: high, mem: 64G, exclusive: true}"]) == LaunchOptions(
         2, 8, "1-00:00:00", "main", flags
     )
     assert read_options(["launch=local"]) is None
-    assert read_options(["launch=slurm", "launch.time=UNLIMITED"]) == SlurmOptions(time="UNLIMITED")
+    assert read_options(["launch=slurm", "launch.time=UNLIMITED"]) == LaunchOptions(time="UNLIMITED")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,7 @@ def test_options_of_the_command_line() -> None:
         "launch.node=2",
         "launch.time=",
         "launch.time=soon",
+        "launch.image=a",
     ],
 )
 def test_a_wrong_option_is_refused(word: str) -> None:
@@ -57,11 +59,11 @@ def test_a_wrong_option_is_refused(word: str) -> None:
 
 def test_a_job_has_one_task_a_machine_with_a_rank_for_each_gpu(tmp_path: Path) -> None:
     words = ["optimizer.lr=1e-3", "output_dir=elsewhere"]
-    assert words_of_job(SlurmOptions(nodes=2, gpus=8), words, tmp_path) == [
+    assert words_of_job(LaunchOptions(nodes=2, gpus=8), words, tmp_path) == [
         "optimizer.lr=1e-3", "parallel=ddp", "parallel.devices=8", f"output_dir={tmp_path}"
     ]  # fmt: skip
-    assert words_of_job(SlurmOptions(), words, tmp_path) == ["optimizer.lr=1e-3", f"output_dir={tmp_path}"]
-    script = format_script(SlurmOptions(2, 8, sbatch={"requeue": False, "qos": "a b"}), "n", tmp_path, words)
+    assert words_of_job(LaunchOptions(), words, tmp_path) == ["optimizer.lr=1e-3", f"output_dir={tmp_path}"]
+    script = format_script(LaunchOptions(2, 8, sbatch={"requeue": False, "qos": "a b"}), "n", tmp_path, words)
     lines = script.splitlines()
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8",
             "#SBATCH --signal=USR2@300", "#SBATCH --qos='a b'"} <= set(lines)  # fmt: skip
@@ -84,7 +86,7 @@ def test_a_job_has_one_task_a_machine_with_a_rank_for_each_gpu(tmp_path: Path) -
 def test_a_job_is_warned_in_the_second_half_of_its_time_at_the_earliest(
     time: str | None, warning: int, tmp_path: Path
 ) -> None:
-    assert f"#SBATCH --signal=USR2@{warning}\n" in format_script(SlurmOptions(time=time), "n", tmp_path, [])
+    assert f"#SBATCH --signal=USR2@{warning}\n" in format_script(LaunchOptions(time=time), "n", tmp_path, [])
 
 
 @pytest.mark.parametrize(("code", "requeues"), [(75, True), (0, False), (1, False)])
@@ -96,7 +98,7 @@ def test_a_stopped_run_is_queued_again(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     script = tmp_path / "slurm.sh"
-    script.write_text(format_script(SlurmOptions(), "n", tmp_path, ["output_dir=run"]))
+    script.write_text(format_script(LaunchOptions(), "n", tmp_path, ["output_dir=run"]))
     assert subprocess.run(["bash", str(script)], check=False).returncode == code
     note = tmp_path / "scontrol.txt"
     assert note.exists() == requeues

@@ -78,16 +78,22 @@ def main(words: list[str]) -> int:
 
 
 def submit(launch_words: list[str], words: list[str], prepared: CommandLine, folders: list[Path]) -> bool:
-    """Submit the run to Slurm if the command line has launch options. Return whether it has. Raise ConfigError for
-    mistakes.
+    """Submit the run to Slurm, or print its manifest for another cluster, as the launch options say. Return False
+    without such options. Raise ConfigError for mistakes.
     """
-    from trainrun.launch import slurm
+    from trainrun.launch import manifest, slurm
+    from trainrun.launch.launch_options import read_options
 
-    options = slurm.read_options(launch_words)
-    if options is not None:
-        composition = compose_prepared(prepared, folders, Path.cwd())
-        slurm.submit(options, str(composition.config.run_name), choose_folder(composition), words)
-    return options is not None
+    options = read_options(launch_words)
+    if options is None:
+        return False
+    composition = compose_prepared(prepared, folders, Path.cwd())
+    name = str(composition.config.run_name)
+    if options.kind == "slurm":
+        slurm.submit(options, name, choose_folder(composition), words)
+    else:
+        manifest.print_manifest(options, name, words)
+    return True
 
 
 def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders: list[Path]) -> int:

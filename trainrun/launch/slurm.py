@@ -13,91 +13,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError, LaunchError
 from trainrun.folder.run_folder import write_text
+from trainrun.launch.launch_options import LaunchOptions, limit_seconds, words_of_job
 from trainrun.output import path_to_paste, say
 
 WARNING_SECONDS = 300  # from the signal to the time limit
 SCRIPT, LOG = "slurm.sh", "slurm.log"
 
 
-NO_LIMIT = ("0", "unlimited", "infinite")
-
-
-@dataclass(frozen=True)
-class SlurmOptions:
-    """Options of a Slurm job. nodes: machines. gpus: per machine, one rank each. sbatch: further flags by their long
-    names.
-    """
-
-    nodes: int = 1
-    gpus: int | None = None
-    time: str | None = None
-    partition: str | None = None
-    sbatch: dict[str, Any] = field(default_factory=dict)
-
-
-def read_options(words: Sequence[str]) -> SlurmOptions | None:
-    """Return the options in settings such as `launch.nodes=2`; None for launch=local. Raise ConfigError."""
-    values: dict[str, Any] = {}
-    faults = []
-    kind = "local"
-    for word in words:
-        key, _, text = word.partition("=")
-        name = key.partition(".")[2]
-        if key == "launch":
-            kind = text
-        elif name in ("nodes", "gpus") and text.isdigit() and int(text) > 0:
-            values[name] = int(text)
-        elif name in ("nodes", "gpus"):
-            faults.append(f"{word}: must be a whole number, 1 or more")
-        elif name in ("time", "partition") and text:
-            values[name] = text
-        elif name == "sbatch" and isinstance(flags := yaml.safe_load(text.replace("=", ": ")), dict):
-            values[name] = flags
-        elif name == "sbatch":
-            faults.append(f"{word}: must be flags of sbatch, as launch.sbatch={{qos: high, mem: 64G}}")
-        else:
-            fields = [f"launch.{field}" for field in SlurmOptions.__dataclass_fields__]
-            faults.append(f"{word}: no such setting of a launch.{nearest(key, fields)}")
-    time = values.get("time", "0")
-    if time.lower() not in NO_LIMIT and limit_seconds(time) is None:
-        faults.append(f"launch.time={time}: must be as Slurm has it: 90 (minutes), 1:30:00 or 2-12:00:00")
-    if kind not in ("local", "slurm"):
-        faults.append(f"launch={kind}: must be local or slurm")
-    elif kind == "local" and values:
-        faults.append(f"{words[0]}: is a setting of a cluster; add launch=slurm")
-    if faults:
-        raise ConfigError(*faults)
-    return SlurmOptions(**values) if kind == "slurm" else None
-
-
-def limit_seconds(text: str) -> int | None:
-    """Return the seconds of a Slurm time limit; None if the text is not one.
-
-    Formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
-        days-hours:minutes:seconds.
-    """
-    days, dash, clock = text.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
-        return None
-    numbers = [int(part) for part in parts]
-    if dash:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    else:
-        hours, minutes, seconds = ([0, *numbers, 0] if len(numbers) == 1 else [0, *numbers])[-3:]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def format_script(options: SlurmOptions, name: str, folder: Path, words: Sequence[str]) -> str:
+def format_script(options: LaunchOptions, name: str, folder: Path, words: Sequence[str]) -> str:
     """Return the job script. words: the settings of the run, with its folder."""
     limit = limit_seconds(options.time or "")
     warning = min(WARNING_SECONDS, limit // 2) if limit else WARNING_SECONDS  # a short job trains too
@@ -138,19 +65,7 @@ def format_script(options: SlurmOptions, name: str, folder: Path, words: Sequenc
     )
 
 
-def words_of_job(options: SlurmOptions, words: Sequence[str], folder: Path) -> list[str]:
-    """Return the settings of the run, with its folder and the number of ranks per machine."""
-    keys = {word.partition("=")[0] for word in words}
-    added = []
-    if "parallel" not in keys and (options.nodes > 1 or (options.gpus or 1) > 1):
-        added.append("parallel=ddp")
-    if options.gpus is not None and "parallel.devices" not in keys:
-        added.append(f"parallel.devices={options.gpus}")
-    kept = [word for word in words if word.partition("=")[0] not in ("output_dir", "hydra.run.dir")]
-    return [*kept, *added, f"output_dir={folder}"]
-
-
-def submit(options: SlurmOptions, name: str, folder: Path, words: Sequence[str]) -> None:
+def submit(options: LaunchOptions, name: str, folder: Path, words: Sequence[str]) -> None:
     """Write the script into the run folder, submit it, and print the job number.
 
     Raise ConfigError without Slurm, LaunchError if Slurm refuses the job.

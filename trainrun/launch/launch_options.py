@@ -1,0 +1,107 @@
+"""The options `launch=...` of a run that another program starts, and the settings that this run gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainrun.config.validate import nearest
+from trainrun.errors import ConfigError
+
+NO_LIMIT = ("0", "unlimited", "infinite")
+OPTIONS_OF = {
+    "slurm": ("nodes", "gpus", "time", "partition", "sbatch"),
+    "k8s": ("nodes", "gpus", "image"),
+    "sky": ("nodes", "gpus", "gpu_type", "image"),
+}
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Options of a job. nodes: machines. gpus: per machine, one rank each. sbatch: further flags by their long names.
+    gpu_type: SkyPilot's name. image: of the container, with trainrun and the user's code. kind: the program.
+    """
+
+    nodes: int = 1
+    gpus: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    sbatch: dict[str, Any] = field(default_factory=dict)
+    gpu_type: str | None = None
+    image: str | None = None
+    kind: str = "slurm"
+
+
+def read_options(words: Sequence[str]) -> LaunchOptions | None:
+    """Return the options in settings such as `launch.nodes=2`; None for launch=local. Raise ConfigError."""
+    values: dict[str, Any] = {}
+    faults = []
+    kind = next((word.partition("=")[2] for word in reversed(words) if word.startswith("launch=")), "local")
+    allowed = OPTIONS_OF.get(kind, OPTIONS_OF["slurm"])
+    for word in words:
+        key, _, text = word.partition("=")
+        name = key.partition(".")[2]
+        programs = [program for program, names in OPTIONS_OF.items() if name in names]
+        if key == "launch":
+            continue
+        if not programs:
+            fields = [f"launch.{field}" for names in OPTIONS_OF.values() for field in names]
+            faults.append(f"{word}: no such setting of a launch.{nearest(key, fields)}")
+        elif kind in OPTIONS_OF and name not in allowed:
+            faults.append(f"{word}: is a setting of launch={' and launch='.join(programs)}")
+        elif name in ("nodes", "gpus") and text.isdigit() and int(text) > 0:
+            values[name] = int(text)
+        elif name in ("nodes", "gpus"):
+            faults.append(f"{word}: must be a whole number, 1 or more")
+        elif name == "sbatch" and isinstance(flags := yaml.safe_load(text.replace("=", ": ")), dict):
+            values[name] = flags
+        elif name == "sbatch":
+            faults.append(f"{word}: must be flags of sbatch, as launch.sbatch={{qos: high, mem: 64G}}")
+        elif text:
+            values[name] = text
+        else:
+            faults.append(f"{word}: has no value")
+    time = values.get("time", "0")
+    if time.lower() not in NO_LIMIT and limit_seconds(time) is None:
+        faults.append(f"launch.time={time}: must be as Slurm has it: 90 (minutes), 1:30:00 or 2-12:00:00")
+    if kind not in ("local", *OPTIONS_OF):
+        faults.append(f"launch={kind}: must be local, slurm, k8s or sky")
+    elif kind == "local" and values:
+        faults.append(f"{words[0]}: is a setting of a cluster; add launch=slurm")
+    if faults:
+        raise ConfigError(*faults)
+    return None if kind == "local" else LaunchOptions(**values, kind=kind)
+
+
+def limit_seconds(text: str) -> int | None:
+    """Return the seconds of a Slurm time limit; None if the text is not one.
+
+    Formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
+        days-hours:minutes:seconds.
+    """
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, minutes, seconds = ([0, *numbers, 0] if len(numbers) == 1 else [0, *numbers])[-3:]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def words_of_job(options: LaunchOptions, words: Sequence[str], folder: Path) -> list[str]:
+    """Return the settings of the run, with its folder and the number of ranks per machine."""
+    keys = {word.partition("=")[0] for word in words}
+    added = []
+    if "parallel" not in keys and (options.nodes > 1 or (options.gpus or 1) > 1):
+        added.append("parallel=ddp")
+    if options.gpus is not None and "parallel.devices" not in keys:
+        added.append(f"parallel.devices={options.gpus}")
+    kept = [word for word in words if word.partition("=")[0] not in ("output_dir", "hydra.run.dir")]
+    return [*kept, *added, f"output_dir={folder}"]
