@@ -169,19 +169,46 @@ def test_what_was_deleted_on_the_disk_is_uploaded_whole(trained: RunDir, store: 
     assert (fetch_run("s3://bucket/run", print) / "checkpoints").is_dir()
 
 
-def test_damage_in_the_store_is_seen_by_its_hash(trained: RunDir, store: FaultyStore, tmp_path: Path):
-    mirror = mirror_of(trained)
-    for step in steps(trained)[:2]:
-        mirror.offer(step)
-        mirror.finish()
-    path = tmp_path / "bucket/run" / steps(trained)[1].name / "shared.safetensors"
+def flip(path: Path) -> None:
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
     path.write_bytes(damaged)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("shared.safetensors", flip),
+        ("MANIFEST.json", cut),
+        ("state.json", Path.unlink),
+        ("run/status.json", flip),
+        ("run/status.json", Path.unlink),
+        ("run.json", cut),
+    ],
+)
+def test_a_damaged_step_in_the_store_is_left_out_and_another_is_taken(
+    trained: RunDir, store: FaultyStore, tmp_path: Path, file: str, damage: Any, damaged: int
+):
+    mirror, names = mirror_of(trained), [step.name for step in steps(trained)[:2]]
+    for step in steps(trained)[:2]:
+        mirror.offer(step)
+        mirror.finish()
+    damage(tmp_path / "bucket/run" / names[damaged] / file)
     lines: list[str] = []
     folder = fetch_run("s3://bucket/run", lines.append)
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == [steps(trained)[0].name]
-    assert any(steps(trained)[1].name in line for line in lines)
+    is_left_out = damaged == 1 or not file.startswith(
+        "run"
+    )  # the files of the run are those of the newest step
+    expected = [names[1 - damaged]] if is_left_out else names
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == expected
+    assert any(names[damaged] in line for line in lines) == is_left_out
+    assert read_identity(RunDir(folder)) == read_identity(trained)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_another_run_in_the_store_is_left_alone(trained: RunDir, store: FaultyStore):

@@ -276,43 +276,56 @@ def check_same_run(url: str, folder: Path, newest: str) -> None:
 def download(store: Any, root: str, steps: list[str], folder: Path, say: Callable[[str], None]) -> None:
     """Download into a temporary folder, which gets its name when all is there. Raise ConfigError."""
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
+    run, checkpoints = temporary / "run", temporary / "run" / "checkpoints"
     try:
-        (temporary / "checkpoints").mkdir(parents=True)
-        newest = None
+        temporary.mkdir(parents=True)
         for name in reversed(steps):
             try:
-                download_step(store, f"{root}/{name}", temporary / "checkpoints" / name)
-                download_run_files(store, f"{root}/{name}", temporary)
-                newest = name
-                break
+                checkpoint = download_step(store, f"{root}/{name}", temporary / name)
+                if not run.exists():
+                    download_run_files(store, f"{root}/{name}", run)
+                    checkpoints.mkdir()
+                os.rename(checkpoint, checkpoints / name)
             except (CheckpointError, FileNotFoundError) as error:
-                shutil.rmtree(temporary / "checkpoints" / name, ignore_errors=True)
                 say(f"{name} in the store is damaged and was left out: {error}")
-        if newest is None:
+        if not run.exists():
             raise ConfigError(f"{root}: no checkpoint in the store is sound")
-        for name in steps[: steps.index(newest)]:  # the best may be among them
-            with suppress(CheckpointError, FileNotFoundError):
-                download_step(store, f"{root}/{name}", temporary / "checkpoints" / name)
-        read_identity(RunDir(temporary))  # raises ConfigError if it is no run
-        os.rename(temporary, folder)
+        read_identity(RunDir(run))  # raises ConfigError if it is no run
+        os.rename(run, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def download_step(store: Any, source: str, folder: Path) -> None:
-    """Download one checkpoint and compare the hashes of its files. Raise CheckpointError."""
-    folder.mkdir()
-    (folder / MANIFEST).write_bytes(store.cat_file(f"{source}/{MANIFEST}"))
-    for name, expected in read_manifest(folder).files.items():
-        download_file(store, f"{source}/{name}", folder / name, expected)
+def download_step(store: Any, source: str, folder: Path) -> Path:
+    """Download one checkpoint, all of it or nothing; return its folder. Raise CheckpointError."""
+    manifest = store.cat_file(f"{source}/{MANIFEST}")
+    files = parse_manifest(manifest, f"{source}/{MANIFEST}").files
+    download_files(store, source, folder, files)
+    (folder / MANIFEST).write_bytes(manifest)
+    read_manifest(folder)  # raises CheckpointError for a step of another number
+    return folder
 
 
 def download_run_files(store: Any, source: str, folder: Path) -> None:
-    """Download the other files of a run. Raise CheckpointError."""
-    entries = json.loads(store.cat_file(f"{source}/{RUN_FILES}"))
-    for name, entry in entries.items():
-        if name == Path(name).name:
-            download_file(store, f"{source}/run/{name}", folder / name, Written(*entry))
+    """Download the other files of a run, all or none. Raise CheckpointError."""
+    try:
+        entries = json.loads(store.cat_file(f"{source}/{RUN_FILES}"))
+        files = {name: Written(*entry) for name, entry in entries.items() if name == Path(name).name}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}/{RUN_FILES}: not a list of files ({error})") from error
+    download_files(store, f"{source}/run", folder, files)
+
+
+def download_files(store: Any, source: str, folder: Path, files: Mapping[str, Written]) -> None:
+    """Download files into a new folder, which exists afterwards only if all are there. Raise CheckpointError."""
+    part = folder.with_name(f"{folder.name}.part")
+    part.mkdir()
+    try:
+        for name, expected in files.items():
+            download_file(store, f"{source}/{name}", part / name, expected)
+        os.rename(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def download_file(store: Any, source: str, path: Path, expected: Written) -> None:
