@@ -16,7 +16,7 @@ from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import read_json, write_json
 from trainrun.race import race_command, racer_process
-from trainrun.race.race_report import print_report, write_report
+from trainrun.race.race_report import notes_of, print_report, race_table, write_report
 from trainrun.race.racers import judge_reads, read_racers, variations
 from trainrun.race.turns import PILOT, PILOT_SEED, Race, RaceGoal
 from trainrun.sweep.job_queue import StopRelay
@@ -109,6 +109,17 @@ def test_another_race_in_the_folder_is_refused(
         race_in(tmp_path, texts, target, **about).open()
 
 
+def test_a_racer_that_is_refused_at_its_start_leaves_no_race(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    refusing = [sys.executable, "-S", "-c", "import sys; sys.exit(2)"]
+    monkeypatch.setattr("trainrun.race.turns.racer_command", lambda folder: refusing)
+    words = ["race", "lr=0.8", "lr=0.6", "--until", "val/acc=0.5"]
+    assert main(words) == 2
+    assert main([*words, "--out", "here"]) == 2
+    assert not list(workdir.glob("races")) + list(workdir.glob("here"))
+
+
 def test_a_damaged_file_is_refused(tmp_path: Path):
     (tmp_path / "race.json").write_text('{"goal": {"metric"')
     with pytest.raises(ConfigError, match="--out"):
@@ -121,6 +132,14 @@ def test_the_target_is_fixed_by_a_run_that_is_not_raced(tmp_path: Path):
     assert (tmp_path / PILOT).is_dir()
     assert race.goal.value == pytest.approx(0.792)
     assert race.results().standing("B", "A").late == 1
+
+
+@pytest.mark.parametrize(("target", "note"), [(0.7, "no run of A arrived"), (0.95, "no run arrived")])
+def test_a_note_says_what_a_run_that_did_not_arrive_counts_with(tmp_path: Path, target: float, note: str):
+    race = race_in(tmp_path, ["lr=0.6", "lr=0.8"], target=target, seeds=1)
+    run(race)
+    assert [line for line in notes_of(race, race.results()) if note in line]
+    assert not any("inf" in cell for row in race_table(race, race.results())[1] for cell in row)
 
 
 def test_a_failed_run_counts_and_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import stat
 import tempfile
 import threading
@@ -179,6 +180,16 @@ def record_saved(run: RunDir, saved: bool = True) -> None:
     """Record in RUN.json whether a checkpoint was ever committed. Write the file only if that changed."""
     if has_recorded_checkpoint(run) != saved:
         write_identity(run, read_identity(run) | {SAVED: saved})
+
+
+def remove_new_folder(folder: Path, above: str) -> None:
+    """Remove a folder of this command in which nothing was trained, and `above` and what is in there, if empty."""
+    shutil.rmtree(folder)
+    for parent in folder.parents:
+        if not parent.is_relative_to(Path.cwd() / above):
+            break
+        with contextlib.suppress(OSError):  # holds something else
+            parent.rmdir()
 
 
 def resolve_folder(text: str) -> Path:

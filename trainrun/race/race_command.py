@@ -13,7 +13,7 @@ from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.lock import lock_folder
-from trainrun.folder.run_folder import RunDir, is_run_folder, resolve_folder
+from trainrun.folder.run_folder import RunDir, is_run_folder, remove_new_folder, resolve_folder
 from trainrun.output import counted, path_to_paste, report_result, say
 from trainrun.race.race_report import PAGE, print_report, race_facts, write_report
 from trainrun.race.racers import Racer, Variation, read_racers, variations
@@ -129,16 +129,25 @@ def differences_to_race(racers: Sequence[Racer]) -> list[Variation]:
 
 
 def run_race(race: Race, changes: Sequence[Variation], again: str) -> int:
-    """Run what is missing, report what is there, and return the exit code."""
+    """Run what is missing, report what is there, and return the exit code.
+
+    Raise ConfigError for a mistake of a racer. A new race of which no run ended leaves no folder then.
+    """
     relay = StopRelay()
+    is_new = not race.folder.exists()
     with contextlib.ExitStack() as closing:
         race.open()
         closing.enter_context(lock_folder(RunDir(race.folder)))
         runs = counted(len(race.racers) * race.num_seeds, "run")
         differences = f", {counted(len(changes), 'difference')}" if changes else ""
         say(f"race: {names_of(race.racers)}{differences}; {runs} in {race.folder}", flush=True)
-        with catch_stops(relay.handle):
-            race.run_all(relay)
+        try:
+            with catch_stops(relay.handle):
+                race.run_all(relay)
+        except ConfigError:
+            if is_new and not race.runs:
+                remove_new_folder(race.folder, "races")
+            raise
         if race.seeds_of(race.racers[0].name):
             write_report(race, changes)
             print_report(race, changes)

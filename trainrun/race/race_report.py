@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -58,9 +59,13 @@ def standing_cells(standing: Standing) -> list[str]:
     arrived = f"{len(standing.runs) - standing.late} of {len(standing.runs)}"
     ratios = [ratio_text(ratio, standing.bound) for ratio in (standing.ratio, standing.training_ratio)]
     return [
-        arrived, f"{standing.seconds:.3g}", ratios[0], f"{standing.training_seconds:.3g}", ratios[1],
+        arrived, seconds_text(standing.seconds), ratios[0], seconds_text(standing.training_seconds), ratios[1],
         mean_text(standing.ends), equivalence_text(standing.equivalence), memory_text(standing.peak_bytes),
     ]  # fmt: skip
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{seconds:.3g}" if math.isfinite(seconds) else "-"
 
 
 def ratio_text(ratio: Ratio | None, bound: str) -> str:
@@ -118,9 +123,14 @@ def notes_of(race: Race, results: RaceResults) -> list[str]:
         "seconds are geometric means from the start of the process, or from the first step; intervals of 95 %",
     ]
     runs = [run for several in results.runs.values() for run in several]
-    if any(map(results.is_late, runs)):
+    if all(run.arrived is None for run in runs):
+        lines.append("no run arrived, so there are no times to compare")
+    elif any(map(results.is_late, runs)):
+        first = results.runs[race.racers[0].name]
+        a_arrived = any(run.arrived is not None for run in first)
+        timed = "A" if a_arrived else "the others, as no run of A arrived"
         lines.append(
-            f"a run that did not arrive counts with {results.limits[True]:.3g} s, three times the median of A; "
+            f"a run that did not arrive counts with {results.limits[True]:.3g} s, three times the median of {timed}; "
             "its ratio is a bound"
         )
     return lines

@@ -73,13 +73,12 @@ class Race:
     others: list[dict[str, Any]] = field(default_factory=list)
 
     def open(self) -> None:
-        """Take the results that an earlier call left in the folder, and write the file. Raise ConfigError."""
+        """Take the results that an earlier call left in the folder, or make the folder. Raise ConfigError."""
         path = self.folder / RACE_FILE
         if path.exists():
             self._take_results(path)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.save()
         except OSError as error:
             raise build_folder_error(self.folder, error) from error
 

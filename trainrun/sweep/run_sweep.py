@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import signal
 import sys
 import time
@@ -21,7 +20,7 @@ from trainrun.config.argv import OWN_KEYS, CommandLine
 from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.config.schema import validation_nodes
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, TrainrunError
-from trainrun.folder.run_folder import RunDir, is_run_folder, resolve_folder, write_text
+from trainrun.folder.run_folder import RunDir, is_run_folder, remove_new_folder, resolve_folder, write_text
 from trainrun.output import counted, path_to_paste, report_result, say
 from trainrun.parallel.devices import choose_num_devices
 from trainrun.runtime.signals import catch_stops
@@ -72,9 +71,11 @@ def sweep_command(prepared: CommandLine, sweep_words: list[str]) -> int:
 def prepared_branch(word: str) -> list[str]:
     """Return a word of a branch, translated as a command line: its condition, and its setting, which may be several."""
     condition, setting = split_branch(word)
-    (condition, *_), settings = (
+    conditions, settings = (
         prepare_command_line(["--multirun", part], Path.cwd())[0].overrides for part in (condition, setting)
     )
+    if len(conditions) == 1:  # else an own class, which is a value of the sweep as it was typed
+        condition = conditions[0]
     return [f"{condition}: {setting}" for setting in settings]
 
 
@@ -237,16 +238,8 @@ def remove_refused(sweep: Sweep) -> None:
     """Remove the folder of a sweep of which no job could begin. Raise ConfigError with their mistakes."""
     with sweep.locks.worker() as is_alone:
         if is_alone:
-            remove_folder(sweep)
+            remove_new_folder(sweep.folder, "sweeps")
     raise ConfigError(*dict.fromkeys(sweep.jobs[num].result.error for num in sweep.wanted))
-
-
-def remove_folder(sweep: Sweep) -> None:
-    shutil.rmtree(sweep.folder)
-    for parent in list(sweep.folder.parents)[:2]:  # sweeps/DATE
-        with contextlib.suppress(OSError):
-            if parent.is_relative_to(Path.cwd() / "sweeps"):
-                parent.rmdir()
 
 
 def devices_by_words() -> Callable[[Job], int]:
@@ -314,5 +307,5 @@ def joined_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]
             yield sweep
         except ConfigError:
             if is_new and sweep.folder.exists() and not has_begun(sweep):
-                remove_folder(sweep)
+                remove_new_folder(sweep.folder, "sweeps")
             raise
