@@ -64,6 +64,11 @@ def test_other_commands_answer_in_the_same_schema(run: Run, tmp_path: Path):
     assert run("--cfg", "job", "model.width=9", "model=cnn")["result"]["config"]["model"]["width"] == 9
 
 
+def test_a_help_text_is_text(capsys: pytest.CaptureFixture[str]):
+    assert main(["--help", "trainer.max_steps", "--json"]) == 0
+    assert capsys.readouterr().out.startswith("trainer.max_steps")
+
+
 def test_a_mistake_is_an_error_with_its_class_and_the_whole_message(run: Run):
     answer = run("data.batch_size=0", "trainer.max_epochs=-2")
     assert (answer["exit_code"], answer["result"]) == (2, {})

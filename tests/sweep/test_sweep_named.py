@@ -131,12 +131,14 @@ def test_words_of_hydra_and_of_branches_are_translated(monkeypatch: pytest.Monke
     monkeypatch.setattr(runner, "run_sweep", lambda words, folder: calls.extend(words) or 0)
     words = [
         "--multirun", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", "hydra/launcher=joblib",
-        "model=mlp,cnn", "precision=32,bf16", "model=mlp: dropout=0,0.1", "precision=bf16: lr=interval(0.1,1)",
+        "model=mlp,torch.nn.Flatten", "precision=32,bf16", "model=mlp: dropout=0,0.1",
+        "precision=bf16: lr=interval(0.1,1)", "model=torch.nn.Flatten: data.batch_size=8,16",
     ]  # fmt: skip
     assert cli.main(words) == 0
     assert calls[0] == [
-        "model=mlp,cnn", 'precision=32-true,bf16-mixed', "model=mlp: model.dropout=0,0.1",
-        "precision=bf16-mixed: optimizer.lr=interval(0.1,1)", "sweep=optuna", "sweep.trials=9", "sweep.jobs=auto",
+        "model=mlp,torch.nn.Flatten", 'precision=32-true,bf16-mixed', "model=mlp: model.dropout=0,0.1",
+        "precision=bf16-mixed: optimizer.lr=interval(0.1,1)", "model=torch.nn.Flatten: data.batch_size=8,16",
+        "sweep=optuna", "sweep.trials=9", "sweep.jobs=auto",
     ]  # fmt: skip
 
 

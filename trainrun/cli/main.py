@@ -161,9 +161,11 @@ def add_import_paths(extra: list[str]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return its exit code. A user's fault is one short message and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if JSON_FLAG not in words or not set(HELPS).isdisjoint(words):
+    is_json = JSON_FLAG in words and set(HELPS).isdisjoint(words)
+    words = [word for word in words if word != JSON_FLAG]
+    if not is_json:
         return run_words(words)
-    words = translate_command([word for word in words if word != JSON_FLAG])
+    words = translate_command(words)
     command = next(iter(words), "train")
     return run_as_json(command if command in COMMANDS else "train", lambda: run_words(words))
 
