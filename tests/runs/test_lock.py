@@ -138,16 +138,12 @@ def test_where_there_are_no_locks_that_is_said(
     approve_error(capsys.readouterr().err)
 
 
-def test_resume_and_a_sweep_are_held_off_too(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_is_held_off_too(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data=digits", "model=mlp", "output_dir=run", *QUIET]) == 0
     before = (workdir / "run" / "status.json").read_bytes()
     with lock_folder(RunDir(workdir / "run")):
         assert main(["resume", "run", "trainer.max_steps=5"]) == 75
     assert (workdir / "run" / "status.json").read_bytes() == before
-    (workdir / "sweep").mkdir()
-    with lock_folder(RunDir(workdir / "sweep")):
-        assert main(["-m", "seed=1,2", "output_dir=sweep", *QUIET]) == 75
-    assert capsys.readouterr().err.count("trains there") == 2
 
 
 def test_a_copy_of_the_open_file_does_not_keep_the_folder(run: RunDir) -> None:

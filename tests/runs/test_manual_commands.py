@@ -7,7 +7,8 @@ other output, which holds no command.
 Commands of long measurements (`autotune`, the benches) are checked without being run: their settings compose, and their
 scripts know their flags. tests/benchmark, tests/verify and tests/scripts run these, tests/smaller and tests/export the
 like of those on the page of measurements. A line marked `# on a cluster` or
-`# on a GPU`, or `# needs timm` without it, is composed only; so are the jobs of a sweep, which tests/sweep runs.
+`# on a GPU`, `# from a store`, or `# needs timm` without it, is composed only; so are the jobs of a sweep, which
+tests/sweep runs.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ LONG = ("diagnose", "verify", "autotune", "race")
 ELSEWHERE = (
     "on a cluster",
     "on a GPU",
+    "from a store",
     *(f"needs {name}" for name in ("transformers", "timm", "lightning") if lacks(name)),
 )
 WHOLE = (

@@ -71,7 +71,8 @@ def slowed(run, clock):
             return getattr(run.parallel, name)
 
         def agree(self, *args):
-            clock.delay("ranks")
+            evaluates = not run.model.training  # then before each batch
+            clock.delay("validation" if evaluates else "ranks")
             return run.parallel.agree(*args)
 
     def later(account, function):
