@@ -17,7 +17,7 @@ from typing import Any
 
 from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from trainrun.folder.run_folder import format_json
-from trainrun.output import HIDDEN, RESULT, hides, masked
+from trainrun.output import HIDDEN, RESULT, hides, masked, print_plain
 
 FLAG = "--json"
 SCHEMA = 1
@@ -41,7 +41,7 @@ def run_as_json(command: str, run: Callable[[], int]) -> int:
         answer["error"] = RESULT.pop("error", None)
         answer["result"] = dict(RESULT)
         if os.environ.get("RANK", "0") == "0":  # of several ranks of torchrun one answers
-            print(format_json(public_value(answer)), file=output, end="", flush=True)
+            print_plain(format_json(public_value(answer)), output, end="", flush=True)
     return int(answer["exit_code"])
 
 
