@@ -21,9 +21,10 @@ from test_exactness import LOSS_TOLERANCES, TOKENS, TOLERANCES, difference, same
 from trainrun.assemble.step_function import check_before_sharding
 from trainrun.checkpoint.files import folder_name
 from trainrun.checkpoint.load import is_intact_checkpoint, read_checkpoint
-from trainrun.errors import PluginError
+from trainrun.errors import ConfigError, PluginError
 from trainrun.folder.run_folder import RunDir, read_json, write_json
 from trainrun.interfaces import StepOutput
+from trainrun.parallel.fsdp import find_blocks
 from trainrun.parallel.launch import launch_ranks
 from trainrun.train_state import TrainState
 from trainrun.training import loop
@@ -179,3 +180,20 @@ def test_a_custom_task_is_checked_while_the_model_is_whole() -> None:
         check_before_sharding(
             MeanLoss(), run.model, run.train, run.parallel, run.precision, run.counting, print
         )
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ("layers.*", ["layers.0", "layers.1"]),  # not layers.0.linear1
+        ("*", ["layers.0", "layers.1", "norm"]),  # not the list, which is never called
+        (["layers.0.linear?", "layers.1*"], ["layers.0.linear1", "layers.0.linear2", "layers.1"]),
+    ],
+)
+def test_a_pattern_names_whole_blocks(patterns: Any, expected: list[str]) -> None:
+    layer = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, norm=torch.nn.LayerNorm(4))
+    modules = dict(model.named_modules())
+    assert find_blocks(model, patterns) == [modules[name] for name in expected]
+    with pytest.raises(ConfigError, match=r"parallel.blocks=layers: .*layers\.\*"):
+        find_blocks(model, "layers")

@@ -266,14 +266,21 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 
 def find_blocks(model: nn.Module, patterns: Any) -> list[nn.Module]:
-    """Return the modules whose weights are gathered together. Raise ConfigError if there are none."""
+    """Return the modules whose weights are gathered together, none inside another. Raise ConfigError for none."""
     if patterns != AUTO:
         modules = dict(model.named_modules())
         try:
             names = matching([name for name in modules if name], patterns, "parallel.blocks", "module")
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        return [modules[name] for name in names]
+        called = [name for name in names if type(modules[name]).forward is not nn.Module.forward]
+        if not called:
+            raise ConfigError(
+                f"parallel.blocks={names[0]}: is a {type(modules[names[0]]).__name__}, which has no forward; name its "
+                f"modules, as '{names[0]}.*'"
+            )
+        outer = tuple(f"{name}." for name in called)  # a `*` fits the parts of a block too
+        return [modules[name] for name in called if not name.startswith(outer)]
     blocks = [block.owner for block in model_blocks(model) if not block.layers]
     if not blocks:
         raise ConfigError(
