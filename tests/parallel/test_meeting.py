@@ -135,6 +135,7 @@ def test_a_port_in_use_is_a_mistake(env: dict[str, str], workdir: Path) -> None:
         codes, (errors,) = end_of(start_rank(0, env))
     assert codes == [2], errors
     assert f"MASTER_PORT={env['MASTER_PORT']}: " in errors
+    assert not (workdir / "run").exists()
 
 
 def test_ranks_with_other_settings_are_refused_by_rank_0_alone(env: dict[str, str], workdir: Path) -> None:
@@ -143,3 +144,4 @@ def test_ranks_with_other_settings_are_refused_by_rank_0_alone(env: dict[str, st
     assert codes == [2, 2], errors
     assert "optimizer.lr=0.2: rank 1 " in errors[0]
     assert errors[1] == ""
+    assert not (workdir / "run").exists()

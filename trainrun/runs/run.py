@@ -78,7 +78,8 @@ def remove_if_refused(run: RunDir) -> Iterator[None]:
     """Make the folder of a run. If a new run is refused before its first step, remove what was written inside the
     block.
 
-    Refused means a user's fault (exit code 2). Ranks of torchrun or Slurm may still write, so their folder stays.
+    Refused means a user's fault (exit code 2). Ranks of torchrun or Slurm have not begun to write then: once they
+    have, a failure is an exit code, and no error.
     """
     made = [folder for folder in (run.root, *run.root.parents) if not folder.exists()]
     before = [] if made else list(run.root.iterdir())
@@ -88,7 +89,7 @@ def remove_if_refused(run: RunDir) -> Iterator[None]:
         yield
     except TrainrunError as error:
         nothing_done = is_new and not was_ever_saved(run) and not resume.has_trained(run)
-        if error.exit_code == EXIT_USAGE and nothing_done and not is_started_by_launcher():
+        if error.exit_code == EXIT_USAGE and nothing_done:
             remove_new_files(run, before, made)
         raise
 
