@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +17,7 @@ from trainrun.cli import main as cli
 from trainrun.cli.report_command import find_run
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
-from trainrun.folder.status import find_named_run
+from trainrun.folder.status import SWEEP_FILE, find_named_run
 from trainrun.runs.run import open_run
 from trainrun.sweep import run_sweep as runner
 from trainrun.sweep.jobs import Sweep, open_sweep
@@ -161,3 +163,13 @@ def test_mistakes_of_a_sweep_end_it_before_the_first_job(
     assert cli.main(["--multirun", *words]) == 2
     assert capsys.readouterr().err.startswith("trainrun: ")
     assert not (tmp_path / "sweeps").exists()
+
+
+def test_a_full_disk_names_the_file_of_the_sweep(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace_on_full_disk(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # as of a write: without the name of a file
+
+    monkeypatch.setattr(os, "replace", replace_on_full_disk)
+    with pytest.raises(OSError, match="No space left") as raised:
+        sweep.save()
+    assert raised.value.filename == str(sweep.folder / SWEEP_FILE)

@@ -225,6 +225,9 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
         os.replace(temporary, path)
         if durable:
             sync_path(path.parent)
+    except OSError as error:  # of a full disk it names no file
+        error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
