@@ -63,7 +63,7 @@ def build_model(
                         "name input and target, as data.train.columns=[x,y], where x holds pictures or lists of one "
                         "length; single numbers are read from CSV or Parquet"
                     )
-                raise DataError(f"model.{name}: cannot be told from the data; {way}")
+                raise DataError(f"model.{name}: cannot be derived from the data; {way}")
             node[name] = value
 
     def new_model() -> nn.Module:

@@ -260,7 +260,7 @@ def is_integer(value: Any) -> bool:
 
 
 def is_tokens(value: Any) -> bool:
-    """Return whether it is 1-D and holds integers or bools: a tensor, an array, or a list as tokenizers give."""
+    """Return whether a tensor, an array or a list is 1-D and holds integers or bools, as tokenizers return."""
     listed = isinstance(value, list) and all(isinstance(item, int) for item in value)
     return listed or (is_integer(value) and value.ndim == 1)
 

@@ -78,8 +78,9 @@ class SourceStates:
         self.parts = 1
         self._known: dict[tuple[int, int], Any] = {}
 
-    def keep(self, epoch: int, place: int, known: Any) -> None:
-        self._known[epoch, place] = known
+    def store(self, epoch: int, batch: int, state: Any) -> None:
+        """Store the state of the source after a batch. Drop the oldest one above `KEPT`."""
+        self._known[epoch, batch] = state
         if len(self._known) > self.KEPT:
             del self._known[next(iter(self._known))]
 

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     from trainrun.convert.conversion import convert
 
     checkpoint = resolve_checkpoint(run_dir.checkpoints, which)
-    config = _quiet(_config(run_dir, asked.overrides, asked.trust))
+    config = _config_in_order(_config(run_dir, asked.overrides, asked.trust))
     size = config.data.val_batch_size
     assert size is not None
     arguments = [str(run_dir.root), checkpoint.name, f"--layer={asked.layer or ''}", *asked.overrides]
@@ -94,7 +94,7 @@ def _config(run_dir: RunDir, words: list[str], trust: bool) -> RunConfig:
     )
 
 
-def _quiet(config: RunConfig) -> RunConfig:
+def _config_in_order(config: RunConfig) -> RunConfig:
     """Return a config that reads every sample once, in order, in batches of equal size."""
     data = config.data
     return replace(config, data=replace(

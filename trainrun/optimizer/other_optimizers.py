@@ -1,4 +1,4 @@
-"""Optimizers that want a closure, sparse gradients or whole tensors, or are none: what is refused, and why."""
+"""Checks of optimizers that need a closure, sparse gradients or unsharded tensors, and of other objects."""
 
 from __future__ import annotations
 

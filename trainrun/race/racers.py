@@ -178,9 +178,10 @@ def variations(first: Racer, second: Racer) -> list[Variation]:
 
 
 def grouped_changes(before: Racer, after: Racer) -> dict[str, list[str]]:
-    """Return the settings that turn one racer into another, by what is changed together.
+    """Return the settings that turn one racer into another, by group: each group is changed as a whole.
 
-    Another option of a group is named, with what differs from that option.
+    If the racers have different options of a group, the first setting is that option. The others are what differs
+    from the option.
     """
     here, there = compose_racer(before.words), compose_racer(after.words)
     groups = dict.fromkeys(group_of(change.key) for change in compare_configs(here.config, there.config))

@@ -214,7 +214,7 @@ class Race:
         return replace(run, arrived=None, end=None, error=result.error or "stopped")
 
     def _read_run(self, folder: Path, seed: int, began: float) -> RaceRun:
-        rows = judged_rows(folder / JUDGED)
+        rows = read_judge_rows(folder / JUDGED)
         if not rows:
             return RaceRun(seed, error="no step was made")
         head, looks = rows[0], [row for row in rows if "value" in row]
@@ -242,7 +242,7 @@ def racer_command(folder: Path) -> list[str]:
     return module_command("trainrun.race.racer_process", str(folder))
 
 
-def judged_rows(path: Path) -> list[dict[str, Any]]:
+def read_judge_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows that a judge wrote; a torn last line is left out."""
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):

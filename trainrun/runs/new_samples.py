@@ -420,7 +420,7 @@ def check_table_columns(
     known_columns = {*needed, *([target] if isinstance(target, str) else target), node.get("groups")}
     new = [name for name in columns if name not in known_columns] if inputs else []
     if new:
-        say(f"note: {shown}: not used, for they are no inputs of the run: {join_names(new)}")
+        say(f"note: {shown}: columns that the run does not have as inputs are not used: {join_names(new)}")
 
 
 def read_inputs(dataset: Any, index: int) -> Any:

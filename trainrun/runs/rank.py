@@ -323,6 +323,10 @@ def build_summary(run: Components, state: TrainState, facts: RunFacts) -> dict[s
 OF_LOSS = re.compile(r"Mismatch in shape: grad_output|invalid gradient at index 0 - got \[\]")
 # of torch's linear, convolution and recurrent layers; `scalar type Long` may also be said of a target
 WHOLE = r"(Bool|Byte|Char|Short|Int)"
+SCALE_PICTURES = (
+    "data.augment.scale._target_=trainrun.data.augment.normalize.Normalize data.augment.scale.mean=0 "
+    "data.augment.scale.std=1"
+)
 WHOLE_INPUTS = re.compile(
     rf"got ({WHOLE}|Long) and |Input type \((bool|unsigned char|(short |long )?int|torch.*ByteTensor)\)"
     rf"|scalar type {WHOLE} but found |\"(batch_norm|slow_conv\w*)\" not implemented for '({WHOLE}|Long)"
@@ -398,7 +402,7 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
     if WHOLE_INPUTS.search(str(error)):
         return DataError(
             f"data: the inputs are whole numbers, but the model computes with fractions ({error}); "
-            "convert them where they are read, as x.float() / 255"
+            f"scale pictures by {SCALE_PICTURES}; convert other numbers where they are read, as x.float()"
         )
     return None
 

@@ -79,10 +79,10 @@ class Measurement:
 
 @dataclass(frozen=True)
 class SourceRun:
-    """A run that a smaller one is made from.
+    """A finished run that a smaller run is made from.
 
-    new_run: the folder of the smaller run. checkpoint: the one that was read. parts: the run, built from it. config:
-    its settings. before: its measurement.
+    run, new_run: the folders of both. checkpoint: the checkpoint of the finished run that was read. parts: its
+    components, with the weights of this checkpoint. config: its settings. before: the measurement of its model.
     """
 
     run: RunDir

@@ -73,7 +73,7 @@ class _Call:
         ]
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the contexts for the first and the second run."""
+        """Return the contexts of the forward pass and of its recomputation in the backward pass."""
         if not self._selective:
             return self._first_run(), _Entered(self._second_run)
         first, second = create_selective_checkpoint_contexts(self._policy)  # type: ignore[no-untyped-call]

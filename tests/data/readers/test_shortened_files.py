@@ -8,14 +8,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import numpy as np
 import pytest
 from approved import refused
 
 from trainrun.data.pipeline import open_batches
+from trainrun.data.readers import column_store
 from trainrun.data.readers.arrays import numpy_files
 from trainrun.data.readers.mapped_rows import MappedRows
 from trainrun.data.readers.reader_protocol import Info
+from trainrun.data.readers.records.lmdb_file import load as load_lmdb
+from trainrun.data.readers.records.record import encode_sample
 from trainrun.data.readers.text.text import load as load_text
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
@@ -119,3 +123,28 @@ def test_a_file_that_grows_stays_as_it_was(tmp_path: Path) -> None:
     with file.open("ab") as opened:
         opened.write(b"more\n")
     assert [part.tolist() for part in source[0]] == [part.tolist() for part in first]
+
+
+@pytest.mark.parametrize("shortened", ["keys.values", "keys.ends"])
+def test_stored_keys_of_an_environment_are_checked_before_each_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shortened: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(column_store, "STORED_FROM", 0)
+
+    def work() -> int:
+        content = encode_sample((np.zeros(3, np.uint8), 1))
+        path = str(tmp_path / "a.lmdb")
+        with lmdb.open(path, subdir=False, map_size=2**24) as opened, opened.begin(write=True) as transaction:
+            for number in range(2000):
+                transaction.put(f"row{number}".encode(), content)
+        source = load_lmdb(path, val_fraction=0.0)["train"]
+        (file,) = (tmp_path / "cache").glob(f"**/{shortened}.npy")
+        os.truncate(file, 0)
+        try:
+            source[1999]
+        except DataError as error:
+            return TOLD if shortened in str(error) else READ
+        return READ
+
+    assert ended(work) == TOLD

@@ -250,7 +250,7 @@ class Examination:
     def _has_room_for_tiny(self, pace: Turn) -> bool:
         """Return whether turns of a batch `TINY_BATCH` times as large fit into the time and the memory.
 
-        At worst its steps take so many times as long.
+        The estimate is pessimistic: a step of this batch takes `TINY_BATCH` times as long.
         """
         seconds = FEWEST_ROUNDS * (self._warm + 1) * TINY_BATCH * self._step_seconds
         fits_memory = 2 * TINY_BATCH * pace.peak_bytes < self._base.info.memory_bytes

@@ -30,10 +30,12 @@ class Rounds:
         self._owns: dict[str, int] = {}  # turns of the base before the newest turn of each
         named = {BASE: base, **sides}
         self._turns = Turns(
-            {name: self._recorded(name, side) for name, side in named.items()}, clock, deadline
+            {name: self._record_turns(name, side) for name, side in named.items()}, clock, deadline
         )
 
-    def _recorded(self, name: str, side: Side) -> Callable[[], float]:
+    def _record_turns(self, name: str, side: Side) -> Callable[[], float]:
+        """Return a function that takes a turn, records it, and returns its seconds per item."""
+
         def take() -> float:
             turn = side()
             (self.turns[name] if name else self.own).append(turn)

@@ -238,7 +238,10 @@ class Tuner:
     def _keep_fastest(
         self, cause: str, promised: float | None, remedies: Sequence[Remedy], ends: float
     ) -> bool:
-        """Try the remedies of a cause until a time of the clock; return whether one is kept."""
+        """Try the remedies of a cause and keep the fastest. Return whether one is kept.
+
+        ends: when to stop, as `time.monotonic()` counts.
+        """
         untried = [remedy for remedy in remedies if remedy.overrides not in self._tried]
         self._tried |= {remedy.overrides for remedy in untried}
         trials, runs = self.try_in_turns(cause, promised, untried, ends)

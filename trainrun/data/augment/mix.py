@@ -54,8 +54,8 @@ class MixUp:
 class CutMix:
     """A box of the image holds the partner's pixels; the targets are mixed by the area. Any number type.
 
-    The box covers 1 - weight of the image, weight from Beta(alpha, alpha), less where it sticks out. p and
-    num_classes as in MixUp.
+    The box covers the fraction 1 - weight of the image, where weight is drawn from Beta(alpha, alpha). It covers less
+    if a part of the box is outside of the image. p and num_classes are those of MixUp.
     """
 
     random = True

@@ -1,6 +1,6 @@
-"""What comes to a batch besides inputs and targets: noise that a model draws with, and the numbers of the samples.
+"""Fields that the runner adds to a batch: noise for models that sample, and the numbers of the samples.
 
-A dict gets them as further entries, any other batch beside it (`trainrun.interfaces.batch_fields`).
+In a dict they are further entries. To any other batch they are attached (`trainrun.interfaces.batch_fields`).
 """
 
 from __future__ import annotations

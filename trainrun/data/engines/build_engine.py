@@ -15,7 +15,7 @@ from trainrun.data.engines.iterable import (
     Alike,
     InStep,
     StreamReader,
-    goes_on,
+    continues_where_left,
     has_parts,
 )
 from trainrun.data.engines.loader import LoaderBatches
@@ -175,7 +175,7 @@ def _workers_for_iterable(source: Any, options: StreamOptions) -> tuple[int, str
         return 1, "an IterableDataset"
     if number != "auto" and number > 0 and not options.training:
         return 1, reason
-    continues = goes_on(source)
+    continues = continues_where_left(source)
     if number == "auto":
         number, reason = 0, "an IterableDataset"
         if continues:

@@ -282,14 +282,15 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             raise DataError(f"{self.recipe.key}: {self._name(0)} gave no batch in epoch {self.epoch}")
 
 
-def goes_on(source: Any) -> bool | None:
-    """Return whether a pass over the source begins where the pass before was left, so that its samples depend on it.
+def continues_where_left(source: Any) -> bool | None:
+    """Return whether a pass over the source begins where the previous pass stopped. None: it cannot be measured.
 
-    None: that cannot be seen, as no child process is possible, or its first samples take too long.
-    A child process reads the first samples of a pass, half as many of a second one, and the first again of a third:
-    several, as the first may be the same by chance, and half, as a source may begin anew only after its end. The passes
-    begin with the same random states. Pipes and sockets of the child are at their end: what comes through them comes
-    once. A source that cannot be read there, or says its place, counts as one that begins anew.
+    It cannot be measured without child processes, or if the first samples take too long. A child process reads the
+    first samples of one pass, half as many of a second pass, and the first samples of a third pass. It compares several
+    samples, because a single one may be equal by chance. It reads half of the second pass, because some sources restart
+    only at their end. All passes begin with the same random states. Pipes and sockets are empty in the child, because
+    their content can be read only once. A source that cannot be read in the child, or that has `state_dict`, counts as
+    one that starts again.
     """
     if keeps_place(source):
         return False

@@ -130,7 +130,7 @@ class LoaderBatches:
             self._end()  # its workers hold the epoch
             reader = reader.at(epoch, place, self._options.places.at(epoch, place))
             items = self._of_workers(reader, None) if self._number else self._read_here(iter(reader))
-            in_turns = reader.in_turns(items, partial(self._options.places.keep, epoch))
+            in_turns = reader.in_turns(items, partial(self._options.places.store, epoch))
             return with_last(in_turns) if reader.readers else in_turns
         keys, self._keys.keys = self._keys, batch_keys(self._plan, epoch, place)
         if self._number == 0:

@@ -86,7 +86,7 @@ class StudyFile:
             return None
 
     def write(self, source: BaseStorage) -> None:
-        """Write the study of another storage in place of this one."""
+        """Replace the stored study by the study of another storage."""
         import optuna
 
         if self._shared is not None:

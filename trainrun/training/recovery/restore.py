@@ -95,7 +95,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
         load_train_state(state, shared["train"] | NOTHING_READ)
         return state
     if "source" in own and shared["stream"]["samples_per_batch"] == run.stream()["samples_per_batch"]:
-        run.places.keep(shared["train"]["epoch"], shared["train"]["batches"], own["source"]["stands"])
+        run.places.store(shared["train"]["epoch"], shared["train"]["batches"], own["source"]["stands"])
     load_train_state(
         state, shared["train"] | map_tensors(own["train"], (), lambda _, tensor: tensor.to(device))
     )

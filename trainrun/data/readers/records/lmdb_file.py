@@ -89,6 +89,8 @@ class LmdbRecords:
         return self._length
 
     def read_samples(self, numbers: Sequence[int], form: Form | None) -> list[Any]:
+        if self._keys is not None:
+            self._keys.check_files()
         with _ENVIRONMENTS[self._name].begin() as transaction:
             return [decode_entry(transaction.get(self._key(number)), form) for number in numbers]
 

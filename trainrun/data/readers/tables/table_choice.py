@@ -80,7 +80,7 @@ def facts_of_coding(coding: Coding) -> list[Any]:
 
 
 def coding_in(stored: StoredColumns) -> Coding:
-    """Return the coding of the target of stored columns."""
+    """Return how the target of stored columns is encoded: its type, its class names and their number."""
     kind, names, num_classes = stored.facts["coding"]
     return Coding(kind, tuple(names), num_classes)
 
