@@ -61,6 +61,7 @@ ELSEWHERE = (
     "on a cluster",
     "on a GPU",
     "from a store",
+    "to a store",
     *(f"needs {name}" for name in ("transformers", "timm", "lightning") if lacks(name)),
 )
 WHOLE = (
