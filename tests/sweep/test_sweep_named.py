@@ -18,7 +18,7 @@ from trainrun.cli.report_command import find_run
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.folder.status import SWEEP_FILE, find_named_run
-from trainrun.runs.run import open_run
+from trainrun.runs.run import open_or_create_run, open_run
 from trainrun.sweep import run_sweep as runner
 from trainrun.sweep.jobs import Sweep, open_sweep
 from trainrun.sweep.results import Result
@@ -163,6 +163,14 @@ def test_mistakes_of_a_sweep_end_it_before_the_first_job(
     assert cli.main(["--multirun", *words]) == 2
     assert capsys.readouterr().err.startswith("trainrun: ")
     assert not (tmp_path / "sweeps").exists()
+
+
+def test_a_run_in_the_folder_of_a_sweep_is_refused(sweep: Sweep) -> None:
+    before = sorted(sweep.folder.iterdir())
+    composition = compose_run([f"hydra.run.dir={sweep.folder}"])
+    with pytest.raises(ConfigError, match="output_dir="), open_or_create_run(composition, []):
+        pass
+    assert sorted(sweep.folder.iterdir()) == before
 
 
 def test_a_full_disk_names_the_file_of_the_sweep(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:

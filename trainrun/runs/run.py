@@ -38,10 +38,10 @@ from trainrun.folder.run_folder import (
     write_text,
 )
 from trainrun.folder.seal import is_sealed, seal_folder
-from trainrun.folder.status import find_named_run
+from trainrun.folder.status import find_named_run, is_sweep
 from trainrun.instantiate import BUILT
 from trainrun.limits import is_url
-from trainrun.output import counted, masked_word, say, say_note
+from trainrun.output import counted, masked_word, path_to_paste, say, say_note
 from trainrun.parallel.devices import choose_num_devices, is_started_by_launcher
 from trainrun.parallel.launch import launch_ranks, module_command
 from trainrun.runs import resume
@@ -58,9 +58,14 @@ def open_or_create_run(
     block.
 
     Yield the folder, the config with its seed, and whether an existing run is continued. Raise ConfigError if the
-    folder holds a run with other settings; nothing is overwritten.
+    folder holds a run with other settings, or a sweep; nothing is overwritten.
     """
     run, config = RunDir(choose_folder(composition)), composition.config
+    if is_sweep(run.root):
+        raise ConfigError(
+            f"output_dir={run.root}: holds a sweep; name another folder, or go on with the sweep: "
+            f"trainrun resume {path_to_paste(run.root)}"
+        )
     with remove_if_refused(run), lock_folder(run):
         earlier_config = None
         if any(path != run.lock for path in run.root.iterdir()):
