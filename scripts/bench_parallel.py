@@ -9,9 +9,9 @@ and a copy of the model on the same weights; gradients are summed once, in the o
 same loop without workers.
 
 Exchange: bytes that a rank sends in a step, counted by the loopback device of a network of its own (`unshare`), beside
-the formula of a ring, 2 (N - 1) / N times the bytes of the gradients. From them and from the step of one process comes
-the efficiency that N GPUs would reach over a link: if nothing of the exchange is hidden, and if all but what is longer
-than the backward pass is.
+the formula of a ring, 2 (N - 1) / N times the bytes of the gradients (3 in place of 2 for shards). From the formula and
+the step of one process comes the efficiency that N GPUs would reach over a link: if nothing of the exchange is hidden,
+and if all is but what takes longer than the backward pass.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ from torch.nn import functional  # noqa: E402
 
 from trainrun.model.cnn import Cnn  # noqa: E402
 
+# What a model needs to be divided. The weights of the CNN are not contiguous, and FSDP2 refuses these.
+FOR_SHARDS = {"mlp": ["parallel.blocks=[first,middle.*]"], "gpt": []}
 BATCH = {"mlp": 256, "cnn": 64, "gpt": 16}
 QUIET = ["checkpoint.enabled=false", "monitor.plots=false", "monitor.log_every_n_steps=1000"]
 PER_STEP = ("data", "forward", "backward", "check", "optimizer", "ranks", "runner")  # phases of the ledger
@@ -49,17 +51,17 @@ BACKWARD_SHARE = 2 / 3  # of a step: what an exchange of gradients can be hidden
 LINKS = {"10 Gb/s Ethernet": 1.25e9, "PCIe 4": 25e9, "NVLink of an H100": 450e9}  # bytes a second, one way
 
 
-def ways(devices: int) -> dict[str, list[str]]:
-    """Return the settings of each way to train on `devices` cores."""
+def ways(model: str, devices: int) -> dict[str, list[str]]:
+    """Return the settings of each way to train a model on `devices` cores."""
     found = {
         "1 thread": ["trainer.num_threads=1"],
         f"{devices} threads": [f"trainer.num_threads={devices}"],
         f"{devices} ranks (ddp)": ["parallel=ddp", f"parallel.devices={devices}", "trainer.num_threads=1"],
     }
-    if (HERE.parent / "conf" / "parallel" / "fsdp.yaml").is_file():
-        shards = ["parallel=fsdp", f"parallel.devices={devices}", "trainer.num_threads=1"]
-        found[f"{devices} shards (fsdp)"] = shards
-    return found
+    if model not in FOR_SHARDS:
+        return found
+    shards = ["parallel=fsdp", f"parallel.devices={devices}", "trainer.num_threads=1", *FOR_SHARDS[model]]
+    return found | {f"{devices} shards (fsdp)": shards}
 
 
 def run_once(words: list[str], steps: int, folder: Path, prefix: str = "") -> dict[str, Any]:
@@ -224,7 +226,7 @@ def main() -> None:
         print(f"{model}, global batch {BATCH[model]}")
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "run"
-            chosen = ways(options.devices)
+            chosen = ways(model, options.devices)
             speeds: dict[str, list[float]] = {name: [] for name in chosen}
             for _ in range(options.rounds):
                 for name, way in chosen.items():
@@ -234,9 +236,12 @@ def main() -> None:
             show_speeds(hand_speeds(model, options.devices, options.rounds, options.steps))
             parameters = json.loads((folder / "status.json").read_text())["num_parameters"]
             gradient_bytes = 4 * parameters
-            share = 2 * (options.devices - 1) / options.devices
             for name, way in chosen.items():
                 if "ranks" in name or "shards" in name:
+                    passes = (
+                        3 if "shards" in name else 2
+                    )  # weights twice and gradients, or a sum of gradients
+                    share = passes * (options.devices - 1) / options.devices
                     sent = bytes_sent(model, options.devices, way, folder)
                     shown = "not counted: no network of its own" if sent is None else f"{sent:,.0f} bytes"
                     print(
