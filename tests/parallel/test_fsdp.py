@@ -24,7 +24,7 @@ from trainrun.checkpoint.load import is_intact_checkpoint, read_checkpoint
 from trainrun.errors import ConfigError, PluginError
 from trainrun.folder.run_folder import RunDir, read_json, write_json
 from trainrun.interfaces import StepOutput
-from trainrun.parallel.fsdp import find_blocks
+from trainrun.parallel.fsdp import check_shapes, check_tied_weights, find_blocks
 from trainrun.parallel.launch import launch_ranks
 from trainrun.train_state import TrainState
 from trainrun.training import loop
@@ -197,3 +197,33 @@ def test_a_pattern_names_whole_blocks(patterns: Any, expected: list[str]) -> Non
     assert find_blocks(model, patterns) == [modules[name] for name in expected]
     with pytest.raises(ConfigError, match=r"parallel.blocks=layers: .*layers\.\*"):
         find_blocks(model, "layers")
+
+
+def layers_with(change: str) -> torch.nn.Module:
+    """Two layers, one of which has a weight that torch cannot divide."""
+    first, second = torch.nn.Conv2d(2, 2, 3), torch.nn.Conv2d(2, 2, 3)
+    if change == "layout":
+        second.to(memory_format=torch.channels_last)
+    elif change == "type":
+        second.double()
+    elif change == "scalar":
+        second.scale = torch.nn.Parameter(torch.ones(()))
+    else:
+        second.scale = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    return torch.nn.Sequential(first, second)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [("layout", "1.weight"), ("type", "float64"), ("scalar", "1.scale"), ("complex", "1.scale")],
+)
+def test_a_weight_that_torch_cannot_divide_is_named(change: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        check_shapes(layers_with(change))
+
+
+def test_a_weight_of_two_blocks_is_refused() -> None:
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    second.weight = first.weight
+    with pytest.raises(ConfigError):
+        check_tied_weights(torch.nn.Sequential(first, second), [first, second])

@@ -301,7 +301,7 @@ def check_shapes(model: nn.Module) -> None:
             raise ConfigError(f"parallel=fsdp: {name} is complex; use two real tensors, or parallel=ddp")
         if not param.is_contiguous():
             raise ConfigError(
-                f"parallel=fsdp: {name} is not contiguous; use trainer.channels_last=false, or parallel=ddp"
+                f"parallel=fsdp: {name} is not contiguous, and torch divides contiguous weights only; use parallel=ddp"
             )
     trained = {param.dtype for param in model.parameters() if param.requires_grad}
     if len(trained) > 1:
