@@ -312,6 +312,7 @@ class JobQueue:
         running.lease.release()  # now: another worker sees the result
         self._progress.end(job, result)
         if self._study is not None:
+            self._prune_points_of(job.num)
             self._study.tell(job.num)
         if is_done and result.state != "done" and not self._is_stopping():
             self._refuse_objective(result.error)
@@ -325,14 +326,22 @@ class JobQueue:
             return
         self._judged = now
         for running in self._running:
-            for num in self._study.jobs_to_prune(running.job.num):
-                job = self._sweep.jobs[num]
-                if job.result.state not in ("done", "failed"):
-                    self._sweep.note(num, replace(job.result, state="pruned"))
-                if num in self._waiting:
-                    self._waiting.remove(num)
-                    self._study.tell(num)
+            self._prune_points_of(running.job.num)
         self._stop_pruned_jobs()
+
+    def _prune_points_of(self, num: int) -> None:
+        """Report the validations of a job's points, and prune those that are worse than others."""
+        assert self._study is not None
+        running = [one.job.num for one in self._running]
+        for other in self._study.jobs_to_prune(num):
+            job = self._sweep.jobs[other]
+            if job.result.state not in ("done", "failed"):
+                self._sweep.note(other, replace(job.result, state="pruned"))
+                if other not in running:
+                    mark_pruned(self._sweep.folder / job.folder)
+            if other in self._waiting:
+                self._waiting.remove(other)
+                self._study.tell(other)
 
     def _stop_pruned_jobs(self) -> None:
         """Stop the jobs that this worker or another one prunes. They save first."""

@@ -194,9 +194,15 @@ class Sweep:
     @property
     def num_jobs(self) -> int:
         """The jobs of this call, with those that a search has not made yet."""
+        return len(self.wanted) + (self.points_to_come or 0) * self.jobs_of_a_point
+
+    @property
+    def jobs_of_a_point(self) -> int:
+        """How many jobs, which differ in seed or fold alone, a point has at most."""
+        if not self.search:
+            return max(map(len, self.trials), default=1)
         dimensions = self.dimensions()
-        repeats = len(jobs_of_point(dimensions, [one.word for one in dimensions if one.key in REPEATED]))
-        return len(self.wanted) + (self.points_to_come or 0) * repeats
+        return len(jobs_of_point(dimensions, [one.word for one in dimensions if one.key in REPEATED]))
 
     @property
     def points_to_come(self) -> int | None:

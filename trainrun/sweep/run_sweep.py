@@ -146,7 +146,7 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
         places, about = places_of_jobs(sweep, options, devices_of, forks)
         study = SweepStudy(sweep, options) if sweep.search or options.pruner != "none" else None
         sweep.revive(options.revive)
-        notes = notes_on_points(calls)
+        notes = [*notes_on_points(calls), *notes_on_pruner(sweep, options, max(len(places), 1))]
         for note in notes:
             say(f"note: {note}", file=sys.stderr)
         jobs = counted(num_jobs, "job") if num_jobs else "jobs"
@@ -203,6 +203,17 @@ def notes_on_points(calls: list[list[str]]) -> list[str]:
                 f"sweep.trials={trials}: the space has {counted(total, 'point')}, and no other is trained"
             )
     return notes
+
+
+def notes_on_pruner(sweep: Sweep, options: SweepOptions, num_places: int) -> list[str]:
+    """Return a note if the jobs of a point cannot run side by side, so that a pruner judges it late."""
+    num_jobs = sweep.jobs_of_a_point
+    if options.pruner == "none" or num_jobs <= num_places:
+        return []
+    return [
+        f"sweep.pruner={options.pruner}: judges a point by the mean over its {num_jobs} jobs, and "
+        f"{counted(num_places, 'job')} at a time can run; with sweep.jobs={num_jobs} it is judged sooner"
+    ]
 
 
 def conclude(sweep: Sweep) -> None:

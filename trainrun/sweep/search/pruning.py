@@ -1,12 +1,15 @@
 """Which points of a sweep are worse than others at the same resource, by the validations in their jobs' rows.
 
 A resource is counted in units: the distance to the first validation of the sweep. So validations at other distances,
-or after other times, are compared at the same multiples. Optuna's pruners decide.
+or after other times, are compared at the same multiples. The value of a point is the mean over its jobs, which differ
+in seed or fold alone. Optuna's pruners decide.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from trainrun.sweep.jobs import Sweep
@@ -26,18 +29,25 @@ class Curves:
     def __init__(self, sweep: Sweep, options: SweepOptions) -> None:
         self._sweep, self._options = sweep, options
         self._rows: dict[int, EvaluationRows] = {}
+        self._values: dict[int, dict[int, float]] = {}  # of each job, by units
         self._unit = 0.0
 
-    def new_values(self, num: int) -> list[tuple[int, float]]:
-        """Return the new values of a job, smaller is better: the first at each number of units."""
+    def values_of_point(self, jobs: Sequence[int]) -> dict[int, float]:
+        """Return the values of a point by units, smaller is better. A job that failed is no part of the mean."""
+        states = {num: self._sweep.jobs[num].result.state for num in jobs}
+        judged = [num for num in jobs if states[num] != "failed"]
+        values = [self.values_of_job(num) for num in judged]
+        return mean_values(values, [states[num] == "done" for num in judged])
+
+    def values_of_job(self, num: int) -> Mapping[int, float]:
+        """Return the values of a job by units, smaller is better: the first at each number of units."""
         rows = self._rows.setdefault(num, self._rows_of(num))
-        evaluations = rows.read_new() if self._options.pruner != "none" else []
-        values: dict[int, float] = {}
-        for row in evaluations:
+        values = self._values.setdefault(num, {})
+        for row in rows.read_new() if self._options.pruner != "none" else ():
             units = self._units(resource_of(row, rows.start, self._options.resource))
             if units > 0:
                 values.setdefault(units, self._value(row, rows.start))
-        return list(values.items())
+        return values
 
     def _rows_of(self, num: int) -> EvaluationRows:
         return EvaluationRows(self._sweep.folder / self._sweep.jobs[num].folder)
@@ -59,6 +69,22 @@ class Curves:
                 self._unit = resource_of(evaluations[0], rows.start, self._options.resource)
                 break
         return math.floor(resource / self._unit + ROUNDING) if self._unit > 0 else 0
+
+
+def mean_values(values: Sequence[Mapping[int, float]], are_done: Sequence[bool]) -> dict[int, float]:
+    """Return the means over jobs by units, from the values of each job by units.
+
+    There is a mean where a job has a value, and each other job has one there or before, and has got as far or is done.
+    Of each job the newest value up to there counts. are_done: whether each job is done.
+    """
+    reached = [max(own, default=0) for own, is_done in zip(values, are_done, strict=True) if not is_done]
+    furthest = min(reached, default=math.inf)
+    means = {}
+    for units in sorted(set().union(*values)):
+        earlier = [[at for at in own if at <= units] for own in values]
+        if units <= furthest and all(earlier):
+            means[units] = fmean(own[max(ats)] for own, ats in zip(values, earlier, strict=True))
+    return means
 
 
 def resource_of(row: dict[str, Any], start: dict[str, Any], resource: str) -> float:

@@ -10,7 +10,7 @@ both. All values are written so that a smaller one is better.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from statistics import fmean
@@ -49,6 +49,7 @@ class SweepStudy:
         self._storage: BaseStorage
         self._version: object = None  # of the file of the study, when it was opened
         self._curves = Curves(sweep, options)
+        self._reported: dict[int, set[int]] = {}  # of each point: the units whose values this worker reported
 
     def open(self) -> None:
         """Read the study, or make it anew from the jobs. Call it once the results of earlier calls are known."""
@@ -58,6 +59,7 @@ class SweepStudy:
                 opened = self._rebuilt()
             self._study, self._storage = opened
             self._version = self._file.version()
+            self._reported.clear()
 
     @contextmanager
     def _shared(self) -> Iterator[None]:
@@ -90,7 +92,6 @@ class SweepStudy:
 
     def tell(self, num: int) -> None:
         """Report the points of a job, which has ended, once all their jobs have."""
-        self.jobs_to_prune(num)  # reports the validations since the last look; it has ended
         with self._shared():
             self._tell_points(number for number, jobs in enumerate(self._sweep.trials) if num in jobs)
 
@@ -103,28 +104,31 @@ class SweepStudy:
                     tell(self._study, number, state, values)
 
     def jobs_to_prune(self, num: int) -> list[int]:
-        """Report the new validations of a job, and return the jobs of its points if they are to be stopped."""
-        values, to_prune = self._curves.new_values(num), list[int]()
-        if not values or self._sweep.jobs[num].revived:
+        """Report the new values of the points of a job, and return their jobs if they are to be stopped."""
+        if self._sweep.jobs[num].revived:
             return []
-        with self._shared():
-            for number, jobs in enumerate(self._sweep.trials):
-                for step, value in values if num in jobs else ():
-                    if self._report(self._study, self._storage, number, step, value):
-                        to_prune = jobs
+        to_prune: list[int] = []
+        for number, jobs in enumerate(self._sweep.trials):
+            values = self._curves.values_of_point(jobs) if num in jobs else {}
+            if values.keys() <= self._reported.setdefault(number, set()):
+                continue
+            self._reported[number] |= values.keys()
+            with self._shared():
+                if self._report(self._study, self._storage, number, values):
+                    to_prune = jobs
         return to_prune
 
-    def _report(self, study: Study, storage: BaseStorage, number: int, step: int, value: float) -> bool:
-        """Report a value at a step, which is the first of its point there. Return whether the point is to be pruned."""
-        trial = study.get_trials(deepcopy=False)[number]
-        if step in trial.intermediate_values or trial.state.is_finished():
-            return False
-        trial_id = storage.get_trial_id_from_study_id_trial_number(
-            storage.get_study_id_from_name(self._file.name), number
-        )
-        storage.set_trial_intermediate_value(trial_id, step, value)
-        trial = study.get_trials(deepcopy=False)[number]
-        is_worse: bool = build_pruner(self._options.pruner).prune(study, trial)
+    def _report(self, study: Study, storage: BaseStorage, number: int, values: Mapping[int, float]) -> bool:
+        """Report the values of a trial by units; the first at each counts. Return whether it is to be pruned."""
+        study_id = storage.get_study_id_from_name(self._file.name)
+        trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, number)
+        pruner, is_worse = build_pruner(self._options.pruner), False
+        for units, value in values.items():
+            trial = study.get_trials(deepcopy=False)[number]
+            if units in trial.intermediate_values or trial.state.is_finished():
+                continue
+            storage.set_trial_intermediate_value(trial_id, units, value)
+            is_worse |= pruner.prune(study, study.get_trials(deepcopy=False)[number])
         return is_worse
 
     def _point(self, trial: Trial) -> tuple[str, ...]:
@@ -184,9 +188,7 @@ class SweepStudy:
             if params and self._options.sampler in HAS_STATE:
                 _ = trial.relative_params  # its sampler notes this point
             self._point(trial)
-            for num in self._sweep.trials[number]:
-                for value in curves.new_values(num):
-                    self._report(study, storage, number, *value)
+            self._report(study, storage, number, curves.values_of_point(self._sweep.trials[number]))
             state, values = self._outcome(number)
             if state != RUNNING:
                 tell(study, number, state, values)
