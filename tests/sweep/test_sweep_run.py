@@ -16,7 +16,7 @@ import pytest
 from approved import refused
 
 from tests.plots.chart_pages import charts_in
-from trainrun.errors import ConfigError
+from trainrun.errors import EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.run_folder import RunDir
 from trainrun.output import RESULT
 from trainrun.parallel.launch import module_command
@@ -320,3 +320,24 @@ def test_a_worker_that_is_killed_leaves_its_job_to_another(tmp_path: Path, comma
 def test_a_sweep_imports_no_torch():
     code = "import sys, trainrun.sweep.run_sweep, trainrun.sweep.sweep_page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("is_raised", [False, True])
+def test_a_new_sweep_that_is_stopped_before_its_first_job_leaves_no_folder(
+    workdir: Path, command: Command, monkeypatch: pytest.MonkeyPatch, is_raised: bool
+) -> None:
+    """While places are chosen, a signal is noted, or raised where two jobs are measured beside each other."""
+
+    def stop(*about: object) -> tuple[list[object], str]:
+        os.kill(os.getpid(), signal.SIGINT)
+        if is_raised:
+            raise KeyboardInterrupt
+        return [], ""
+
+    monkeypatch.setattr("trainrun.sweep.run_sweep.places_of_jobs", stop)
+    if is_raised:
+        with pytest.raises(KeyboardInterrupt):
+            run_sweep([["lr=1,2"]], None, command)
+    else:
+        assert run_sweep([["lr=1,2"]], None, command) == EXIT_INTERRUPTED
+    assert not Path("sweeps").exists()

@@ -247,10 +247,15 @@ def has_begun(sweep: Sweep) -> bool:
 
 def remove_refused(sweep: Sweep) -> None:
     """Remove the folder of a sweep of which no job could begin. Raise ConfigError with their mistakes."""
+    remove_new_sweep(sweep)
+    raise ConfigError(*dict.fromkeys(sweep.jobs[num].result.error for num in sweep.wanted))
+
+
+def remove_new_sweep(sweep: Sweep) -> None:
+    """Remove the folder of a sweep in which nothing was trained, unless it has other workers."""
     with sweep.locks.worker() as is_alone:
         if is_alone:
             remove_new_folder(sweep.folder, "sweeps")
-    raise ConfigError(*dict.fromkeys(sweep.jobs[num].result.error for num in sweep.wanted))
 
 
 def devices_by_words() -> Callable[[Job], int]:
@@ -308,15 +313,14 @@ def can_fork(sweep: Sweep, options: SweepOptions) -> bool:
 
 @contextlib.contextmanager
 def joined_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]:
-    """`open_sweep`; inside, this process is one of its workers. A new one that is refused leaves no folder."""
+    """`open_sweep`; inside, this process is one of its workers. A new one of which no job began leaves no folder."""
     is_new = folder is None or not folder.exists()
     if folder is not None and is_run_folder(RunDir(folder)):
         raise ConfigError(f"output_dir={folder}: holds a run already; name another folder for the sweep")
     sweep = open_sweep(calls, folder)
-    with sweep.work():
-        try:
+    try:
+        with sweep.work():
             yield sweep
-        except ConfigError:
-            if is_new and sweep.folder.exists() and not has_begun(sweep):
-                remove_new_folder(sweep.folder, "sweeps")
-            raise
+    finally:
+        if is_new and not has_begun(sweep):
+            remove_new_sweep(sweep)
