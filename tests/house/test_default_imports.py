@@ -19,6 +19,7 @@ SATELLITES = {
     "embedding",
     "export",
     "launch",
+    "live",
     "plots",
     "race",
     "sampling",

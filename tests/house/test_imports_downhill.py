@@ -27,7 +27,7 @@ FLOORS = {
     9.5: ["sweep/run_sweep", "sweep/places/thread_trial"],
     9: ["benchmark/", "verify/", "convert/", "watch/", "launch/"],
     8: ["runs/", "sweep/"],
-    7: ["summary/"],
+    7: ["summary/", "live/"],
     6: ["assemble/"],
     5: ["training/", "autotune/", "step/", "sampling/", "training/recovery/restore"],
     4: ["training/components", "plots/"],

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "trainrun"
 
 SATELLITES = (
     "plots", "summary", "benchmark", "verify", "sweep", "launch", "convert", "autotune", "sampling", "export",
-    "embedding", "smaller", "watch", "starter", "race",
+    "embedding", "smaller", "watch", "live", "starter", "race",
 )  # fmt: skip
 COMMANDS = PACKAGE / "cli"  # each belongs to the satellite that it calls
 TOLD = (

@@ -11,9 +11,9 @@ import trainrun
 from tests.monitor.test_console import FACTS
 from tests.quiet_runs import QUIET
 from trainrun.folder.run_folder import RunDir
+from trainrun.live.follow import Follower
 from trainrun.monitor.bar import ProgressBar
 from trainrun.monitor.run_lines import start_lines
-from trainrun.watch.follow import Follower
 
 SEEN: list[tuple[int, int | None]] = []
 

@@ -20,8 +20,8 @@ from tests.plots.chart_pages import charts_in
 from trainrun.assemble import monitors
 from trainrun.cli.main import main
 from trainrun.folder.run_folder import RunDir, write_json
-from trainrun.watch import follow
-from trainrun.watch.follow import Follower
+from trainrun.live import follow
+from trainrun.live.follow import Follower
 from trainrun.watch.live_page import live_page
 from trainrun.watch.live_page import main as draw_pages
 from trainrun.watch.screen import RunsView, SweepView
@@ -153,10 +153,11 @@ def test_a_sweep_and_a_mistyped_folder(workdir: Path, capsys: pytest.CaptureFixt
     assert [line.partition(": ")[0] for line in lines if "step 100/200" in line] == ["0-lr=1", "1-lr=2"]
     view = SweepView(Path("s"))
     view.read()
-    rich.console.Console(file=(shown := io.StringIO()), width=120).print(view.draw())
-    assert [line.split()[:3] for line in shown.getvalue().splitlines()[1:]] == [
-        ["lr=0", "0-lr=1", "done"], ["lr=1", "1-lr=2", "done"], ["lr=3", "2-lr=3", "not"],
-    ]  # fmt: skip
+    console = rich.console.Console(file=(shown := io.StringIO()), width=120, height=24)
+    console.print(view.draw(console))
+    lines = shown.getvalue().splitlines()
+    assert lines[0] == "2/3 done  1 not begun"
+    assert [line.split()[:2] for line in lines[2:]] == [["1-lr=2", "done"], ["0-lr=1", "done"]]
     assert main(["watch", "nowhere"]) == 2
     assert "RUN_DIR=nowhere: no run is there" in capsys.readouterr().err
 
@@ -174,7 +175,8 @@ def test_several_runs_are_a_table_with_the_best_marked(
     view = RunsView([Path(name).absolute() for name in "abc"])
     view.read()
     assert view.ended == ""
-    rich.console.Console(file=(shown := io.StringIO()), width=160).print(view.draw())
+    console = rich.console.Console(file=(shown := io.StringIO()), width=160)
+    console.print(view.draw(console))
     rows = [line.split() for line in shown.getvalue().splitlines()[1:4]]
     assert [row[:3] for row in rows] == [
         ["optimizer.lr=1", "a", "done"], ["*", "optimizer.lr=2", "b"], ["optimizer.lr=3", "c", "running"],

@@ -36,7 +36,7 @@ from trainrun.sweep.search.study import SweepStudy
 
 Process = subprocess.Popen[bytes] | ForkedJob
 Command = Callable[[list[str], Path], list[str]]
-STOPPING = b"\nstopping: the jobs that run save first; Ctrl-C again ends them without\n"
+STOPPING = "stopping: the jobs that run save first; Ctrl-C again ends them without"
 KILL_AFTER = 3  # the first Ctrl-C lets jobs save, the second ends them, the third kills them
 POLL_SECONDS = 0.02
 JUDGE_SECONDS = 0.2  # between two looks at the validations of the jobs
@@ -44,21 +44,25 @@ LOOK_ROUNDS = 25  # of the loop between two looks at what other workers did
 
 
 class StopRelay:
-    """Passes stop signals on to the jobs that run: their own sessions keep the terminal's from them."""
+    """Passes stop signals on to the jobs that run: their own sessions keep the terminal's from them.
 
-    __slots__ = ("count", "number", "processes")
+    writes: whether the first signal writes a line on what it does; else whoever waits for the jobs prints it.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("count", "number", "processes", "writes")
+
+    def __init__(self, writes: bool = True) -> None:
         self.number = 0
         self.count = 0
         self.processes: list[Process] = []
+        self.writes = writes
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or number
         self.count += 1
-        if self.count == 1:
+        if self.count == 1 and self.writes:
             with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, STOPPING)  # say() is not safe in a handler
+                os.write(2, f"\n{STOPPING}\n".encode())  # say() is not safe in a handler
         for process in list(self.processes):
             self.pass_on(process, number)
 
@@ -145,7 +149,11 @@ class JobQueue:
         self._take_new_jobs()
         if self._study is not None:
             self._study.open()
+        is_announced = False
         while self._fill_places() or self._running:
+            if self._relay.number and not is_announced:
+                self._progress.print_message(STOPPING)
+                is_announced = True
             for running in [one for one in self._running if one.process.poll() is not None]:
                 self._end(running)
             self._check_time()

@@ -1,30 +1,40 @@
-"""What a sweep shows while it runs: a line for each job; on a terminal a bar with the best and the time left."""
+"""What a sweep shows while it runs: a line for each start and end of a job; on a terminal a live table below them."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 from statistics import fmean
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
 
 from trainrun.folder.run_folder import RunDir
+from trainrun.live.follow import Follower
+from trainrun.live.run_table import (
+    ROOM_BELOW,
+    RunRow,
+    best_value,
+    build_row,
+    build_table,
+    choose_rows,
+    open_display,
+    terminal_console,
+)
 from trainrun.output import clock as clock_text
-from trainrun.output import duration, fields_that_fit, figure, redraw, say
+from trainrun.output import duration, fields_that_fit, figure, say
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import best_job
 from trainrun.sweep.results import Job, Result
-from trainrun.sweep.table import shown_value
+from trainrun.sweep.table import mean_text, shown_value
 
-REDRAW_SECONDS = 0.5
-BAR_WIDTH = 20
-BLOCK_BYTES = 2**16  # of a file of rows, at its beginning and its end
-DONE, TIME, BEST, RUNNING, FAILED, PRUNED, GRAPHIC = range(
-    7
-)  # fields of the bar; the largest is left out first
+REDRAW_SECONDS: Final = 0.5
+BAR_WIDTH: Final = 20
+MOST_ROWS: Final = 12  # of the table: the lines of the jobs stay in sight above it
+DONE, TIME, RUNNING, FAILED, PRUNED, GRAPHIC = range(6)  # fields of the bar; the largest is left out first
 
 
 class SweepProgress:
@@ -33,21 +43,25 @@ class SweepProgress:
     def __init__(self, sweep: Sweep, side_by_side: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._sweep, self._side_by_side, self._clock = sweep, side_by_side, clock
         self._began, self._drawn = clock(), 0.0
-        self._terminal = sys.stdout.isatty()
+        self._console = terminal_console()
+        self._display: Live | None = None  # while the table is on the terminal
         self._finished: list[float] = []  # seconds of jobs that ended in this call
         self._running: dict[int, float] = {}  # job -> when it started
+        self._followers: dict[int, Follower] = {}  # of the jobs that run
 
     def start(self, job: Job, goes_on: bool) -> None:
         self._running[job.num] = self._clock()
-        self._say(job, "goes on" if goes_on else "starts")
+        self._followers[job.num] = Follower(RunDir(self._sweep.folder / job.folder))
+        self._print_line(job, "goes on" if goes_on else "starts")
 
     def keep(self, job: Job, by_whom: str) -> None:
         """Report a job that was done by an earlier call or another worker."""
-        self._say(job, f"{job.result.state} {by_whom}, {shown_value(job.result)}")
+        self._print_line(job, f"{job.result.state} {by_whom}, {shown_value(job.result)}")
 
     def end(self, job: Job, result: Result) -> None:
         """Report the end of a job, once the sweep holds its result."""
         self._finished.append(self._clock() - self._running.pop(job.num))
+        del self._followers[job.num]
         words = [f"{result.state}, {result.error or shown_value(result)}"]
         best = best_job(self._sweep.points())
         if best is not None and best.num == job.num and len(self._sweep.jobs) > 1:
@@ -55,40 +69,73 @@ class SweepProgress:
         left = self.seconds_left()
         if left:
             words.append(f"about {duration(left)} left")
-        self._say(job, "; ".join(words))
+        self._print_line(job, "; ".join(words))
+
+    def print_message(self, text: str) -> None:
+        """Print a line to standard error, above the table."""
+        self.close()
+        say(text, file=sys.stderr, flush=True)
 
     def draw(self) -> None:
-        """Draw the bar again, twice a second."""
-        now = self._clock()
-        if self._terminal and now - self._drawn >= REDRAW_SECONDS:
-            self._drawn = now
-            redraw(self.bar(shutil.get_terminal_size().columns - 1))
+        """Draw the table again, twice a second."""
+        console, now = self._console, self._clock()
+        if console is None or now - self._drawn < REDRAW_SECONDS:
+            return
+        self._drawn = now
+        table = self.table(console.width, console.height)
+        if self._display is None:
+            self._display = open_display(console, table, is_erased=True)
+        else:
+            self._display.update(table, refresh=True)
 
     def close(self) -> None:
-        if self._terminal:
-            redraw()
+        """Remove the table from the terminal, until it is drawn again."""
+        if self._display is not None:
+            self._display.stop()
+            self._display, self._drawn = None, 0.0
+
+    def table(self, width: int, height: int) -> RenderableType:
+        """Return the bar, and rows of the best job, of those that run, and of others as the window has room."""
+        bar = Text(self.bar(width), no_wrap=True)
+        rows = choose_rows(self.rows(), min(height - ROOM_BELOW, MOST_ROWS))
+        monitors = [job.result.monitor for job in self._sweep.jobs.values() if job.result.monitor]
+        return Group(bar, build_table(rows, width, next(iter(monitors), ""))) if rows else bar
+
+    def rows(self) -> list[RunRow]:
+        """Return a row for each job that runs or has ended."""
+        points = self._sweep.points()
+        best, rows = best_job(points), list[RunRow]()
+        for num in self._sweep.wanted:
+            job = self._sweep.jobs[num]
+            result, is_best = job.result, best is not None and best.num == num
+            if num in self._followers:
+                follower = self._followers[num]
+                follower.read()
+                monitor, is_max = follower.facts.get("monitor") or "", follower.facts.get("mode") == "max"
+                value = best_value(follower, monitor, is_max)
+                rows.append(build_row(job.folder, "running", follower, value))
+                continue
+            about = result.error
+            if is_best and len(points[0].jobs) > 1:
+                about = f"mean {mean_text(points[0])} of {len(points[0].values)} jobs"
+            value_text = "" if result.value is None else figure(result.value)
+            rows.append(RunRow(job.folder, result.state, is_best, value=value_text, about=about))
+        return rows
 
     def bar(self, width: int) -> str:
-        """Return the fields that fit: bar, jobs done, failed and running, the best, `elapsed < left`."""
-        total, states = (
-            self._sweep.num_jobs,
-            [self._sweep.jobs[num].result.state for num in self._sweep.wanted],
-        )
-        done, pruned, failed = states.count("done"), states.count("pruned"), states.count("failed")
+        """Return the fields that fit: bar, jobs done, pruned, failed and running, `elapsed < left`."""
+        states = [self._sweep.jobs[num].result.state for num in self._sweep.wanted]
+        total = self._sweep.num_jobs
+        done, pruned, failed = (states.count(state) for state in ("done", "pruned", "failed"))
         full = BAR_WIDTH * (done + pruned) // max(total, 1)
-        left = self.seconds_left()
-        best = best_job(self._sweep.points())
+        left, elapsed = self.seconds_left(), clock_text(self._clock() - self._began)
         texts = {
             GRAPHIC: "#" * full + "-" * (BAR_WIDTH - full),
             DONE: f"{done}/{total} done",
             PRUNED: f"{pruned} pruned" if pruned else "",
             FAILED: f"{failed} failed" if failed else "",
-            RUNNING: self._running_text(),
-            BEST: ""
-            if best is None
-            else f"best {best.result.monitor} {figure(best.result.value)} ({best.folder})",
-            TIME: clock_text(self._clock() - self._began)
-            + ("" if left is None else f" < {clock_text(left)}"),
+            RUNNING: f"{len(self._running)} running",
+            TIME: elapsed if left is None else f"{elapsed} < {clock_text(left)}",
         }
         fields = [(rank, text) for rank, text in texts.items() if text]
         shown = fields_that_fit([len(text) for _, text in fields], [rank for rank, _ in fields], width)
@@ -119,33 +166,12 @@ class SweepProgress:
         return [num for num in self._sweep.wanted if self._sweep.jobs[num].result.state not in ended]
 
     def _fractions(self) -> dict[int, float]:
-        folder = self._sweep.folder
-        return {num: finished_part(folder / self._sweep.jobs[num].folder) for num in self._running}
+        for follower in self._followers.values():
+            follower.read()
+        return {num: follower.finished_part for num, follower in self._followers.items()}
 
-    def _running_text(self) -> str:
-        parts = [
-            f"{self._sweep.jobs[num].folder} {100 * part:.0f} %" for num, part in self._fractions().items()
-        ]
-        return f"running {', '.join(parts)}" if len(parts) == 1 else f"{len(parts)} running"
-
-    def _say(self, job: Job, text: str) -> None:
-        if self._terminal:
-            redraw()
-        say(
-            f"[{self._sweep.wanted.index(job.num) + 1}/{self._sweep.num_jobs}] {job.folder}: {text}",
-            flush=True,
-        )
-
-
-def finished_part(folder: Path) -> float:
-    """Return which part of its steps a run has done, by its rows; 0 where that is not known."""
-    try:
-        with RunDir(folder).metrics.open("rb") as file:
-            first = file.read(BLOCK_BYTES).splitlines()[0]
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - BLOCK_BYTES, 0))
-            last = file.read().split(b"\n")[-2]
-        total, step = json.loads(first)["facts"]["total_steps"], json.loads(last)["step"]
-        return min(max(float(step) / float(total), 0.0), 1.0)
-    except (OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
-        return 0.0
+    def _print_line(self, job: Job, text: str) -> None:
+        """Print a line on a job above the table."""
+        self.close()
+        number = self._sweep.wanted.index(job.num) + 1
+        say(f"[{number}/{self._sweep.num_jobs}] {job.folder}: {text}", flush=True)

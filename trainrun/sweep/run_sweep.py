@@ -135,7 +135,7 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
     ends. A new sweep of which each job was refused leaves no folder.
     """
     options = read_options(split_options(calls[-1])[0])
-    relay = StopRelay()
+    relay = StopRelay(writes=False)
     folder = None if folder is None else resolve_folder(str(folder))
     is_new = folder is None or not folder.exists()
     with joined_sweep(calls, folder) as sweep, catch_stops(relay.handle):

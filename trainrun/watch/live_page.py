@@ -17,13 +17,13 @@ from pathlib import Path
 import psutil
 
 from trainrun.folder.run_folder import RunDir, is_run_folder, write_text
+from trainrun.live.follow import Follower
 from trainrun.monitor.run_lines import devices_line, phases_line
 from trainrun.output import SPEEDS, figure
 from trainrun.plots import page
 from trainrun.plots.chart import charts_html
 from trainrun.plots.report import setup_rows
 from trainrun.plots.run_curves import metric_charts
-from trainrun.watch.follow import Follower
 from trainrun.watch.screen import ENDED
 
 SECONDS = 5.0  # between pages; one takes about 1 ms

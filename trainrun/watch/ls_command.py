@@ -18,13 +18,13 @@ from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.run_folder import RunDir, resolve_folder, write_text
 from trainrun.folder.status import is_sweep, read_status
+from trainrun.live.follow import is_writer_alive
 from trainrun.output import counted, duration, figure, report_result, say
 from trainrun.plots import page
 from trainrun.plots.compare import differing_keys, text_table
 from trainrun.plots.history import flat, read_config
 from trainrun.sweep.jobs import load_sweep
 from trainrun.sweep.sweep_page import PAGE as PAGE_OF_SWEEP
-from trainrun.watch.follow import is_writer_alive
 from trainrun.watch.screen import settings_in
 
 MOST_DEEP = 4  # folders below the one that is listed

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from trainrun.folder.run_folder import RunDir
+from trainrun.live.follow import Follower, is_writer_alive, sweep_jobs
+from trainrun.live.run_table import (
+    COLORS,
+    ROOM_BELOW,
+    RunRow,
+    best_value,
+    build_row,
+    build_table,
+    choose_rows,
+    sparkline,
+)
 from trainrun.monitor.run_lines import devices_line, phases_line
 from trainrun.output import figure, printable, quantity, readings, speed_in
 from trainrun.plots.compare import differing_keys
-from trainrun.watch.follow import Follower, is_writer_alive, sweep_jobs
 
 FOLDERS = ("output_dir", "hydra.")  # settings that say where a run lies
-BARS, WIDTH = "▁▂▃▄▅▆▇█", 40
 QUIET_SECONDS = 10.0  # between lines that are no validation
-COLORS = {"running": "green", "done": "blue", "dead": "red", "failed": "red"} | dict.fromkeys(
-    ("stopped", "pruned"), "yellow"
-)
 ENDED = ("done", "stopped", "pruned", "failed", "dead")
-
-
-def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """Return the newest values as a line of characters, one mean per column; values that are not finite are blank."""
-    size = max(1, -(-len(values) // width))
-    groups = [[v for v in values[i : i + size] if abs(v) < float("inf")] for i in range(0, len(values), size)]
-    means = [sum(group) / len(group) if group else None for group in groups]
-    known = [mean for mean in means if mean is not None]
-    if not known:
-        return ""
-    low, span = min(known), (max(known) - min(known)) or 1.0
-    return "".join(" " if m is None else BARS[min(int((m - low) / span * 8), 7)] for m in means)
 
 
 class RunView:
@@ -53,7 +49,7 @@ class RunView:
         self.ended = state if state in ENDED else ""
         self.state = state
 
-    def draw(self) -> RenderableType:
+    def draw(self, console: Console) -> RenderableType:
         told = self.follower
         head = Text(f"{printable(told.facts.get('name') or told.run.root.name)}  ", "bold")
         head.append(self.state, COLORS.get(self.state, "")).append(f"  {told.place()}")
@@ -123,31 +119,29 @@ class RunsView:
             words = []
         return settings_in(words)
 
-    def draw(self) -> RenderableType:
+    def draw(self, console: Console) -> RenderableType:
         """Return the table, and below it each running run."""
+        running = [view for view in self._views.values() if view.state == "running"]
+        below = [part for view in running for part in (Text(), view.draw(console))]
+        return Group(build_table(self.table_rows(), console.width, self._judged_by()[0]), *below)
+
+    def table_rows(self) -> list[RunRow]:
+        """Return a row for each run, in the order in which they were named."""
         settings = {folder: self.settings(folder) for folder in self._folders}
         keys = differing_keys([{**given, "": "given"} for given in settings.values()])
-        best = self._best()
-        table = Table(
-            "", "what differs", "run", "state", "step", "best", "loss", "newest", box=None, padding=(0, 1)
-        )
-        running: list[RenderableType] = []
+        best, values = self._best(), self._values()
+        rows = []
         for folder in self._folders:
             differs = " ".join(f"{key}={settings[folder][key]}" for key in keys if key in settings[folder])
-            view, name = self._views.get(folder), printable(folder.name)
+            view = self._views.get(folder)
             if view is None:
-                table.add_row("", Text(printable(differs)), Text(name), Text("not begun", "dim"))
+                rows.append(RunRow(folder.name, "not begun", settings=differs))
                 continue
-            told, value = view.follower, self._values().get(folder)
-            losses = [point.value for point in told.curves.get("train/loss", [])]
-            table.add_row(
-                "*" if folder == best else "", Text(printable(differs)), Text(name),
-                Text(view.state, COLORS.get(view.state, "")), told.place(),
-                "" if value is None else figure(value), Text(sparkline(losses, 20), "cyan"),
-                Text(printable("  ".join(view.numbers()[:3]))),
-            )  # fmt: skip
-            running += [Text(), view.draw()] if view.state == "running" else []
-        return Group(table, *running)
+            rows.append(build_row(
+                folder.name, view.state, view.follower, values.get(folder), is_best=folder == best,
+                settings=differs, about="  ".join(view.numbers()[:3]),
+            ))  # fmt: skip
+        return rows
 
     def _judged_by(self) -> tuple[str, int]:
         """Return the monitored metric of the ended runs, and -1 if a larger value is better, else 1."""
@@ -163,8 +157,8 @@ class RunsView:
             status = view.follower.status
             if status.get("monitor") == monitor and status.get("value") is not None:
                 values[folder] = status["value"]
-            elif points := view.follower.curves.get(monitor):
-                values[folder] = sign * min(sign * point.value for point in points)
+            elif (value := best_value(view.follower, monitor, sign < 0)) is not None:
+                values[folder] = value
         return values
 
     def _best(self) -> Path | None:
@@ -198,6 +192,15 @@ class SweepView(RunsView):
         self._jobs = {self._folder / job["folder"]: job for job in sweep_jobs(self._folder)}
         self._folders = list(self._jobs)
         super().read()
+
+    def draw(self, console: Console) -> RenderableType:
+        """Return how many jobs are in each state, and the rows that fit the window."""
+        rows = [replace(row, settings="") for row in self.table_rows()]  # the names of the jobs have them
+        counts = Counter(row.state for row in rows)
+        states = [f"{count} {state}" for state, count in counts.items() if state != "done"]
+        head = Text("  ".join([f"{counts['done']}/{len(rows)} done", *states]), no_wrap=True)
+        chosen = choose_rows(rows, console.height - ROOM_BELOW)
+        return Group(head, build_table(chosen, console.width, self._judged_by()[0]))
 
     def is_over(self, states: set[str]) -> bool:
         all_there = len(self._views) == len(self._jobs) and all(states)

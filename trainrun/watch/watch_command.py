@@ -11,6 +11,7 @@ from trainrun.folder.run_folder import RunDir, resolve_folder
 from trainrun.folder.seal import check_files
 from trainrun.folder.status import is_sweep
 from trainrun.limits import parse_seconds
+from trainrun.live.run_table import open_display, terminal_console
 from trainrun.output import report_result, say
 from trainrun.runs.run import open_run
 from trainrun.watch.screen import RunsView, RunView, SweepView
@@ -39,14 +40,15 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--every {words.every}: {error}") from error
     view = view_of(words.folders, words.trust)
     view.read()
-    if sys.stdout.isatty():
-        from rich.live import Live
-
-        with Live(view.draw(), auto_refresh=False) as live:
+    if (console := terminal_console()) is not None:
+        display = open_display(console, view.draw(console), is_erased=False)
+        try:
             while not view.ended:
                 time.sleep(pause)
                 view.read()
-                live.update(view.draw(), refresh=True)
+                display.update(view.draw(console), refresh=True)
+        finally:
+            display.stop()
     else:
         while True:
             for line in view.lines():

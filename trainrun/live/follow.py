@@ -142,11 +142,22 @@ class Follower:
             return not there
         return bool(self.last_row) and time.monotonic() - self.last_row > SILENT_SECONDS
 
+    @property
+    def step_text(self) -> str:
+        """The step as `450/900  50 %`; without the length of the training as `450`."""
+        total = self.facts.get("total_steps")
+        return f"{self.step:,}" + (f"/{total:,}  {100 * self.step // total} %" if total else "")
+
+    @property
+    def finished_part(self) -> float:
+        """Which part of its steps the run has done; 0 where that is not known."""
+        total = self.facts.get("total_steps")
+        return min(self.step / total, 1.0) if total else 0.0
+
     def place(self) -> str:
         """Return the position of a run as text: `step 450/900 50 % 0:12 left`."""
-        total, left = self.facts.get("total_steps"), self.seconds_left
-        words = [f"step {self.step:,}" + (f"/{total:,}  {100 * self.step // total} %" if total else "")]
-        return "  ".join([*words, *([f"{duration(left)} left"] if left is not None else [])])
+        left = self.seconds_left
+        return f"step {self.step_text}" + ("" if left is None else f"  {duration(left)} left")
 
 
 def is_writer_alive(run: RunDir) -> bool | None:
