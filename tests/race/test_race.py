@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import read_json, write_json
 from trainrun.race import race_command, racer_process
+from trainrun.race.judged_loop import training_limit
 from trainrun.race.race_report import notes_of, print_report, race_table, write_report
 from trainrun.race.racers import judge_reads, read_racers, variations
 from trainrun.race.turns import PILOT, PILOT_SEED, Race, RaceGoal
@@ -172,8 +175,18 @@ def test_what_a_run_is_asked_for(tmp_path: Path):
     race = race_in(tmp_path, ["lr=0.8", "lr=0.6"], seeds=1)
     run(race)
     first, second = (read_json(tmp_path / f"{name}-seed0" / "request.json")["judge"] for name in "AB")
-    assert (first["every"], first["most_seconds"]) == (None, None)
-    assert (second["every"], second["most_seconds"]) == (40, 12.0)
+    assert (first["every"], first["limits"]) == (None, None)
+    (run_of_a,) = race.seeds_of("A")
+    assert second["every"] == 40
+    assert second["limits"] == {"with_start": 3 * (run_of_a.start + 4.0), "training": 12.0}
+
+
+def test_a_run_is_stopped_where_it_is_late_with_its_start_and_without():
+    """Of a race of milliseconds the start is most: a first step that takes a moment does not end it."""
+    limits = {"with_start": 9.06, "training": 0.06}
+    assert training_limit(limits, start=3.0) == pytest.approx(6.06)
+    assert training_limit(limits, start=20.0) == 0.06
+    assert training_limit(None, start=20.0) == math.inf
 
 
 def test_each_difference_is_raced_alone_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -232,7 +245,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def judge(folder: Path, words: list[str], **about: Any) -> list[dict[str, Any]]:
     folder.mkdir()
-    node = {"metric": "val/acc", "mode": "max", "every": 200, "target": None, "most_seconds": None, **about}
+    node = {"metric": "val/acc", "mode": "max", "every": 200, "target": None, **about}
     write_json(folder / "request.json", {"words": words, "seed": 3, "judge": node})
     code = racer_process.main([str(folder)])
     assert code == 0
@@ -255,9 +268,19 @@ def test_a_judged_run_trains_as_ever_and_is_judged_on_all_of_the_validation_data
     assert f"{looks[-1]['value']:.4f}"[:5] in capsys.readouterr().out
 
 
-def test_a_run_that_is_too_late_ends(workdir: Path):
-    looks = judge(workdir / "judged", TRAINED, target=2.0, most_seconds=0.0)
-    assert [row["step"] for row in looks if "step" in row] == [7]
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        ({"with_start": 0.0, "training": 0.0}, [7]),
+        ({"with_start": 600.0, "training": 0.0}, [7, 13, 19, 26, 30]),
+        ({"with_start": 0.0, "training": 600.0}, [7, 13, 19, 26, 30]),
+    ],
+)
+def test_a_run_that_is_too_late_ends(workdir: Path, limits: dict[str, float], steps: list[int]):
+    looks = judge(workdir / "judged", TRAINED, target=2.0, limits=limits, began=time.time())
+    assert [row["step"] for row in looks if "step" in row] == steps
+    if steps != [7]:
+        return
     assert looks[-1] == {"late": True}
     assert "too late" in (workdir / "judged" / "status.json").read_text()
 

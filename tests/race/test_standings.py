@@ -102,6 +102,16 @@ def test_a_run_that_arrives_after_that_is_late_too():
     assert results.standing("A", "B").bound == "at least"
 
 
+def test_a_run_that_was_stopped_early_counts_until_then():
+    """A was fast in the first seed and slow in the others: nobody knows what B would have done after 3 seconds."""
+    stopped = RaceRun(0, start=1.0, seconds=3.2, curve=[(10.0, 3.2, 0.5)])
+    never = RaceRun(1, start=1.0, end=0.5, seconds=3.2, curve=[(10.0, 3.2, 0.5)])
+    results = RaceResults({"A": runs_of([1, 4, 4], start=1.0), "B": [stopped, never]}, "max")
+    assert results.times(results.runs["B"], with_start=False) == {0: 3.2, 1: 12.0}
+    assert results.times(results.runs["B"], with_start=True) == {0: 4.2, 1: 15.0}
+    assert results.standing("B", "A").late == 2
+
+
 def test_a_first_racer_that_never_arrives_leaves_a_bound():
     results = RaceResults({"A": runs_of([None, None]), "B": runs_of([1, 2])}, "max")
     standing = results.standing("B", "A")

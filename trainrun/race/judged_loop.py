@@ -37,24 +37,26 @@ class JudgedLoop:
     """The node `loop` of a racer.
 
     file: to which rank 0 adds a row for each evaluation. metric: as `val/acc`. every: samples between two evaluations;
-    None for a twentieth of the training. target, mode: the run has arrived where the metric is as good. most_seconds:
-    of training, after which a run that has not arrived is stopped. reads: settings of `data` with which the judge reads
-    the validation data, those of the first racer.
+    None for a twentieth of the training. target, mode: the run has arrived where the metric is as good. limits: after
+    which a run that has not arrived is stopped, in seconds of training and with the start of its process. began: when
+    the process was started, as `time.time()`. reads: settings of `data` with which the judge reads the validation data,
+    those of the first racer.
     """
 
     def __init__(
         self, file: str, metric: str, mode: str, every: int | None = None, target: float | None = None,
-        most_seconds: float | None = None, reads: Mapping[str, Any] = {},
+        limits: Mapping[str, float] | None = None, began: float = 0.0, reads: Mapping[str, Any] = {},
     ) -> None:  # fmt: skip
         self._file, self._metric, self._mode = Path(file), metric, mode
         self._every, self._target, self._reads = every, target, dict(reads)
-        self._most_seconds = math.inf if most_seconds is None else most_seconds
+        self._limits, self._process_began = limits, began
 
     def __call__(self, run: Components, state: TrainState) -> TrainState:
         every = self._every or samples_between(run)
         judge = Judge(run, self._file, self._metric, every, whole_validation(run.config, self._reads))
         if self._target is not None:
-            judge.wait_for(self._target, self._mode, self._most_seconds)
+            start = time.time() - self._process_began
+            judge.wait_for(self._target, self._mode, training_limit(self._limits, start))
         try:
             judged: Any = JudgedTriggers(run.triggers, judge)
             state = loop.fit(replace(run, triggers=judged), state)
@@ -166,6 +168,17 @@ class Judge:
     def close(self) -> None:
         if self._own is not None:
             self._own.close()
+
+
+def training_limit(limits: Mapping[str, float] | None, start: float) -> float:
+    """Return the seconds of training after which a run is late by both limits, or infinity without limits.
+
+    limits: seconds `with_start` of the process, and of `training` alone. start: seconds that the start took. A run is
+    late in one of the two comparisons where it is beyond one limit; it is stopped where it can win nothing in either.
+    """
+    if limits is None:
+        return math.inf
+    return max(limits["training"], limits["with_start"] - start)
 
 
 def whole_validation(config: RunConfig, reads: Mapping[str, Any]) -> RunConfig:

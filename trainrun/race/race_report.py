@@ -130,7 +130,7 @@ def notes_of(race: Race, results: RaceResults) -> list[str]:
         a_arrived = any(run.arrived is not None for run in first)
         timed = "A" if a_arrived else "the others, as no run of A arrived"
         lines.append(
-            f"a run that did not arrive counts with {results.limits[True]:.3g} s, three times the median of {timed}; "
+            f"a run that did not arrive counts with at most {results.limits[True]:.3g} s, three times the median of {timed}; "
             "its ratio is a bound"
         )
     return lines

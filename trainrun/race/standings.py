@@ -2,6 +2,7 @@
 
 Runs of two racers with the same seed are a pair. A ratio is that of geometric means, with Student's 95 % interval of
 the logarithms. A run that does not arrive counts with the limit: three times the median of the first racer's times.
+One that was stopped before that, because the first racer was faster in the runs until then, counts with its own time.
 Ends are equivalent if the 90 % interval of the mean difference lies within the margin: two one-sided tests of 5 %.
 source: Schuirmann (1987), two one-sided tests. gain: `tests/race/test_standings.py` simulates both.
 """
@@ -26,8 +27,8 @@ class RaceRun:
     """One run of a racer.
 
     arrived: seconds of training until the target, None if it was never reached. start: seconds from the start of the
-    process to the first step. end: the metric after the training, with `seconds` of training; None where the race ended
-    it. error: why it failed.
+    process to the first step. end: the metric after the training, with `seconds` of training; None where the race
+    stopped it. error: why it failed.
     """
 
     seed: int
@@ -44,6 +45,12 @@ class RaceRun:
         if self.arrived is None:
             return None
         return self.arrived + self.start if with_start else self.arrived
+
+    def stopped_after(self, with_start: bool) -> float:
+        """Return the seconds until the race stopped it; infinity for a run that ended by itself."""
+        if self.end is not None or self.error or not self.curve:
+            return math.inf
+        return self.seconds + self.start if with_start else self.seconds
 
 
 @dataclass(frozen=True)
@@ -126,10 +133,15 @@ class RaceResults:
         return time is None or time > self.limits[True]
 
     def times(self, runs: Sequence[RaceRun], with_start: bool) -> dict[int, float]:
-        """Return the seconds to the target by seed. A run that did not arrive counts with the limit."""
-        limit = self.limits[with_start]
-        times = {run.seed: run.time(with_start) for run in runs}
-        return {seed: limit if time is None else min(time, limit) for seed, time in times.items()}
+        """Return the seconds to the target by seed. A run that did not arrive counts with the limit, or until it was
+        stopped.
+        """
+        times = {}
+        for run in runs:
+            time = run.time(with_start)
+            seconds = run.stopped_after(with_start) if time is None else time
+            times[run.seed] = min(seconds, self.limits[with_start])
+        return times
 
     def mean_time(self, runs: Sequence[RaceRun], with_start: bool) -> float:
         """Return the geometric mean of the seconds to the target."""

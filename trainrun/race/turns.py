@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
@@ -21,7 +20,7 @@ from trainrun.output import figure, masked_words, say
 from trainrun.parallel.launch import module_command
 from trainrun.race.racer_process import JUDGED, REQUEST
 from trainrun.race.racers import Racer, judge_reads
-from trainrun.race.standings import LATE_FACTOR, RaceResults, RaceRun
+from trainrun.race.standings import RaceResults, RaceRun, late_limit
 from trainrun.sweep.forked_job import end_with_sweep
 from trainrun.sweep.job_queue import StopRelay
 from trainrun.sweep.jobs import file_name_of
@@ -188,16 +187,13 @@ class Race:
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        first = self.seeds_of(self.racers[0].name)
-        times = [run.arrived for run in first if run.arrived is not None]
+        began = time.time()
         judge = {
             "metric": self.goal.metric, "mode": self.goal.mode, "every": self.every, "target": self.goal.value,
-            "most_seconds": LATE_FACTOR * median(times) if times else None,
-            "reads": self._reads,
+            "limits": self._limits(), "began": began, "reads": self._reads,
         }  # fmt: skip
         write_json(folder / REQUEST, {"words": racer.words, "seed": seed, "judge": judge})
         with (folder / OUTPUT).open("wb") as output:
-            began = time.time()
             process = subprocess.Popen(
                 command(folder), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True, preexec_fn=lambda: end_with_sweep(()),
@@ -212,6 +208,13 @@ class Race:
         if code == EXIT_DONE:
             return run
         return replace(run, arrived=None, end=None, error=result.error or "stopped")
+
+    def _limits(self) -> dict[str, float] | None:
+        """Return after how many seconds a run that has not arrived is late; None before the first racer arrived."""
+        first = [run for run in self.seeds_of(self.racers[0].name) if run.arrived is not None]
+        if not first:
+            return None
+        return {"with_start": late_limit([first], True), "training": late_limit([first], False)}
 
     def _read_run(self, folder: Path, seed: int, began: float) -> RaceRun:
         rows = read_judge_rows(folder / JUDGED)
