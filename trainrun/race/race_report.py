@@ -130,8 +130,8 @@ def notes_of(race: Race, results: RaceResults) -> list[str]:
         a_arrived = any(run.arrived is not None for run in first)
         timed = "A" if a_arrived else "the others, as no run of A arrived"
         lines.append(
-            f"a run that did not arrive counts with at most {results.limits[True]:.3g} s, three times the median of {timed}; "
-            "its ratio is a bound"
+            f"a run that did not arrive counts with at most {results.limits[True]:.3g} s, three times the median of "
+            f"{timed}; its ratio is a bound"
         )
     return lines
 
