@@ -101,12 +101,14 @@ def arm(fault: Fault | None, run: Path, driver: int) -> None:
 
 
 def _tell_counts(path: Path, counters: dict[str, Counter]) -> None:
-    rank = os.environ.get("RANK", "0")
+    """Write the counts when this process exits; its loader workers, which inherit the function, write nothing."""
+    rank, owner = os.environ.get("RANK", "0"), os.getpid()
     ending = os._exit
 
     def told(code: int) -> None:
-        with open(f"{path}.{rank}", "w") as file:
-            file.write(" ".join(str(counters[name].count) for name in ("mark", "batch", "file")))
+        if os.getpid() == owner:
+            with open(f"{path}.{rank}", "w") as file:
+                file.write(" ".join(str(counters[name].count) for name in ("mark", "batch", "file")))
         ending(code)
 
     os._exit = told  # type: ignore[assignment]

@@ -20,8 +20,8 @@ from faults.inject import COUNTS, NUMBERS, arm, be_patient, keep_history
 from faults.plan import CODE, DISK, SIGNALS, WORKER, Case, Fault
 from faults.small_disk import leave_free, small_disk
 from faults.subjects import SUBJECTS, Subject
+from trainrun.cli import train_command
 from trainrun.cli.main import main
-from trainrun.config import compose
 from trainrun.config.compose import Composition, compose_run
 from trainrun.errors import TrainrunError
 from trainrun.runtime.signals import exit_at_interrupt
@@ -278,7 +278,7 @@ def enter(run: Path, subject: Subject, composition: Composition, by_resume: bool
     """The command that a user would type now, with the signals of its first lines."""
     exit_at_interrupt()
     own = {**composition.own, "hydra.run.dir": str(run)}
-    compose.compose_run = lambda words: replace(composition, own=own, notes=[])  # type: ignore[assignment]
+    train_command.compose_prepared = lambda *prepared: replace(composition, own=own, notes=[])  # type: ignore[assignment]
     words = [*subject.words, f"output_dir={run}"]
     if by_resume and (run / "config.yaml").exists():
         before = num_starts()
