@@ -15,7 +15,7 @@ from faults import corpus_damage, corpus_folder, corpus_hostile, corpus_inputs
 from trainrun.checkpoint import load
 
 # What the suite has time for; scripts/faults.py checks all.
-DAMAGES, FOLDERS, SHARE = 75, 24, 3
+DAMAGES, FOLDERS, SHARE = 75, 12, 3
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PYTHON = """#!{python}
+PYTHON = """#!{python} -SE
 import json, os, sys
 if sys.argv[1:3] == ["-m", "pip"]:
     with open("{log}", "a") as log, open(os.environ.get("PIP_CONSTRAINT", os.devnull)) as pins:
