@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from approved import approve
-from faults.forks import ForkedCommand
+from faults.forks import ForkedCommand, start_forked
 
 from trainrun.folder.run_folder import RunDir, read_json
 
@@ -67,13 +67,26 @@ WITHOUT_FOLDER = """
 """
 
 
+def place_of_two_ranks() -> dict[str, str]:
+    """Return the variables that tell two ranks where they meet, as srun sets them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+
+def numbers_of_rank(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
 def test_ranks_that_do_not_see_the_folder_of_rank_0_are_named_on_all(
     script: Callable[[str], list[str]], run_dir: RunDir, rank_env: dict[str, str]
 ) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words = [sys.executable, *launcher, *script(WITHOUT_FOLDER)[1:]]
-    done = subprocess.run(words, env=rank_env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    meeting_place, command = place_of_two_ranks(), script(WITHOUT_FOLDER)
+    ranks = [
+        start_forked(command, rank, run_dir, rank_env | meeting_place | numbers_of_rank(rank))
+        for rank in range(2)
+    ]
+    assert [rank.wait() for rank in ranks] == [0, 0]
     told = [read_json(run_dir.root / f"seen{rank}.json") for rank in range(2)]
     assert told[1] == "2"  # the exit code: rank 0 speaks for all
     assert told[0].startswith(f"output_dir={run_dir.root}: rank 1 on ")
@@ -92,13 +105,8 @@ def test_a_mistake_that_rank_0_finds_ends_all_ranks(
 ) -> None:
     """As under srun, where nobody ends the others."""
     (workdir / "config.yaml").write_text("a folder that is no run's")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = [
-        ForkedCommand(*words, env=rank_env | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
+    meeting_place = place_of_two_ranks()
+    ranks = [ForkedCommand(*words, env=rank_env | meeting_place | numbers_of_rank(rank)) for rank in range(2)]
     told = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
     approve(told[0])

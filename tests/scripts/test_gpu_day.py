@@ -17,17 +17,16 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_day.py"
 
 
-def plan(*words: str, folder: Path, device: str = "cpu") -> subprocess.CompletedProcess[str]:
-    env = {"PYTHONPATH": str(ROOT), "DAY_DEVICE": device, "OUT": str(folder), "OMP_NUM_THREADS": "1"}
+def plan(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    env = {"PYTHONPATH": str(ROOT), "DAY_DEVICE": "cpu", "OUT": str(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, str(SCRIPT), *words], cwd=folder, env=os.environ | env, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
 
 
-@pytest.fixture
-def day(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setenv("DAY_DEVICE", "cpu")
+def load_script(device: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setenv("DAY_DEVICE", device)
     spec = importlib.util.spec_from_file_location("gpu_day", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
@@ -36,10 +35,11 @@ def day(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_the_words_of_all_cases_compose(tmp_path: Path) -> None:
-    done = plan("--check", folder=tmp_path, device="cuda")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith(" cases with words, 0 faults\n")
+def test_the_words_of_all_cases_compose(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert load_script("cuda", monkeypatch).main(["--check"]) == 0
+    assert capsys.readouterr().out.endswith(" cases with words, 0 faults\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one of the cases fails without a GPU alone")
@@ -61,7 +61,8 @@ def test_a_wrong_name_is_refused(tmp_path: Path) -> None:
     assert "smokes: no such phase or case; there are " in done.stderr
 
 
-def test_the_phases_come_in_their_order(day: ModuleType) -> None:
+def test_the_phases_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    day = load_script("cpu", monkeypatch)
     phases = [phase for _, phase, _ in day.cases([])]
     assert phases == sorted(phases, key=day.PHASES.index)
     assert set(phases) == set(day.PHASES)
