@@ -48,6 +48,7 @@ def test_options_of_the_command_line() -> None:
         "launch.time=",
         "launch.time=soon",
         "launch.image=a",
+        "launch.array=0",
     ],
 )
 def test_a_wrong_option_is_refused(word: str) -> None:
@@ -117,6 +118,39 @@ def test_the_command_submits_the_script_of_the_run(
     (command,) = [line for line in Path("submitted.sh").read_text().splitlines() if line.startswith("srun ")]
     assert shlex.split(command)[-3:] == ["optimizer.lr=0.1", "parallel=ddp", f"output_dir={workdir / 'run'}"]
     assert [path.name for path in Path("run").iterdir()] == ["slurm.sh"]
+
+
+def test_a_sweep_is_submitted_as_an_array_of_workers(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_program(workdir, "sbatch", f'cp "$2" {workdir}/submitted.sh; echo 4711')
+    monkeypatch.setenv("PATH", str(workdir), prepend=":")
+    words = ["--multirun", "sweep=random", "sweep.trials=8", "optimizer.lr=interval(0.1,1)"]
+    assert main([*words, "launch=slurm", "launch.array=4", "launch.gpus=2", "output_dir=sweep"]) == 0
+    assert "trainrun watch sweep" in capsys.readouterr().out
+    lines = Path("submitted.sh").read_text().splitlines()
+    output = f"#SBATCH --output={workdir / 'sweep' / 'slurm-%a.log'}"
+    assert {"#SBATCH --array=0-3", "#SBATCH --gpus-per-node=2", output} <= set(lines)
+    (command,) = [line for line in lines if line.startswith("srun ")]
+    assert shlex.split(command)[4:] == [*words, f"output_dir={workdir / 'sweep'}"]
+    assert [path.name for path in Path("sweep").iterdir()] == ["slurm.sh"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--multirun", "launch=slurm", "launch.nodes=2", "optimizer.lr=1,2"], "launch.nodes=2"),
+        (["--multirun", "launch=ray", "optimizer.lr=1,2"], "launch=ray"),
+        (["--multirun", "launch=slurm", "optimizer.lr=-1,2"], "optimizer.lr=-1"),
+        (["launch=slurm", "launch.array=2"], "launch.array=2"),
+    ],
+)
+def test_an_array_is_of_a_sweep_and_a_sweep_of_single_machines(
+    words: list[str], key: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "output_dir=a"]) == 2
+    assert key in capsys.readouterr().err
+    assert not Path("a").exists()
 
 
 def test_without_slurm_and_with_a_mistake_nothing_is_submitted(

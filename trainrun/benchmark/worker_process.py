@@ -8,7 +8,6 @@ run whose turn it is. When: `diagnose`, `autotune`. When not: on Windows, which 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import multiprocessing
 import os
@@ -35,11 +34,11 @@ from trainrun.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainingError,
 from trainrun.folder.run_folder import LaunchSpec
 from trainrun.parallel.launch import scratch_folder
 from trainrun.runs.run import create_run, train_in_ranks
+from trainrun.runtime.machine import signal_at_parent_exit
 from trainrun.runtime.signals import QUIET_SECONDS, catch_stops
 
 START_SECONDS: Final = 120.0  # the longest that a run may take to its first step
 REPLY_SECONDS: Final = 120.0
-PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 SHORT_FOLDER: Final = "/tmp"  # the name of a socket may have about a hundred letters
 ERROR_FILE: Final = "error.txt"
 OUTPUT_FILE: Final = "output.txt"
@@ -240,8 +239,7 @@ def run_worker(config: RunConfig, folder: Path, paths: list[str], memory: int | 
         most = psutil.Process().memory_info().data + memory if sys.platform == "linux" else memory
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     os.setpgid(0, 0)  # Ctrl-C is for the command, which ends this process
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_parent_exit(signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     output = os.open(folder / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for old, new in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):

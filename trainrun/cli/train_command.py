@@ -16,7 +16,7 @@ from trainrun.config.compose import Composition, compose_prepared, prepare_comma
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, plain_values
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
-from trainrun.folder.run_folder import LaunchSpec, RunDir, list_typed_keys
+from trainrun.folder.run_folder import LaunchSpec, RunDir, list_typed_keys, resolve_folder
 from trainrun.folder.status import read_status
 from trainrun.output import path_to_paste, report_result, say
 from trainrun.parallel.devices import is_one_task_a_node, is_started_by_launcher
@@ -42,6 +42,7 @@ def main(words: list[str]) -> int:
         return int(import_torchrun().train_as_other_rank())
     is_sweep = not {"--multirun", "-m"}.isdisjoint(words)
     sweep_words = [word for word in words if (SWEEP_WORD if is_sweep else SWEEP_OPTION).match(word)]
+    all_words = words
     words = [word for word in words if word not in sweep_words]
     prepared, folders = prepare_command_line(words, Path.cwd())
     if prepared.twice:
@@ -55,10 +56,11 @@ def main(words: list[str]) -> int:
         return EXIT_DONE
     paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
     if sweeps:
-        if launch_words:
-            raise ConfigError(
-                f"{launch_words[0]}: not with --multirun; submit the jobs of a sweep one by one"
-            )
+        if (
+            launch_words
+            and (code := submit_sweep(launch_words, all_words, prepared, sweep_words)) is not None
+        ):
+            return code
         if is_started_by_launcher():
             raise ConfigError(
                 "--multirun: not inside torchrun; start the sweep alone, its jobs start their own ranks"
@@ -72,28 +74,63 @@ def main(words: list[str]) -> int:
         raise ConfigError(
             "hydra.sweep.dir: is the folder of a sweep (--multirun); one run has output_dir=..."
         )
-    if launch_words and submit(launch_words, words, prepared, folders):
-        return EXIT_DONE
-    return train_one(words, paths, prepared, folders)
+    code = launch_on_cluster(launch_words, words, prepared, folders) if launch_words else None
+    return train_one(words, paths, prepared, folders) if code is None else code
 
 
-def submit(launch_words: list[str], words: list[str], prepared: CommandLine, folders: list[Path]) -> bool:
-    """Submit the run to Slurm, or print its manifest for another cluster, as the launch options say. Return False
-    without such options. Raise ConfigError for mistakes.
+def launch_on_cluster(
+    launch_words: list[str], words: list[str], prepared: CommandLine, folders: list[Path]
+) -> int | None:
+    """Submit the run to Slurm, train it on a Ray cluster, or print its manifest, as the launch options say.
+
+    Return the exit code; None for launch=local. Raise ConfigError for mistakes.
     """
-    from trainrun.launch import manifest, slurm
-    from trainrun.launch.launch_options import read_options
+    from trainrun.launch import manifest, ray, slurm
+    from trainrun.launch.launch_options import read_options, words_of_job
 
     options = read_options(launch_words)
     if options is None:
-        return False
+        return None
+    if options.array is not None:
+        raise ConfigError(f"launch.array={options.array}: is a setting of a sweep; add --multirun")
     composition = compose_prepared(prepared, folders, Path.cwd())
     name = str(composition.config.run_name)
-    if options.kind == "slurm":
-        slurm.submit(options, name, choose_folder(composition), words)
-    else:
+    if options.kind in ("k8s", "sky"):
         manifest.print_manifest(options, name, words)
-    return True
+        return EXIT_DONE
+    folder = choose_folder(composition)
+    words = words_of_job(options, words, folder)
+    if options.kind == "ray":
+        return ray.run_on_cluster(options, composition.config, words)
+    slurm.submit(options, name, folder, words)
+    return EXIT_DONE
+
+
+def submit_sweep(
+    launch_words: list[str], words: list[str], prepared: CommandLine, sweep_words: list[str]
+) -> int | None:
+    """Submit a sweep to Slurm as a job array. Return the exit code; None for launch=local. Raise ConfigError.
+
+    words: the whole command line without the launch options; each job of the array runs it.
+    """
+    from trainrun.launch import slurm
+    from trainrun.launch.launch_options import read_options, words_in_folder
+    from trainrun.sweep.jobs import new_sweep_folder
+    from trainrun.sweep.run_sweep import check_sweep
+
+    options = read_options(launch_words)
+    if options is None:
+        return None
+    if options.kind != "slurm":
+        raise ConfigError(f"launch={options.kind}: not with --multirun; only launch=slurm runs a sweep")
+    if options.nodes > 1:
+        raise ConfigError(
+            f"launch.nodes={options.nodes}: each job of a sweep is on one machine; say launch.array={options.nodes}"
+        )
+    checked_words, named = check_sweep(prepared, sweep_words)
+    folder = resolve_folder(str(named or new_sweep_folder(checked_words)))
+    slurm.submit(options, folder.name, folder, words_in_folder(words, folder))
+    return EXIT_DONE
 
 
 def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders: list[Path]) -> int:

@@ -12,9 +12,11 @@ import yaml
 from trainrun.config.validate import nearest
 from trainrun.errors import ConfigError
 
+NUMBERS = ("nodes", "gpus", "array")
 NO_LIMIT = ("0", "unlimited", "infinite")
 OPTIONS_OF = {
-    "slurm": ("nodes", "gpus", "time", "partition", "sbatch"),
+    "slurm": ("nodes", "gpus", "time", "partition", "sbatch", "array"),
+    "ray": ("nodes", "gpus"),
     "k8s": ("nodes", "gpus", "image"),
     "sky": ("nodes", "gpus", "gpu_type", "image"),
 }
@@ -23,7 +25,8 @@ OPTIONS_OF = {
 @dataclass(frozen=True)
 class LaunchOptions:
     """Options of a job. nodes: machines. gpus: per machine, one rank each. sbatch: further flags by their long names.
-    gpu_type: SkyPilot's name. image: of the container, with trainrun and the user's code. kind: the program.
+    array: jobs that share the trials of a sweep. gpu_type: SkyPilot's name. image: of the container, with trainrun and
+    the user's code. kind: the program.
     """
 
     nodes: int = 1
@@ -34,6 +37,7 @@ class LaunchOptions:
     gpu_type: str | None = None
     image: str | None = None
     kind: str = "slurm"
+    array: int | None = None
 
 
 def read_options(words: Sequence[str]) -> LaunchOptions | None:
@@ -53,9 +57,9 @@ def read_options(words: Sequence[str]) -> LaunchOptions | None:
             faults.append(f"{word}: no such setting of a launch.{nearest(key, fields)}")
         elif kind in OPTIONS_OF and name not in allowed:
             faults.append(f"{word}: is a setting of launch={' and launch='.join(programs)}")
-        elif name in ("nodes", "gpus") and text.isdigit() and int(text) > 0:
+        elif name in NUMBERS and text.isdigit() and int(text) > 0:
             values[name] = int(text)
-        elif name in ("nodes", "gpus"):
+        elif name in NUMBERS:
             faults.append(f"{word}: must be a whole number, 1 or more")
         elif name == "sbatch" and isinstance(flags := yaml.safe_load(text.replace("=", ": ")), dict):
             values[name] = flags
@@ -69,7 +73,7 @@ def read_options(words: Sequence[str]) -> LaunchOptions | None:
     if time.lower() not in NO_LIMIT and limit_seconds(time) is None:
         faults.append(f"launch.time={time}: must be as Slurm has it: 90 (minutes), 1:30:00 or 2-12:00:00")
     if kind not in ("local", *OPTIONS_OF):
-        faults.append(f"launch={kind}: must be local, slurm, k8s or sky")
+        faults.append(f"launch={kind}: must be local, slurm, ray, k8s or sky")
     elif kind == "local" and values:
         faults.append(f"{words[0]}: is a setting of a cluster; add launch=slurm")
     if faults:
@@ -103,5 +107,10 @@ def words_of_job(options: LaunchOptions, words: Sequence[str], folder: Path) -> 
         added.append("parallel=ddp")
     if options.gpus is not None and "parallel.devices" not in keys:
         added.append(f"parallel.devices={options.gpus}")
-    kept = [word for word in words if word.partition("=")[0] not in ("output_dir", "hydra.run.dir")]
-    return [*kept, *added, f"output_dir={folder}"]
+    return words_in_folder([*words, *added], folder)
+
+
+def words_in_folder(words: Sequence[str], folder: Path) -> list[str]:
+    """Return settings with another folder of the run or the sweep."""
+    keys = ("output_dir", "hydra.run.dir", "hydra.sweep.dir")
+    return [*(word for word in words if word.partition("=")[0] not in keys), f"output_dir={folder}"]

@@ -2,8 +2,9 @@
 
 What: one Slurm task per machine, which starts the ranks of its machine. Slurm sends SIGUSR2 300 s before the time
     limit; the run saves and exits with code 75, and the script queues the job again. The same settings in the same
-    folder continue from the newest checkpoint. When: a cluster with Slurm and a folder that all machines share. When
-    not: a sweep; submit each of its jobs. Source: https://slurm.schedmd.com/sbatch.html.
+    folder continue from the newest checkpoint. A sweep is a job array: each of its jobs joins the sweep and takes
+    trials that no other one has. When: a cluster with Slurm and a folder that all machines share. When not: a sweep
+    whose trials need several machines. Source: https://slurm.schedmd.com/sbatch.html.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ from pathlib import Path
 
 from trainrun.errors import ConfigError, LaunchError
 from trainrun.folder.run_folder import write_text
-from trainrun.launch.launch_options import LaunchOptions, limit_seconds, words_of_job
+from trainrun.launch.launch_options import LaunchOptions, limit_seconds
 from trainrun.output import path_to_paste, say
 
 WARNING_SECONDS = 300  # from the signal to the time limit
-SCRIPT, LOG = "slurm.sh", "slurm.log"
+SCRIPT, LOG, ARRAY_LOG = "slurm.sh", "slurm.log", "slurm-%a.log"  # %a: the number of a job in its array
 
 
 def format_script(options: LaunchOptions, name: str, folder: Path, words: Sequence[str]) -> str:
-    """Return the job script. words: the settings of the run, with its folder."""
+    """Return the job script. words: the settings of the run or the sweep, with its folder."""
     limit = limit_seconds(options.time or "")
     warning = min(WARNING_SECONDS, limit // 2) if limit else WARNING_SECONDS  # a short job trains too
     flags = {
         "job-name": name,
         "chdir": Path.cwd(),
-        "output": folder / LOG,
+        "array": None if options.array is None else f"0-{options.array - 1}",
+        "output": folder / (LOG if options.array is None else ARRAY_LOG),
         "open-mode": "append",
         "nodes": options.nodes,
         "ntasks-per-node": 1,
@@ -66,13 +68,13 @@ def format_script(options: LaunchOptions, name: str, folder: Path, words: Sequen
 
 
 def submit(options: LaunchOptions, name: str, folder: Path, words: Sequence[str]) -> None:
-    """Write the script into the run folder, submit it, and print the job number.
+    """Write the script into the folder of the run or the sweep, submit it, and print the job number.
 
-    Raise ConfigError without Slurm, LaunchError if Slurm refuses the job.
+    words: the settings, with the folder. Raise ConfigError without Slurm, LaunchError if Slurm refuses the job.
     """
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / SCRIPT
-    write_text(script, format_script(options, name, folder, words_of_job(options, words, folder)))
+    write_text(script, format_script(options, name, folder, words))
     if shutil.which("sbatch") is None:
         raise ConfigError(
             f"launch=slurm: there is no sbatch on this machine; the script is written: {script}"

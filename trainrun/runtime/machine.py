@@ -1,4 +1,4 @@
-"""Cores and free memory of this machine, and how the C library treats freed host memory.
+"""Cores and free memory of this machine, signals at the exit of a parent, and how the C library treats freed memory.
 
 what: settings of glibc's allocator. By default it returns blocks above 32 MB to the system at once, which clears
     them again, page by page, in the next step. `keep`: blocks of up to 2 GB stay with the process. `return`: tensors
@@ -26,7 +26,14 @@ SWITCHES = {
     "return": ((M_MMAP_THRESHOLD, 1 << 20),),
     "libc": ((M_TRIM_THRESHOLD, 64 << 20), (M_MMAP_THRESHOLD, 32 << 20), (M_MMAP_MAX, 65536)),  # its defaults
 }
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 GLIBC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_")
+
+
+def signal_at_parent_exit(number: int) -> None:
+    """Have Linux send this process a signal when its parent exits, even by SIGKILL."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def can_set_allocator() -> bool:

@@ -5,7 +5,6 @@ For jobs on CPUs, on Linux. The user's own modules are imported anew in each job
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import os
@@ -19,9 +18,9 @@ from typing import BinaryIO
 
 from trainrun.errors import EXIT_FAILED
 from trainrun.output import say
+from trainrun.runtime.machine import signal_at_parent_exit
 
 PACKAGE = Path(__file__).parents[1]
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # What imports the rest of what a training needs; it starts no thread and computes nothing.
 WARM_MODULES = (
     "trainrun.cli.main", "trainrun.cli.train_command", "trainrun.runs.rank", "trainrun.autotune.start",
@@ -43,10 +42,9 @@ def end_with_sweep(cores: Sequence[int]) -> None:
 
     cores: the only ones that it may use; any where there are none.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if cores:
-            os.sched_setaffinity(0, cores)
+    signal_at_parent_exit(signal.SIGTERM)
+    if cores and sys.platform == "linux":
+        os.sched_setaffinity(0, cores)
 
 
 class ForkedJob:

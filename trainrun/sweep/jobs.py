@@ -281,7 +281,7 @@ class Sweep:
 def open_sweep(calls: list[list[str]], folder: Path | None) -> Sweep:
     """Return the sweep in the folder, or a new one, with the jobs of these command lines. Raise ConfigError."""
     if folder is None:
-        folder = new_folder(varied_keys(dimensions_of(split_options(calls[0])[1])))
+        folder = new_sweep_folder(calls[0])
     folder = folder.expanduser().absolute()
     sweep = Sweep(folder, name=f"{folder.name}-{secrets.token_hex(4)}")
     try:
@@ -393,8 +393,9 @@ def seal_of_words(calls: list[list[str]]) -> str:
         return ""
 
 
-def new_folder(keys: list[str]) -> Path:
-    """Return the path of a folder for a new sweep, named after the settings that vary."""
+def new_sweep_folder(words: list[str]) -> Path:
+    """Return the path of a folder for a new sweep with these settings, named after those that vary."""
+    keys = varied_keys(dimensions_of(split_options(words)[1]))
     now = datetime.now()
     name = file_name_of(keys) if keys else "sweep"
     return Path("sweeps") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{name}-{secrets.token_hex(4)}"

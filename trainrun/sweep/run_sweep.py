@@ -49,7 +49,13 @@ PARALLEL_WORDS = ("parallel", "experiment", "preset", "--")  # that may say how 
 
 
 def sweep_command(prepared: CommandLine, sweep_words: list[str]) -> int:
-    """Run the sweep of a command line. Raise ConfigError for mistakes of any job, before the first one starts.
+    """Run the sweep of a command line. Raise ConfigError for mistakes of any job, before the first one starts."""
+    words, folder = check_sweep(prepared, sweep_words)
+    return run_sweep([words], folder)
+
+
+def check_sweep(prepared: CommandLine, sweep_words: list[str]) -> tuple[list[str], Path | None]:
+    """Return the settings of a sweep and its folder, None for a new one. Raise ConfigError for mistakes of any job.
 
     sweep_words: settings of the sweep itself, also by Hydra's names, and words that hold for one of its branches.
     """
@@ -65,7 +71,7 @@ def sweep_command(prepared: CommandLine, sweep_words: list[str]) -> int:
             f"output_dir={named[0]} and hydra.sweep.dir={named[1]}: two folders for one sweep; leave one out"
         )
     check_words([words])
-    return run_sweep([words], Path(named[0]) if named else None)
+    return words, Path(named[0]) if named else None
 
 
 def prepared_branch(word: str) -> list[str]:
