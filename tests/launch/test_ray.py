@@ -26,7 +26,7 @@ needs_ray = pytest.mark.skipif(
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
 WORDS = ["launch=ray", "launch.nodes=2", "parallel.accelerator=cpu", "parallel.devices=1", "data.batch_size=8",
          "monitor.plots=false", "monitor.progress_bar=false", "seed=3"]  # fmt: skip
-STEPS = 600
+STEPS = 1000
 LONG = [f"trainer.max_steps={STEPS}", "trainer.max_epochs=null", "checkpoint.every_n_train_steps=40"]
 START_SECONDS, END_SECONDS = 120, 60
 

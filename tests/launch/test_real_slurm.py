@@ -7,10 +7,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
+from quiet_runs import QUIET, weights
 
 from trainrun.cli.main import main
 from trainrun.folder.run_folder import RunDir, read_identity, read_json
@@ -51,6 +54,26 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMe
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=4000
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
+OWN = """
+import time
+from pathlib import Path
+
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x):
+        if Path("pause").exists():
+            time.sleep(float(Path("pause").read_text()))
+        return self.linear(x.flatten(1))
+"""
+STEPS = 120
+TRAINING = ["model=own.Net", "data.batch_size=8", "seed=3", f"trainer.max_steps={STEPS}", "trainer.max_epochs=null",
+            "checkpoint.every_n_train_steps=5", "parallel.accelerator=cpu", *QUIET]  # fmt: skip
 WORDS = ["launch=slurm", "launch.nodes=2", "parallel.accelerator=cpu", "parallel.devices=1", "output_dir=run"]
 
 
@@ -62,6 +85,10 @@ def free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return ports
+
+
+def start_node(name: str) -> None:
+    subprocess.run(["slurmd-wlm", "-N", name, "-d", f"{ROOT}/usr/sbin/slurmstepd-wlm"], check=True)
 
 
 @pytest.fixture
@@ -78,7 +105,7 @@ def cluster(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     subprocess.run(["slurmctld-wlm", "-c"], check=True)
     try:
         for node in ("n1", "n2"):
-            subprocess.run(["slurmd-wlm", "-N", node, "-d", f"{ROOT}/usr/sbin/slurmstepd-wlm"], check=True)
+            start_node(node)
         yield
     finally:
         subprocess.run(["scancel", "--user=root"], check=False)
@@ -92,11 +119,41 @@ def jobs() -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
 
 
-def wait_until(is_so) -> None:  # type: ignore[no-untyped-def]
-    until = time.monotonic() + 120
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 180
     while not is_so():
-        assert time.monotonic() < until, Path("run/slurm.log").read_text()
+        logs = [path.read_text() for path in Path().glob("*/slurm*.log")]
+        assert time.monotonic() < until, (jobs(), logs)
         time.sleep(0.2)
+
+
+def start_pending_job() -> None:
+    """Start a job that waits to be requeued: Slurm itself would wait for two minutes."""
+    (job,) = jobs()
+    subprocess.run(["scontrol", "update", f"JobId={job.split()[0]}", "StartTime=now"], check=True)
+
+
+def ranks_of(node: str) -> list[psutil.Process]:
+    """Return the processes of the job on a node."""
+    ranks = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        environment = process.info["environ"] or {}
+        if "trainrun" in (process.info["cmdline"] or []) and environment.get("SLURMD_NODENAME") == node:
+            ranks.append(process)
+    return [one for one in ranks if "SLURM_STEP_ID" in one.info["environ"]]
+
+
+def num_saved() -> int:
+    return len(list(RunDir(Path("run")).checkpoints.glob("step-*")))
+
+
+def check_bits_of_local_ranks(run: RunDir) -> None:
+    """Compare a run that was interrupted with one of two ranks on this machine."""
+    assert read_json(run.status)["step"] == STEPS
+    assert main([*TRAINING, "parallel=ddp", "parallel.devices=2", "output_dir=local"]) == 0
+    left, right = weights("run"), weights("local")
+    assert left.keys() == right.keys()
+    assert all(torch.equal(value, right[name]) for name, value in left.items())
 
 
 def test_a_job_trains_over_two_nodes(cluster: None, workdir: Path) -> None:
@@ -117,3 +174,61 @@ def test_a_job_that_is_warned_saves_and_is_queued_again(cluster: None, workdir: 
     status = read_json(run.status)
     assert (status["state"], status["exit_code"]) == ("stopped", 75)
     assert any(run.checkpoints.glob("step-*"))
+
+
+def test_a_time_limit_is_followed_by_the_bits_of_a_run_without_one(cluster: None, own: Path) -> None:
+    (own / "pause").write_text("0.7")
+    assert main([*WORDS, *TRAINING, "launch.time=2"]) == 0
+    run = RunDir(own / "run")
+    wait_until(lambda: run.status.exists() and read_json(run.status)["state"] == "stopped")
+    assert read_json(run.status)["exit_code"] == 75
+    (own / "pause").unlink()
+    wait_until(lambda: [job.split()[1] for job in jobs()] == ["PENDING"])
+    start_pending_job()
+    wait_until(lambda: not jobs())
+    assert read_json(run.status)["state"] == "done"
+    check_bits_of_local_ranks(run)
+
+
+def test_a_killed_rank_ends_the_job_and_the_script_goes_on(cluster: None, own: Path) -> None:
+    (own / "pause").write_text("0.2")
+    assert main([*WORDS, *TRAINING]) == 0
+    wait_until(lambda: num_saved() > 0)
+    (rank,) = ranks_of("n2")
+    rank.kill()
+    wait_until(lambda: not jobs())
+    run = RunDir(own / "run")
+    assert read_json(run.status)["state"] == "failed"
+    assert not ranks_of("n1")
+    (own / "pause").unlink()
+    subprocess.run(["sbatch", "run/slurm.sh"], check=True)
+    wait_until(lambda: not jobs())
+    check_bits_of_local_ranks(run)
+
+
+def test_a_node_that_is_down_has_the_job_queued_again(cluster: None, own: Path) -> None:
+    (own / "pause").write_text("0.2")
+    assert main([*WORDS, *TRAINING]) == 0
+    wait_until(lambda: num_saved() > 0)
+    for process in [psutil.Process(int((own / "slurm/n2/slurmd.pid").read_text())), *ranks_of("n2")]:
+        process.kill()
+    subprocess.run(["scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=power"], check=True)
+    wait_until(lambda: [job.split()[1] for job in jobs()] == ["PENDING"])
+    wait_until(lambda: not ranks_of("n1"))
+    (own / "pause").unlink()
+    start_node("n2")
+    subprocess.run(["scontrol", "update", "NodeName=n2", "State=RESUME"], check=True)
+    start_pending_job()
+    wait_until(lambda: not jobs())
+    check_bits_of_local_ranks(RunDir(own / "run"))
+
+
+def test_the_jobs_of_an_array_share_a_sweep(cluster: None, own: Path) -> None:
+    words = ["--multirun", "optimizer.lr=1e-3,2e-3,3e-3,4e-3", *TRAINING, "parallel=single"]
+    (own / "pause").write_text("0.05")
+    assert main([*words, "launch=slurm", "launch.array=2", "output_dir=sweep"]) == 0
+    wait_until(lambda: not jobs())
+    saved = read_json(own / "sweep" / "sweep.json")
+    assert [job["result"]["state"] for job in saved["jobs"]] == ["done"] * 4
+    ended = [(own / f"sweep/slurm-{number}.log").read_text().count(": done") for number in (0, 1)]
+    assert min(ended) > 0

@@ -9,6 +9,7 @@ What: a placement group reserves the CPUs and GPUs of each machine. One actor pe
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -22,12 +23,12 @@ from typing import Any
 from trainrun.config.schema import RunConfig
 from trainrun.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError
 from trainrun.launch.launch_options import LaunchOptions
-from trainrun.output import counted, say, say_note
+from trainrun.output import say, say_note
 from trainrun.parallel.launch import CLEAN_CODES, END_SECONDS, SETTLE_SECONDS, collect_signals
 from trainrun.runtime.machine import signal_at_parent_exit
 
 POLL_SECONDS = 0.2
-NOTE_SECONDS = 10.0  # until a line says that the cluster has no free machines
+NOTE_WAITS = 10  # of a second each, until a line says that the cluster has no free machines
 
 
 class RankActor:
@@ -100,11 +101,11 @@ def count_local_ranks(options: LaunchOptions, config: RunConfig) -> int:
 def run_attempt(
     ray: Any, options: LaunchOptions, num_local: int, words: Sequence[str], received: list[int]
 ) -> int:
-    """Run all ranks once and return the exit code. All ranks have exited when this returns."""
+    """Run all ranks once and return the exit code. All ranks that can be reached have exited when this returns."""
     resources = {"CPU": num_local} | ({"GPU": options.gpus} if options.gpus else {})
     group = ray.util.placement_group([resources] * options.nodes, strategy="STRICT_SPREAD")
     try:
-        if not wait_for_machines(ray, group, resources, received):
+        if not wait_for_machines(group, received):
             return EXIT_INTERRUPTED if received[0] == signal.SIGINT else EXIT_AGAIN
         return wait_for_ranks(ray, start_ranks(ray, group, options, num_local, words), received)
     except ray.exceptions.RayError as error:
@@ -114,17 +115,17 @@ def run_attempt(
         ray.util.remove_placement_group(group)  # with its actors
 
 
-def wait_for_machines(ray: Any, group: Any, resources: dict[str, int], received: list[int]) -> bool:
+def wait_for_machines(group: Any, received: list[int]) -> bool:
     """Wait until the cluster has reserved the machines. Return False at a stop signal."""
-    note_time = time.monotonic() + NOTE_SECONDS
+    num_waits = 0
     while not group.wait(timeout_seconds=1):
         if received:
             return False
-        if time.monotonic() > note_time:
-            note_time = float("inf")
-            machines = counted(len(group.bundle_specs), "machine")
-            available = {name: ray.available_resources().get(name, 0) for name in resources}
-            say_note(f"launch=ray: waits for {machines} with {resources} each; free in all: {available}")
+        num_waits += 1
+        if num_waits == NOTE_WAITS:
+            say_note(
+                f"launch=ray: waits for {len(group.bundle_specs)} machines with {group.bundle_specs[0]} each"
+            )
     return True
 
 
@@ -154,32 +155,34 @@ def start_ranks(
 def wait_for_ranks(ray: Any, actors: Sequence[Any], received: list[int]) -> int:
     """Wait for all ranks and return the exit code. Pass stop signals on. If a rank fails, end the others."""
     waiting = {actor.wait.remote(): rank for rank, actor in enumerate(actors)}
-    codes: dict[int, int] = {}  # by rank, in the order of their ends
-    ends: list[tuple[float, int]] = []  # times and signals that end the other ranks
-    num_passed = 0
+    failures: list[int] = []
+    codes: list[int] = []
+    num_passed, failure_time = 0, math.inf
     while waiting:
-        for reference in ray.wait(list(waiting), num_returns=1, timeout=POLL_SECONDS)[0]:
-            rank = waiting.pop(reference)
-            try:
-                codes[rank] = ray.get(reference)
-            except ray.exceptions.RayError as error:
-                codes[rank] = EXIT_FAILED
-                say(f"trainrun: rank {rank} is lost: {str(error).strip()}", file=sys.stderr, flush=True)
-        if not ends and not set(codes.values()).issubset(CLEAN_CODES):
-            now = time.monotonic()
-            ends = [
-                (now + SETTLE_SECONDS, signal.SIGTERM),
-                (now + SETTLE_SECONDS + END_SECONDS, signal.SIGKILL),
-            ]
-        numbers = received[num_passed:]
-        num_passed += len(numbers)
-        if ends and time.monotonic() > ends[0][0]:
-            numbers.append(ends.pop(0)[1])
-            ends = ends or [(float("inf"), 0)]
-        for number in numbers:
+        for reference in ray.wait(list(waiting), timeout=POLL_SECONDS)[0]:
+            code = read_exit_code(ray, reference, waiting.pop(reference))
+            (codes if code in CLEAN_CODES else failures).append(code)
+        signals = received[num_passed:]
+        num_passed = len(received)
+        if failures:
+            failure_time = min(failure_time, time.monotonic())
+        seconds = time.monotonic() - failure_time
+        if seconds > SETTLE_SECONDS:
+            signals = [signal.SIGTERM if seconds < SETTLE_SECONDS + END_SECONDS else signal.SIGKILL]
+        for number in signals:
             for rank in waiting.values():
                 actors[rank].send_signal.remote(number)
-    failed = [code for code in codes.values() if code not in CLEAN_CODES]
-    if EXIT_USAGE in failed:
-        return EXIT_USAGE
-    return (failed[0] if failed[0] > 0 else EXIT_FAILED) if failed else max(codes.values())
+    for actor in actors:
+        ray.kill(actor)
+    if failures:
+        return EXIT_USAGE if EXIT_USAGE in failures else max(failures[0], EXIT_FAILED)
+    return max(codes)
+
+
+def read_exit_code(ray: Any, reference: Any, rank: int) -> int:
+    """Return the exit code of a rank that has ended. If its actor is lost, print why and return EXIT_FAILED."""
+    try:
+        return int(ray.get(reference))
+    except ray.exceptions.RayError as error:
+        say(f"trainrun: rank {rank} is lost: {str(error).strip()}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
