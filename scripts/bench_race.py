@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import as_the_command  # noqa: E402,F401  # ahead of torch
 
-from trainrun.parallel.launch import module_command  # noqa: E402
+from trainrun.runtime.python_module import module_command  # noqa: E402
 
 BIBLE = "bible -f -l2000 Ge1:1-Re22:21 </dev/null | cut -d' ' -f2- > book.txt"
 START = (

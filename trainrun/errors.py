@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 FULL = {  # what a place says that takes no more, and what to do about it
     errno.ENOSPC: "free space", errno.EDQUOT: "free space", errno.EFBIG: "allow larger files there (ulimit -f)",
@@ -57,6 +58,30 @@ class SaveError(CheckpointError):
 
 class LaunchError(TrainrunError):
     """The ranks of a run could not be started or did not stay together."""
+
+
+class LostContact(LaunchError):
+    """Another rank is gone. That rank's own error has the cause, so a new attempt is worthwhile.
+
+    exchanges: by process group, the number and the name of the exchange that this rank entered last; the newest one
+        comes last. step: the last complete step.
+    """
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, reason: BaseException | str, exchanges: dict[str, list[Any]] | None = None) -> None:
+        self.exchanges = exchanges or {}
+        self.step: int | None = None
+        self.reason = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+        super().__init__(f"lost contact with the other ranks ({self.reason})")
+
+
+class MeetingFailed(LostContact):
+    """Ranks did not come, or cannot be reached, before the first step."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        LaunchError.__init__(self, message)
 
 
 class TrainingError(TrainrunError):

@@ -17,8 +17,8 @@ from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.interfaces import Parallel
 from trainrun.monitor.rank_times import RankTimes
 from trainrun.parallel.ddp import Ddp
+from trainrun.parallel.flight_recorder import read_last_exchanges
 from trainrun.parallel.group import Group
-from trainrun.parallel.rank_place import read_last_exchanges
 from trainrun.parallel.worker import run_as_rank
 from trainrun.precision.update import Update
 from trainrun.runtime.signals import StopFlag

@@ -233,7 +233,7 @@ LOSES_A_RANK = """
     from trainrun.config.schema import ParallelConfig
     import torch
     from torch import nn
-    from trainrun.parallel.rank_place import LostContact
+    from trainrun.errors import LostContact
     from trainrun.parallel.worker import run_as_rank
 
     def work(parallel, flag):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainrun.errors import ConfigError, LaunchError, TrainingError, TrainrunError
+from trainrun.errors import ConfigError, LaunchError, LostContact, TrainingError, TrainrunError
 from trainrun.parallel.group import explain_failed_exchange
-from trainrun.parallel.rank_place import LostContact
 
 HEAD = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {}, NCCL version 2.27.5\n"

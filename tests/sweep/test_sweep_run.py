@@ -19,7 +19,7 @@ from tests.plots.chart_pages import charts_in
 from trainrun.errors import EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.run_folder import RunDir
 from trainrun.output import RESULT
-from trainrun.parallel.launch import module_command
+from trainrun.runtime.python_module import module_command
 from trainrun.sweep.job_queue import job_command
 from trainrun.sweep.results import read_result
 from trainrun.sweep.run_sweep import run_sweep

@@ -18,7 +18,7 @@ from trainrun.monitor.console import Console
 from trainrun.monitor.hardware import Hardware
 from trainrun.monitor.metric_rows import MetricsFile, delete_rows_after, remove_incomplete_line
 from trainrun.monitor.tracker import Tracker
-from trainrun.parallel.launch import module_command
+from trainrun.runtime.python_module import module_command
 from trainrun.timing.phases import (
     CHECKPOINT,
     COMPILE,

@@ -27,12 +27,12 @@ from typing import Any, Final
 
 import psutil
 
+from trainrun.benchmark.scratch_folder import scratch_folder
 from trainrun.benchmark.worker_messages import Message, RunInfo, Train, Turn
 from trainrun.config.compose import Composition
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainingError, TrainrunError
 from trainrun.folder.run_folder import LaunchSpec
-from trainrun.parallel.launch import scratch_folder
 from trainrun.runs.run import create_run, train_in_ranks
 from trainrun.runtime.machine import signal_at_parent_exit
 from trainrun.runtime.signals import QUIET_SECONDS, catch_stops

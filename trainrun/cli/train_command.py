@@ -20,8 +20,9 @@ from trainrun.folder.run_folder import LaunchSpec, RunDir, list_typed_keys, reso
 from trainrun.folder.status import read_status
 from trainrun.output import path_to_paste, report_result, say
 from trainrun.parallel.devices import is_one_task_a_node, is_started_by_launcher
-from trainrun.parallel.launch import launch_on_node, module_command
+from trainrun.parallel.launch import launch_on_node
 from trainrun.runs.run import choose_folder, import_torchrun, open_or_create_run, start_training
+from trainrun.runtime.python_module import module_command
 
 LAUNCH_OPTION = re.compile(r"launch(\.\w+)?=")
 SWEEP_OPTION = re.compile(r"sweep(\.\w+)?=")

@@ -17,11 +17,11 @@ import psutil
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # public, not marked so
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
 
-from trainrun.errors import ConfigError, LaunchError, TrainingError, TrainrunError
+from trainrun.errors import ConfigError, LaunchError, LostContact, TrainingError, TrainrunError
 from trainrun.interfaces import Agreed
-from trainrun.parallel.rank_place import LostContact, read_last_exchanges
+from trainrun.parallel.flight_recorder import read_last_exchanges
 from trainrun.runtime.foreach_copy import copy_
 
 LAST = re.compile(r"Last error:\s*(\S.*)")
@@ -54,20 +54,16 @@ class Group:
     local_world_size: int
 
 
-def init_group(device: torch.device, timeout_seconds: float, store: Store | None = None) -> Group:
-    """Connect to the other ranks. store: the store of a `handshake.Meeting`; None for the launcher's file.
+def init_group(device: torch.device, timeout_seconds: float, store: Store) -> Group:
+    """Connect to the other ranks. store: in which the ranks exchange their addresses.
 
     timeout_seconds: how long an exchange may wait for the slowest rank before it fails.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=timeout_seconds)
-    external = store is not None
-    if store is None:
-        store = FileStore(os.environ["TRAINRUN_STORE"], world_size)
-    elif not os.environ.get("GLOO_SOCKET_IFNAME") and (
-        name := choose_interface(os.environ, list_own_addresses())
-    ):
-        os.environ["GLOO_SOCKET_IFNAME"] = name
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or choose_interface(os.environ, list_own_addresses())
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -82,12 +78,9 @@ def init_group(device: torch.device, timeout_seconds: float, store: Store | None
             if on_gpu:  # NCCL starts at its first exchange: what it lacks is told here, not in the first step
                 dist.all_reduce(torch.zeros(1, device=device))
     except LostContact as error:
-        if not external:
-            raise
-        name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        way = f"over {name}" if name else "over the interface that this machine's name stands for"
+        name = interface or "the interface that this machine's name stands for"
         raise LostContact(
-            f"{error.reason}; the ranks meet {way}, GLOO_SOCKET_IFNAME=... names another"
+            f"{error.reason}; the ranks meet over {name}, GLOO_SOCKET_IFNAME=... names another"
         ) from error
     return Group(device, rank, world_size, host, names.count(names[rank]))
 

@@ -16,7 +16,6 @@ import errno
 import json
 import os
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +26,12 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not marked so
 
-from trainrun.errors import ConfigError
+from trainrun.errors import ConfigError, LostContact, MeetingFailed
 from trainrun.parallel.group import explain_lost_contact
-from trainrun.parallel.rank_place import LostContact, MeetingFailed, format_ranks
+from trainrun.parallel.rank_place import format_ranks
 
 POLL_SECONDS = 0.02
 ANSWER_SECONDS = 2.0  # for a port to answer
-AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 FOLDER = "trainrun/folder"  # the key of the run folder in the store
 
 
@@ -58,37 +56,36 @@ def send_config(
     words: the command line, which must be the same on all ranks. exit_code: if set, all ranks exit with it. Raise
         ConfigError if a rank cannot take part; then all ranks exit with code 2.
     """
-    until = time.monotonic() + seconds
-    with explain_timeout(seconds, lambda: "the other ranks"):
+    with explain_timeout(seconds, "the other ranks"):
         store = open_store(seconds)
         if "folder" in payload:
             store.set(FOLDER, payload["folder"])
     nonce = uuid.uuid4().hex
     group = PrefixStore(f"trainrun/group/{nonce}", store)
-    faults: list[str] = []  # why ranks cannot take part
     answer = json.dumps({"payload": payload, "nonce": nonce})
-    others = range(1, int(os.environ["WORLD_SIZE"]))
+    faults: list[str] = []  # why ranks cannot take part
     with explain_lost_contact():
-        for rank, reply in iterate_replies(store, group, others, answer, until, seconds):
+        for rank, reply in iterate_replies(store, group, answer, seconds):
             if exit_code is None and reply["words"] != list(words):
                 faults.append(describe_difference(rank, reply["words"], words))
-            faults += [reply["fault"]] if reply["fault"] else []
+            elif reply["fault"]:
+                faults.append(reply["fault"])
         verdict = ConfigError.exit_code if faults else exit_code
         group.set("verdict", json.dumps(verdict))
-    if verdict is not None:  # the store ends with this process
-        with suppress(LostContact), explain_lost_contact():
-            group.wait([f"bye/{rank}" for rank in others], timedelta(seconds=seconds))
+    if verdict is not None:
+        wait_for_other_ranks(group, seconds)
     if faults:
         raise ConfigError(faults[0])
     return Meeting(payload, group, exit_code)
 
 
 def iterate_replies(
-    store: Store, group: Store, others: Sequence[int], answer: str, until: float, seconds: float
+    store: Store, group: Store, answer: str, seconds: float
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Answer each token once and yield rank and reply of every rank. A restarted rank has a new token."""
+    """Answer each token once and yield rank and reply of every other rank. A restarted rank has a new token."""
+    until = time.monotonic() + seconds
     answered: dict[int, str] = {}
-    waiting = list(others)
+    waiting = list(range(1, int(os.environ["WORLD_SIZE"])))
     while waiting:
         for rank in list(waiting):
             hello, reply = f"trainrun/hello/{rank}", f"reply/{rank}"
@@ -111,17 +108,28 @@ def receive_config(
     fault_of: returns why this rank cannot take part in a payload's run; "" if it can.
     """
     rank, token = os.environ["RANK"], uuid.uuid4().hex
-    with explain_timeout(seconds, lambda: "rank 0"):
+    with explain_timeout(seconds, "rank 0"):
         store = open_store(seconds)
         store.set(f"trainrun/hello/{rank}", token)
         answer = json.loads(store.get(f"trainrun/answer/{token}"))
     payload, group = answer["payload"], PrefixStore(f"trainrun/group/{answer['nonce']}", store)
-    with explain_timeout(seconds, lambda: "the other ranks"):
+    with explain_timeout(seconds, "the other ranks"):
         group.set(f"reply/{rank}", json.dumps({"words": list(words), "fault": fault_of(payload)}))
         exit_code = json.loads(group.get("verdict"))
         if exit_code is not None:
-            group.set(f"bye/{rank}", "")
+            release_rank_zero(group)
     return Meeting(payload, group, exit_code)
+
+
+def wait_for_other_ranks(store: Store, seconds: float) -> None:
+    """Wait until the other ranks have called `release_rank_zero`, because the store may end with this process."""
+    keys = [f"bye/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))]
+    with suppress(LostContact), explain_lost_contact():
+        store.wait(keys, timedelta(seconds=seconds))
+
+
+def release_rank_zero(store: Store) -> None:
+    store.set(f"bye/{os.environ['RANK']}", "")
 
 
 def read_previous_folder(seconds: float) -> str | None:
@@ -129,26 +137,33 @@ def read_previous_folder(seconds: float) -> str | None:
 
     It is in the store of torchrun's agent, which outlives the ranks and belongs to this job alone.
     """
-    if os.environ.get(AGENT) != "True":
+    if not has_agent_store():
         return None
     with explain_lost_contact():
         store = open_store(seconds)
         return store.get(FOLDER).decode() if store.check([FOLDER]) else None
 
 
+def has_agent_store() -> bool:
+    """Return whether torchrun's agent hosts the store; otherwise rank 0 does."""
+    is_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return is_of_torchrun and "TRAINRUN_STORE" not in os.environ
+
+
 def open_store(seconds: float) -> Store:
-    """Connect to the store of this job. Rank 0 hosts the store if torchrun has no agent for it."""
-    has_agent = os.environ.get(AGENT) == "True"
+    """Connect to the store of this job, or host it. Under trainrun's launcher rank 0 has inherited the open port."""
+    is_host = os.environ["RANK"] == "0" and not has_agent_store()
+    inherited = os.environ.get("TRAINRUN_STORE")
+    port = os.environ["MASTER_PORT"]
     try:
         store = TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"]),
-            is_master=os.environ["RANK"] == "0" and not has_agent, timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
+            os.environ["MASTER_ADDR"], int(port), int(os.environ["WORLD_SIZE"]), is_master=is_host,
+            timeout=timedelta(seconds=seconds), wait_for_workers=False,
+            master_listen_fd=int(inherited) if is_host and inherited else None,
         )  # fmt: skip
     except RuntimeError as error:
         if os.strerror(errno.EADDRINUSE).lower() not in str(error).lower():
             raise
-        port = os.environ["MASTER_PORT"]
         raise ConfigError(
             f"MASTER_PORT={port}: another process of this machine uses the port, so the ranks cannot meet there; "
             "choose another one, the same for all ranks"
@@ -168,10 +183,8 @@ def describe_difference(rank: int, words: Sequence[str], words_of_rank_0: Sequen
 
 
 @contextmanager
-def explain_timeout(seconds: float, whom: Callable[[], str]) -> Iterator[None]:
-    """Turn torch's error of a wait that failed after `seconds` into MeetingFailed, which names `whom` the rank
-    waited for.
-    """
+def explain_timeout(seconds: float, whom: str) -> Iterator[None]:
+    """Turn torch's error of a wait that failed after `seconds` into MeetingFailed. whom: the ranks that are missing."""
     began = time.monotonic()
     try:
         with explain_lost_contact():
@@ -179,41 +192,18 @@ def explain_timeout(seconds: float, whom: Callable[[], str]) -> Iterator[None]:
     except LostContact as error:
         if time.monotonic() - began < 0.9 * seconds:  # it failed for another reason
             raise
-        raise MeetingFailed(describe_wait(seconds, whom())) from error
-
-
-@contextmanager
-def end_process_after(
-    seconds: float, whom: Callable[[], str], end: Callable[[str], object]
-) -> Iterator[None]:
-    """Call `end` with one line, in a thread, if the block takes longer than `seconds`. Torch's timeout covers all
-    exchanges.
-    """
-    timer = threading.Timer(seconds, lambda: end(describe_wait(seconds, whom())))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+        raise MeetingFailed(describe_wait(seconds, whom)) from error
 
 
 def describe_wait(seconds: float, whom: str) -> str:
-    """Return for whom this rank waited, and whether the meeting address is usable."""
-    text = f"rank {os.environ['RANK']} waited {seconds:g} s for {whom} (parallel.meeting_seconds)"
-    return f"{text}{describe_address()}" if "MASTER_ADDR" in os.environ else text
-
-
-def describe_address() -> str:
-    """Return the meeting address, whether the name resolves here, and whether the port answers."""
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    """Return for whom this rank waited, at which address, whether its name resolves and whether the port answers."""
+    rank, host, port = (os.environ[name] for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    text = f"rank {rank} waited {seconds:g} s for {whom} (parallel.meeting_seconds) at {host}:{port}"
     try:
         address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][4][0]
     except OSError:
-        return (
-            f" at {host}:{port}: the name {host} does not resolve on this machine; MASTER_ADDR names another"
-        )
+        return f"{text}: the name {host} does not resolve on this machine; MASTER_ADDR names another"
     answer = "does not answer"
     with suppress(OSError), socket.create_connection((host, int(port)), ANSWER_SECONDS):
         answer = "answers"
-    return f" at {host}:{port}: the name resolves to {address}, the port {answer}"
+    return f"{text}: the name resolves to {address}, the port {answer}"

@@ -1,9 +1,8 @@
-"""What a rank does before it imports torch, and how it reports why it died."""
+"""What a rank does before it imports torch, and how it reports why it failed."""
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -11,11 +10,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from trainrun.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, LaunchError, TrainrunError
-from trainrun.folder.run_folder import RunDir, write_json
+from trainrun.errors import (
+    EXIT_AGAIN,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    LostContact,
+    TrainrunError,
+)
+from trainrun.folder.run_folder import RunDir, read_json, write_json
 from trainrun.output import say
 from trainrun.runtime.signals import STOP_INTERRUPTED, StopFlag
 from trainrun.user_code import line_of
@@ -25,32 +31,22 @@ SAVE_SECONDS = 30.0
 STANDARD_ERROR = 2
 
 
-Exchanges = dict[
-    str, list[Any]
-]  # group -> [number, name] of the exchange entered last; the newest one comes last
+@dataclass(frozen=True)
+class Failure:
+    """The reason why one rank failed; the content of its error file.
 
-
-class LostContact(LaunchError):
-    """The error that another rank is gone. That rank's own error has the cause, so a new attempt is worthwhile.
-
-    exchanges: the collectives that this rank had entered.
+    kind: `fault` of the user, `bug` for another error, `echo` for the end of another rank, or `death` of a rank that
+        could not write its error file. step, exchanges: as of LostContact.
     """
 
-    exit_code = EXIT_FAILED
-
-    def __init__(self, reason: BaseException | str, exchanges: Exchanges | None = None) -> None:
-        self.exchanges = exchanges or {}
-        self.step: int | None = None  # in which it happened
-        self.reason = (str(reason).strip() or type(reason).__name__).splitlines()[0]
-        super().__init__(f"lost contact with the other ranks ({self.reason})")
-
-
-class MeetingFailed(LostContact):
-    """The error that ranks did not come, or cannot be reached, before the first step."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        LaunchError.__init__(self, message)
+    rank: int
+    time: float
+    exit_code: int
+    kind: str
+    message: str
+    traceback: str = ""
+    step: int | None = None
+    exchanges: dict[str, list[Any]] = field(default_factory=dict)
 
 
 def format_ranks(ranks: Sequence[int], most: int = 8) -> str:
@@ -62,33 +58,18 @@ def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
     """Start a thread that stops and saves this rank when its parent process dies, even by SIGKILL. Called first in a
     rank.
 
-    A rank that hangs exits after `save_seconds`.
+    A rank that hangs exits after `save_seconds`. Linux's PR_SET_PDEATHSIG would not end it.
     """
     parent = int(os.environ.get("TRAINRUN_DRIVER", os.getppid()))
-    threading.Thread(
-        target=stop_after_parent, args=(parent, save_seconds), name="trainrun parent", daemon=True
-    ).start()
 
+    def stop_after_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(save_seconds)
+        os._exit(EXIT_FAILED)
 
-def report_listening() -> None:
-    """Report to the launcher that stop signals are handled: from now on it waits for a save."""
-    listening_path(Path(os.environ["TRAINRUN_STORE"]), int(os.environ["RANK"])).touch()
-
-
-def listening_path(store: Path, rank: int) -> Path:
-    return store.with_name(f"listening{rank}")
-
-
-def stop_after_parent(parent: int, save_seconds: float) -> None:
-    """Wait for the end of the parent process, then stop this rank.
-
-    A thread is used instead of Linux's PR_SET_PDEATHSIG because it works everywhere and also ends a rank that hangs.
-    """
-    while os.getppid() == parent:
-        time.sleep(WATCH_SECONDS)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(save_seconds)
-    os._exit(EXIT_FAILED)
+    threading.Thread(target=stop_after_parent, name="trainrun parent", daemon=True).start()
 
 
 def print_stacks_at_sigquit() -> None:
@@ -97,7 +78,7 @@ def print_stacks_at_sigquit() -> None:
 
 
 def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int], flag: StopFlag) -> int:
-    """Run a rank's whole work and return its exit code. A failure is written to the run folder for the launcher.
+    """Run a rank's whole work and return its exit code. Write an error to the error file of the rank.
 
     If a rank loses contact after a stop request, it exits as requested: the other ranks exited a moment earlier.
     """
@@ -116,41 +97,51 @@ def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int], flag: StopFlag
 
 
 def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
-    """Write the error file of this rank.
+    """Write the error file of this rank."""
+    text = "".join(traceback.format_exception(error))
+    message = f"{type(error).__name__}: {error}{line_of(error)}"
+    failure = Failure(rank, time.time(), EXIT_FAILED, "bug", message, text)
+    if isinstance(error, TrainrunError):
+        failure = replace(failure, kind="fault", message=str(error), exit_code=error.exit_code)
+    if isinstance(error, LostContact):
+        failure = replace(failure, kind="echo", step=error.step, exchanges=error.exchanges)
+    write_json(run_dir.rank_error(rank), asdict(failure))
 
-    Its `kind` is `fault` for a user's fault, `echo` for another rank's death, or `bug`, which includes the
-    traceback.
+
+def read_failure(run_dir: RunDir, rank: int) -> Failure | None:
+    """Return what the error file of a rank says; None without one."""
+    path = run_dir.rank_error(rank)
+    return Failure(**read_json(path)) if path.exists() else None
+
+
+def explain_failures(failures: Sequence[Failure], num_ranks: int) -> tuple[Failure, str]:
+    """Return the failure that came first, and one line that explains it.
+
+    A rank that lost contact to another one only reports an echo of that rank's end, so echoes come last.
     """
-    fault = isinstance(error, TrainrunError)
-    write_json(
-        run_dir.rank_error(rank),
-        {
-            "time": time.time(),
-            "rank": rank,
-            "exit_code": error.exit_code if isinstance(error, TrainrunError) else EXIT_FAILED,
-            "kind": "echo" if isinstance(error, LostContact) else "fault" if fault else "bug",
-            "message": str(error) if fault else f"{type(error).__name__}: {error}{line_of(error)}",
-            "exchanges": error.exchanges if isinstance(error, LostContact) else {},
-            "step": error.step if isinstance(error, LostContact) else None,
-            "traceback": "".join(traceback.format_exception(error)),
-        },
-    )
+    first = min(failures, key=lambda failure: (failure.kind == "echo", failure.time))
+    if first.exit_code == EXIT_USAGE:
+        return first, first.message
+    line = f"rank {first.rank} {first.message}"
+    if first.kind != "death":
+        line = f"rank {first.rank} failed: {first.message}"
+    if first.kind in ("echo", "death") and (absent := describe_absent_ranks(failures, num_ranks)):
+        line = f"{line}; {absent}"
+    return first, line
 
 
-def read_last_exchanges() -> Exchanges:
-    """Return the last collective that this rank entered in each group, from torch's flight recorder, newest last.
-
-    Return {} if torch does not record: the functions are not public, and record gloo only since torch 2.9.
-    """
-    import torch  # which is there by then
-
-    entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(torch._C._distributed_c10d, name, None)
-        entries += json.loads(dump()).get("entries", []) if dump is not None else []
-    exchanges: Exchanges = {}
-    for entry in sorted(entries, key=lambda entry: int(entry["time_created_ns"])):
-        group = str(entry["process_group"][0])
-        exchanges.pop(group, None)
-        exchanges[group] = [entry["collective_seq_id"], entry["profiling_name"].partition(":")[2]]
-    return exchanges
+def describe_absent_ranks(failures: Sequence[Failure], num_ranks: int) -> str:
+    """Return which ranks did not enter the exchange in which another rank waited; "" if all had entered it."""
+    entered = {failure.rank: failure.exchanges for failure in failures}
+    waiting = [failure for failure in failures if failure.exchanges]
+    for failure in sorted(waiting, key=lambda failure: failure.time):
+        group, (number, name) = list(failure.exchanges.items())[-1]
+        numbers = [entered.get(rank, {}).get(group, [0])[0] for rank in range(num_ranks)]
+        absent = [rank for rank in range(num_ranks) if numbers[rank] < number]
+        if absent:
+            place = "" if failure.step is None else f" after step {failure.step}"
+            return (
+                f"{format_ranks(absent)} did not enter exchange {number} ({name}){place}, in which rank "
+                f"{failure.rank} waited"
+            )
+    return ""

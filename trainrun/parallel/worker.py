@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
 
@@ -14,17 +14,10 @@ from trainrun.errors import EXIT_FAILED
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import Parallel
 from trainrun.parallel.ddp import Ddp
-from trainrun.parallel.devices import choose_device
+from trainrun.parallel.devices import choose_device, is_started_by_launcher
 from trainrun.parallel.group import init_group
-from trainrun.parallel.handshake import end_process_after
-from trainrun.parallel.rank_place import (
-    die_with_parent,
-    format_ranks,
-    listening_path,
-    print_stacks_at_sigquit,
-    report_listening,
-    run_rank,
-)
+from trainrun.parallel.handshake import describe_wait, explain_timeout, open_store
+from trainrun.parallel.rank_place import die_with_parent, format_ranks, print_stacks_at_sigquit, run_rank
 from trainrun.runtime.signals import StopFlag, catch_signals
 
 Work = Callable[[Parallel, StopFlag], int]
@@ -37,7 +30,7 @@ def run_as_rank(
     store: Store | None = None,
     flag: StopFlag | None = None,
     deadline: AbstractContextManager[None] | None = None,
-    end: Callable[[str], object] | None = None,
+    end: Callable[[str], object] = lambda text: os._exit(EXIT_FAILED),
 ) -> int:
     """Run one rank from start to end. Return its exit code; never raise an Exception.
 
@@ -45,51 +38,62 @@ def run_as_rank(
         limits the time of a stop. end: exits the process if the ranks do not meet in time; called with the reason.
     """
     die_with_parent()
+    print_stacks_at_sigquit()
     flag = flag or StopFlag(training=False)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    end = end or (lambda text: os._exit(EXIT_FAILED))
 
     def run_work() -> int:
-        side = store and store.clone()  # type: ignore[attr-defined]  # public, not in torch's stubs
-        with end_process_after(
-            options.meeting_seconds, lambda: describe_missing_ranks(side, world_size), end
-        ):
-            parallel = build_backend(options, store)
+        parallel = connect(options, store, end)
         code = work(parallel, flag)
         parallel.close()  # not after a failure: it could wait for ranks that are gone
         return code
 
     with catch_signals(flag), deadline or nullcontext():
-        if store is None:
-            print_stacks_at_sigquit()
-            report_listening()
-        else:  # nobody of ours started this rank
-            store.set(f"here/{rank}", "")
-        return run_rank(run_dir, rank, run_work, flag)
+        return run_rank(run_dir, int(os.environ["RANK"]), run_work, flag)
 
 
-def describe_missing_ranks(store: Store | None, world_size: int) -> str:
-    """Return whom this rank waits for: the ranks that did not begin to connect, else the connections themselves.
-
-    store: a connection of its own, because that of the process group is blocked.
-    """
+def connect(options: ParallelConfig, store: Store | None, end: Callable[[str], object]) -> Parallel:
+    """Connect to the other ranks, and return the backend of `parallel=`. Call `end` if they do not come in time."""
     if store is None:
-        place = Path(os.environ["TRAINRUN_STORE"])
-        missing = [rank for rank in range(world_size) if not listening_path(place, rank).exists()]
-    else:
-        try:
-            missing = [rank for rank in range(world_size) if not store.check([f"here/{rank}"])]
-        except RuntimeError:  # it hosts the store, and has ended
-            return "rank 0"
+        with explain_timeout(options.meeting_seconds, "rank 0"):
+            store = open_store(options.meeting_seconds)
+    store.set(f"here/{os.environ['RANK']}", "")
+    # a connection of its own, because that of the process group is blocked
+    side: Store = store.clone()  # type: ignore[attr-defined]  # public, not in torch's stubs
+    with end_process_after(options.meeting_seconds, lambda: describe_missing_ranks(side), end):
+        return build_backend(options, store)
+
+
+@contextmanager
+def end_process_after(
+    seconds: float, whom: Callable[[], str], end: Callable[[str], object]
+) -> Iterator[None]:
+    """Call `end` with one line, in a thread, if the block takes longer than `seconds`. Torch's timeout covers all
+    exchanges. whom: returns the ranks that are waited for.
+    """
+    timer = threading.Timer(seconds, lambda: end(describe_wait(seconds, whom())))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def describe_missing_ranks(store: Store) -> str:
+    """Return whom this rank waits for: the ranks that did not begin to connect, else the connections themselves."""
+    try:
+        ranks = range(int(os.environ["WORLD_SIZE"]))
+        missing = [rank for rank in ranks if not store.check([f"here/{rank}"])]
+    except RuntimeError:  # it hosts the store, and has ended
+        return "rank 0"
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "the interface of this machine's name")
     return format_ranks(missing) if missing else f"connections to the other ranks over {interface}"
 
 
-def build_backend(options: ParallelConfig, store: Store | None) -> Parallel:
-    """Connect to the other ranks, and return the backend of `parallel=`."""
-    device = choose_device(
-        options.accelerator, int(os.environ["LOCAL_RANK"]), options.mode, store is not None, options.devices
-    )
+def build_backend(options: ParallelConfig, store: Store) -> Parallel:
+    """Create the process group, and return the backend of `parallel=`."""
+    local_rank, external = int(os.environ["LOCAL_RANK"]), is_started_by_launcher()
+    device = choose_device(options.accelerator, local_rank, options.mode, external, options.devices)
     group = init_group(device, options.timeout_seconds, store)
     if options.mode == "fsdp":
         from trainrun.parallel.fsdp import Fsdp  # 0.4 s of torch's that no other mode needs

@@ -19,9 +19,9 @@ from pathlib import Path
 from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir, is_run_folder
 from trainrun.output import say
-from trainrun.parallel.launch import module_command
 from trainrun.plots.report import draw_report
 from trainrun.plots.run_curves import draw_run
+from trainrun.runtime.python_module import module_command
 
 BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # environment variables of their jobs
 LONGEST_SECONDS = 120.0  # then the process ends itself, as where the disk of the run does not answer

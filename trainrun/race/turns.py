@@ -17,10 +17,10 @@ from typing import Any, Final
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from trainrun.folder.run_folder import build_folder_error, read_json, write_json
 from trainrun.output import figure, masked_words, say
-from trainrun.parallel.launch import module_command
 from trainrun.race.racer_process import JUDGED, REQUEST
 from trainrun.race.racers import Racer, judge_reads
 from trainrun.race.standings import RaceResults, RaceRun, late_limit
+from trainrun.runtime.python_module import module_command
 from trainrun.sweep.forked_job import end_with_sweep
 from trainrun.sweep.job_queue import StopRelay
 from trainrun.sweep.jobs import file_name_of

@@ -23,6 +23,8 @@ from trainrun.errors import (
     OF_NAMES,
     CheckpointError,
     ConfigError,
+    LostContact,
+    MeetingFailed,
     PluginError,
     SaveError,
     TrainingError,
@@ -33,7 +35,7 @@ from trainrun.folder.status import read_status, write_status
 from trainrun.instantiate import satellite
 from trainrun.output import printable, say
 from trainrun.parallel.devices import is_started_by_launcher
-from trainrun.parallel.rank_place import Exchanges, LostContact, MeetingFailed, report_failure
+from trainrun.parallel.rank_place import report_failure
 from trainrun.runtime.signals import StopFlag, limit_stop_time
 from trainrun.timing.phases import RANKS
 from trainrun.user_code import of_the_system
@@ -168,8 +170,16 @@ def note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
     return message
 
 
+def record_stop(run: RunDir, config: RunConfig, exit_code: int) -> None:
+    """Write to `status.json` that a signal stopped the run, if no rank could write that."""
+    is_stop = exit_code in (EXIT_AGAIN, EXIT_INTERRUPTED)
+    if is_stop and read_status(run).get("state") == "running":
+        message = "stopped by a signal before the run could save, or after another rank had ended"
+        write_status(run, config.run_name, state="stopped", exit_code=exit_code, message=message)
+
+
 def end_hung(
-    run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int, exchanges: Exchanges
+    run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int, exchanges: dict[str, list[Any]]
 ) -> None:  # fmt: skip
     """Report that a rank hangs, and end its process.
 

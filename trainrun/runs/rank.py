@@ -29,6 +29,7 @@ from trainrun.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     DataError,
+    LostContact,
     PluginError,
     TrainingError,
     TrainrunError,
@@ -46,7 +47,7 @@ from trainrun.instantiate import build, locate, satellite
 from trainrun.interfaces import Parallel, RunFacts
 from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.parallel.devices import choose_device
-from trainrun.parallel.rank_place import LostContact, read_last_exchanges
+from trainrun.parallel.flight_recorder import read_last_exchanges
 from trainrun.parallel.single import Single
 from trainrun.runs.failures import end_hung, keep_overrides_if_accepted
 from trainrun.runtime.collector import collect_as_usual, collect_between_steps, restore_collector
@@ -251,7 +252,7 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
     try:
         return fit(run, state)
     except LostContact as error:
-        error.step = state.step + 1
+        error.step = state.step
         raise
     except (MemoryError, RuntimeError, AttributeError, TypeError, ValueError) as error:
         if (message := explain_error(run, state, error)) is not None:

@@ -18,7 +18,7 @@ from trainrun.config.compose import Composition, format_config
 from trainrun.config.saved_config import load_config, translated
 from trainrun.config.saved_values import public
 from trainrun.config.schema import RunConfig, record_reads, stop_recording
-from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainrunError
+from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.folder.environment import describe_environment, read_uncommitted_changes
 from trainrun.folder.lock import lock_folder
 from trainrun.folder.run_folder import (
@@ -38,14 +38,15 @@ from trainrun.folder.run_folder import (
     write_text,
 )
 from trainrun.folder.seal import is_sealed, seal_folder
-from trainrun.folder.status import find_named_run, is_sweep
+from trainrun.folder.status import find_named_run, is_sweep, read_status
 from trainrun.instantiate import BUILT
 from trainrun.limits import is_url
 from trainrun.output import counted, masked_word, path_to_paste, say, say_note
 from trainrun.parallel.devices import choose_num_devices, is_started_by_launcher
-from trainrun.parallel.launch import launch_ranks, module_command
+from trainrun.parallel.launch import launch_ranks
 from trainrun.runs import resume
-from trainrun.runs.failures import end_late_stops, run_status
+from trainrun.runs.failures import end_late_stops, record_stop, run_status
+from trainrun.runtime.python_module import module_command
 from trainrun.runtime.signals import StopFlag, catch_signals, resolve_watchdog_limit
 from trainrun.timing.phases import measure_command_start
 
@@ -232,12 +233,16 @@ def train_in_ranks(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
                     raise KeyboardInterrupt
                 return code
             say(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
-            return launch_ranks(
+            code = launch_ranks(
                 lambda attempt: module_command("trainrun.runs.rank_process", str(run.root), str(attempt)),
                 count, run, grace_seconds=config.trainer.stop_grace_seconds,
                 alone_seconds=resolve_watchdog_limit(config.trainer.watchdog_seconds),
                 max_restarts=parallel.max_restarts,
             )  # fmt: skip
+            if code == EXIT_INTERRUPTED and read_status(run).get("state") == "running":
+                raise KeyboardInterrupt  # it came before a rank could write that down
+            record_stop(run, config, code)
+            return code
     finally:
         stop_recording()
         run.job.unlink(missing_ok=True)

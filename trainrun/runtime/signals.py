@@ -104,6 +104,7 @@ def exit_at_interrupt(trains: bool = False) -> None:
     for number in STOP_SIGNALS if trains else ():
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _exit_at_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher of ranks blocked them
 
 
 def _exit_at_signal(number: int, frame: FrameType | None) -> None:

@@ -18,7 +18,7 @@ from trainrun.errors import EXIT_USAGE
 from trainrun.folder.lock import lock_folder
 from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
-from trainrun.parallel.launch import module_command
+from trainrun.runtime.python_module import module_command
 from trainrun.sweep.forked_job import ForkedJob, end_with_sweep
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.places.leases import Lease, Leases
