@@ -93,7 +93,11 @@ def test_stop_ends_the_run_with_advice_and_begins_whole_again() -> None:
 def test_where_one_sample_is_too_much_the_message_says_so(workdir: Path) -> None:
     with refused(TrainingError):
         package.train(
-            *CAPPED, "model.limit=0", "data.train._target_=exact_parts.samples", "task.class_dim=-1"
+            *CAPPED,
+            "model.limit=0",
+            "data.train._target_=exact_parts.samples",
+            "task.class_dim=-1",
+            "output_dir=run",
         )
 
 
@@ -105,7 +109,10 @@ def test_where_memory_ends_on_one_rank_the_run_ends_with_what_to_type(workdir: P
         patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests/runs'}")
         assert main([*words, *ranks, "output_dir=ranks"]) == 1
         advice = "data.batch_size=2 trainer.accumulate_grad_batches=4"
-        assert advice in read_json(Path("ranks/status.json"))["message"]
+        message = read_json(Path("ranks/status.json"))["message"]
+        assert advice in message
+        assert str(Path("ranks/memory-rank1.json").resolve()) in message
+        assert Path("ranks/memory-rank1.json").is_file()
         assert main(["resume", "ranks", *advice.split()]) == 0
     one = package.train(*words, "model.limit=99", "data.batch_size=8")
     ends = [

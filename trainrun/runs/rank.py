@@ -360,8 +360,7 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
             "rows of them; move that into the model's forward, or use parallel=ddp"
         )
     if text := describe_out_of_memory(error):
-        report_memory(run)
-        return TrainingError(describe_memory_end(run, text))
+        return TrainingError(describe_memory_end(run, text) + report_memory(run))
     if "file too short" in str(error) and (text := broken_library(error)):
         return TrainingError(text)
     if ASSERTED in str(error):
@@ -408,14 +407,15 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
     return None
 
 
-def report_memory(run: Components) -> None:
-    """Write who holds the memory, and note where; a full disk is no reason to hide the first error."""
+def report_memory(run: Components) -> str:
+    """Write the memory report. Return the end of the error's line, which names the file; "" if the disk is full."""
     path = RunDir(run.checkpoints.folder.parent).memory_report(run.parallel.rank)
     optimizers = [one.optimizer for one in run.optimizers.values()] or [run.optimizer]
     phase = ACCOUNTS[run.phases.account]
     with contextlib.suppress(OSError):
         states = [optimizer.state for optimizer in optimizers]
-        run.monitors.note(write_memory_report(path, run.model, states, run.parallel.device, phase))
+        return f"; {write_memory_report(path, run.model, states, run.parallel.device, phase)}"
+    return ""
 
 
 def describe_memory_end(run: Components, text: str) -> str:
