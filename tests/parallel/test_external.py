@@ -118,3 +118,24 @@ def test_devices_are_compared_with_the_ranks_of_the_machine(
     fault = describe_local_ranks_fault(wanted, accelerator)
     assert fits == (fault == "")
     assert fits or "parallel.devices=2" in fault
+
+
+@pytest.mark.parametrize(
+    ("wanted", "accelerator", "num_gpus", "fits"),
+    [
+        ("auto", "auto", 2, False),
+        (4, "cuda", 3, False),
+        (4, "cpu", 2, True),
+        (4, "auto", 4, True),
+        (4, "auto", 0, True),
+    ],
+)
+def test_more_ranks_than_gpus_on_the_machine_are_refused(
+    wanted: object, accelerator: str, num_gpus: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr("trainrun.parallel.devices.count_gpus", lambda: num_gpus)
+    fault = describe_local_ranks_fault(wanted, accelerator)
+    assert fits == (fault == "")
+    assert fits or fault.startswith(f"parallel.devices={wanted}: ")

@@ -145,3 +145,51 @@ def test_ranks_with_other_settings_are_refused_by_rank_0_alone(env: dict[str, st
     assert "optimizer.lr=0.2: rank 1 " in errors[0]
     assert errors[1] == ""
     assert not (workdir / "run").exists()
+
+
+BROKEN = """
+import os
+from torch import nn
+
+class Broken(nn.Module):
+    def __init__(self, at="build", only=-1):
+        super().__init__()
+        self.layer, self.at, self.only = nn.Linear(64, 10), at, only
+        if at == "build":
+            self.fail()
+    def fail(self):
+        if self.only in (-1, int(os.environ["RANK"])):
+            raise RuntimeError("broken here")
+    def forward(self, x):
+        if self.at == "forward":
+            self.fail()
+        return self.layer(x.flatten(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["parallel.sync_batchnorm=true"], 2, "parallel.sync_batchnorm=true: "),
+        (["model=broken.Broken"], 2, "broken here"),
+        (["model=broken.Broken", "model.at=forward"], 1, "broken here"),
+        (["model=broken.Broken", "model.at=forward", "model.only=1"], 1, "broken here"),
+    ],
+)
+def test_a_failure_after_the_ranks_met_is_one_message(
+    words: list[str],
+    code: int,
+    text: str,
+    env: dict[str, str],
+    workdir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (workdir / "broken.py").write_text(BROKEN)
+    monkeypatch.setattr("trainrun.runs.torchrun.FAILURE_SECONDS", 0.5 if "model.only=1" in words else 60.0)
+    codes, errors = end_of(*[start_rank(rank, env, *words) for rank in range(2)])
+    assert codes == [code, code], errors
+    messages = [line for line in "".join(errors).splitlines() if line.startswith("trainrun: ")]
+    assert len(messages) == 1, errors
+    assert text in "".join(errors)
+    assert ("trainrun: " in errors[0]) == ("model.only=1" not in words)
+    assert text in read_json(RunDir(workdir / "run").status)["message"] or code == 2

@@ -194,19 +194,26 @@ def is_one_task_a_node(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def describe_local_ranks_fault(devices: Any, accelerator: str) -> str:
-    """Return the message if torchrun or Slurm started another number of ranks here than `parallel.devices`; "" if
-    equal.
+    """Return the message if torchrun or Slurm started another number of ranks here than `parallel.devices`, or more
+    than there are GPUs; "" without a fault.
 
-    With `auto`, it is also a fault if this process sees GPUs that no rank of the machine would use.
+    With `auto`, it is also a fault if this process sees GPUs that no rank of the machine would use. A process that
+    sees one GPU may be one of several that see one each.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
     started = f"torchrun or Slurm started {counted(local, 'rank')} on this machine"
+    uses_gpus = accelerator not in ("cpu", "mps") and "LOCAL_WORLD_SIZE" in os.environ
+    visible = count_gpus() if uses_gpus else 0
+    if 1 < visible < local:
+        return (
+            f"parallel.devices={devices}: {started}, and {visible} GPUs are visible there; start {visible} ranks, or "
+            "say parallel.accelerator=cpu"
+        )
     if devices != "auto":
         wanted = len(devices) if isinstance(devices, list | tuple) else int(devices)
         if wanted == local:
             return ""
         return f"parallel.devices={devices}: {started}; start {wanted} there, or say parallel.devices={local}"
-    visible = 0 if accelerator in ("cpu", "mps") or "LOCAL_WORLD_SIZE" not in os.environ else count_gpus()
     if visible <= local:
         return ""
     return (
