@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainrun as package
 from trainrun.autotune import forecast as forecasts
 from trainrun.autotune.forecast import forecast
-from trainrun.data.split_batch import tensors_in
+from trainrun.data.split_batch import list_tensors
 from trainrun.model.cnn import Cnn
 from trainrun.model.gpt import Gpt
 from trainrun.model.lstm import Lstm
@@ -53,9 +53,9 @@ class Live(TorchDispatchMode):
         self.peak, self._sizes = 0, {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id(tensor.untyped_storage()) for tensor in tensors_in(list(args))}
+        given = {id(tensor.untyped_storage()) for tensor in list_tensors(list(args))}
         found = func(*args, **(kwargs or {}))
-        for storage in (tensor.untyped_storage() for tensor in tensors_in([found])):
+        for storage in (tensor.untyped_storage() for tensor in list_tensors([found])):
             if id(storage) not in given and id(storage) not in self._sizes:
                 self._sizes[id(storage)] = storage.nbytes()
                 weakref.finalize(storage, self._sizes.pop, id(storage)).atexit = False

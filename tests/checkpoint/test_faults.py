@@ -130,8 +130,8 @@ def test_a_full_disk_is_told_with_numbers(
     make_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
-    monkeypatch.setattr("trainrun.checkpoint.manager.free_disk_bytes", lambda folder: 10)
-    monkeypatch.setattr("trainrun.checkpoint.files.free_disk_bytes", lambda folder: 10)
+    monkeypatch.setattr("trainrun.checkpoint.manager.measure_free_disk", lambda folder: 10)
+    monkeypatch.setattr("trainrun.checkpoint.files.measure_free_disk", lambda folder: 10)
     with refused(SaveError) as raised:
         run.go(1, stop="done")
     assert raised.value.exit_code == EXIT_FAILED

@@ -15,7 +15,7 @@ from torch import Tensor
 import trainrun
 from trainrun.checkpoint import weights
 from trainrun.checkpoint.load import read_checkpoint
-from trainrun.checkpoint.weights import evaluated_weights
+from trainrun.checkpoint.weights import choose_evaluated_weights
 from trainrun.cli.main import main
 from trainrun.model.mlp import Mlp
 
@@ -55,7 +55,7 @@ def source(workdir: Path) -> Path:
 
 
 def weights_at(folder: Path) -> dict[str, Tensor]:
-    return evaluated_weights(read_checkpoint(folder))[0]
+    return choose_evaluated_weights(read_checkpoint(folder))[0]
 
 
 def begun(*words: str) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ def test_all_ranks_take_what_rank_0_chooses(
 ) -> None:
     """Also where the other run goes on meanwhile: whoever looks next finds another one the best."""
     steps = iter((2, 4, 6))
-    monkeypatch.setattr(weights, "best_checkpoint", lambda folder: folder / f"step-{next(steps):08d}")
+    monkeypatch.setattr(weights, "find_best_checkpoint", lambda folder: folder / f"step-{next(steps):08d}")
 
     def work(parallel: Any) -> dict[str, Tensor]:
         model = Mlp(in_shape=[1, 8, 8], num_classes=10, hidden=[8])

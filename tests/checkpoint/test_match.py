@@ -5,7 +5,7 @@ import torch
 from approved import refused
 from torch import nn
 
-from trainrun.checkpoint.weights import allocate_buffers, check_tensors, tensor_kinds
+from trainrun.checkpoint.weights import allocate_buffers, check_tensors, describe_tensors
 from trainrun.errors import CheckpointError
 
 
@@ -22,7 +22,9 @@ def test_buffers_take_the_shape_that_a_forward_gave_them() -> None:
     here = model(mask=None, empty=torch.empty(0), table=torch.ones(3, 2), short=torch.ones(4))
     assert allocate_buffers(here, there, torch.device("cpu")) == ["0.table"]
     with refused(CheckpointError):
-        check_tensors("step-00000001", "this model", tensor_kinds(here.state_dict()), tensor_kinds(there))
+        check_tensors(
+            "step-00000001", "this model", describe_tensors(here.state_dict()), describe_tensors(there)
+        )
 
 
 def test_the_differences_are_named_with_counts() -> None:
@@ -39,7 +41,7 @@ def test_the_differences_are_named_with_counts() -> None:
         "old": torch.zeros(1),
     }
     with pytest.raises(CheckpointError) as caught:
-        check_tensors("step-00000001", "model=mlp", tensor_kinds(here), tensor_kinds(there))
+        check_tensors("step-00000001", "model=mlp", describe_tensors(here), describe_tensors(there))
     assert str(caught.value) == (
         "checkpoint step-00000001 does not fit model=mlp: 4 of 5 tensors differ: "
         "layers.0.weight is (128, 64) there and (256, 64) here, half is float16 there and float32 here, "

@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import trainrun
 from trainrun.checkpoint import mirror as mirrors
-from trainrun.checkpoint.mirror import MANIFEST, ObjectStoreMirror, fetch_run, stored_steps
+from trainrun.checkpoint.mirror import MANIFEST, ObjectStoreMirror, fetch_run, list_stored_steps
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, read_identity
@@ -102,7 +102,7 @@ def test_the_manifest_comes_last_and_goes_first(trained: RunDir, store: FaultySt
     mirror.finish()
     assert mirror.take_notes() == []
     removals = [line for line in store.log if line.startswith("remove")][-2:]
-    kept = stored_steps(store, "bucket/run")
+    kept = list_stored_steps(store, "bucket/run")
     if steps(trained)[0].name not in kept:  # it is not the best either
         assert removals == [f"remove {MANIFEST}", f"remove {steps(trained)[0].name}"]
     assert steps(trained)[1].name in kept
@@ -135,12 +135,12 @@ def test_half_an_upload_is_never_taken(trained: RunDir, store: FaultyStore, plac
         mirror.offer(second)
         mirror.finish()
     assert len(mirror.take_notes()) == 1  # once, though it failed three times
-    assert stored_steps(store, mirror._root) == [first.name]
+    assert list_stored_steps(store, mirror._root) == [first.name]
     assert (fetch_run("s3://bucket/run", print) / "checkpoints" / first.name).is_dir()
     store.fails_at = ""
     mirror.offer(second)
     mirror.finish()
-    assert stored_steps(store, mirror._root) == [first.name, second.name]
+    assert list_stored_steps(store, mirror._root) == [first.name, second.name]
 
 
 def test_a_store_that_does_not_answer_holds_nobody(trained: RunDir, store: FaultyStore):
@@ -153,7 +153,7 @@ def test_a_store_that_does_not_answer_holds_nobody(trained: RunDir, store: Fault
     assert len(mirror.take_notes()) == 1
     store.opened.set()
     mirror.finish()
-    assert stored_steps(store, mirror._root)[-1] == steps(trained)[-1].name
+    assert list_stored_steps(store, mirror._root)[-1] == steps(trained)[-1].name
 
 
 def test_what_was_deleted_on_the_disk_is_uploaded_whole(trained: RunDir, store: FaultyStore, tmp_path: Path):
@@ -219,7 +219,7 @@ def test_another_run_in_the_store_is_left_alone(trained: RunDir, store: FaultySt
     other.offer(steps(trained)[1])
     other.finish()
     assert len(other.take_notes()) == 1
-    assert stored_steps(store, mirror._root) == [steps(trained)[0].name]
+    assert list_stored_steps(store, mirror._root) == [steps(trained)[0].name]
 
 
 def test_a_run_goes_on_from_its_mirror_as_from_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ import pytest
 from quiet_runs import QUIET, weights
 
 import trainrun
-from trainrun.checkpoint.mirror import fetch_run, stored_steps
+from trainrun.checkpoint.mirror import fetch_run, list_stored_steps
 from trainrun.runtime.object_store import open_store
 
 moto = pytest.importorskip("moto.server", reason="no moto[server]")
@@ -70,5 +70,5 @@ def test_a_killed_upload_is_never_taken():
     done = subprocess.run([sys.executable, "-c", KILLED], env=os.environ)
     assert done.returncode == -9
     store, root = open_store(URL, "checkpoint.mirror")
-    assert "step-00000002" not in stored_steps(store, root)
+    assert "step-00000002" not in list_stored_steps(store, root)
     assert store.find(f"{root}/step-00000002")  # a part of it is there

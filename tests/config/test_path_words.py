@@ -17,7 +17,7 @@ from trainrun.cli.main import main
 from trainrun.config.argv import conf_dir, is_path, quote_path
 from trainrun.config.compose import compose_run, format_config, prepare_command_line
 from trainrun.config.saved_config import load_config
-from trainrun.data.readers.path_contents import data_options
+from trainrun.data.readers.path_contents import list_data_options
 from trainrun.data.readers.tables import csv_files
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, resolve_folder
@@ -168,7 +168,7 @@ def test_files_name_the_option_that_reads_them(names: str) -> None:
     for name in names.split():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
-    assert data_options(Path(names.split()[0]).parts[0]) == [FILES_AND_OPTIONS[names]]
+    assert list_data_options(Path(names.split()[0]).parts[0]) == [FILES_AND_OPTIONS[names]]
 
 
 @pytest.mark.parametrize("key", ["data.path", "data"])

@@ -165,7 +165,7 @@ class Large(Samples):
 
 def test_workers_whose_batches_do_not_fit_into_shared_memory(monkeypatch):
     monkeypatch.setattr(
-        choice, "shared_free_bytes", lambda: 18_100_000
+        choice, "measure_free_shared_memory", lambda: 18_100_000
     )  # 9 batches of 2 MB: 4 x 2, and one in use
     open_batches(Large(), options(num_workers=4))[0].close()
     with pytest.raises(DataError) as caught:

@@ -12,10 +12,10 @@ from approved import refused
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from trainrun.data.augment.augmented import NamedAugmentation
-from trainrun.data.facts import facts_of
+from trainrun.data.facts import describe_source
 from trainrun.data.map_style import copy_shallow, describe, thread_safe
 from trainrun.data.order.drawn import draw_by_shares, draw_by_weights, draw_classes_equally
-from trainrun.data.order.training_set import Asked, fold_of, join_sources, training_set
+from trainrun.data.order.training_set import Asked, build_training_set, divide_into_fold, join_sources
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.tables import csv_files, huggingface
 from trainrun.data.readers.tables import parquet as parquet_files
@@ -164,7 +164,7 @@ def test_validation_is_never_resampled():
 def test_folds_are_parts_of_equal_size(stratified):
     held = []
     for fold in range(4):
-        train, val, told = fold_of((torch.arange(N), LABELS), 4, fold, stratified)
+        train, val, told = divide_into_fold((torch.arange(N), LABELS), 4, fold, stratified)
         assert sorted([*train.tolist(), *val.tolist()]) == list(range(N))
         assert len(val) == 22
         assert f"data.fold={fold} of 4" in told
@@ -178,8 +178,8 @@ def test_folds_are_parts_of_equal_size(stratified):
 @pytest.mark.parametrize("source", [Said(), TensorDataset(torch.arange(N), LABELS),
                                     Arrays((torch.arange(N), LABELS), ("a", "b", "c"), 3)])  # fmt: skip
 def test_a_fold_knows_its_classes_and_can_be_balanced(source):
-    parts, drawn = training_set({"": source}, Asked("balanced", folds=4, fold=1), [])
-    facts = facts_of(parts["train"])
+    parts, drawn = build_training_set({"": source}, Asked("balanced", folds=4, fold=1), [])
+    facts = describe_source(parts["train"])
     assert (facts.num_classes, sum(facts.class_counts)) == (3, 66)
     labels = [y for batch in opened(drawn, parts["train"]).epoch(0) for y in batch.data[1].tolist()]
     assert set(Counter(labels).values()) == {22}
@@ -192,9 +192,12 @@ def test_sets_by_name_are_one():
     assert both[0].tolist() == [0, 1, 2, 3, 0, 1, 2]
     other = join_sources({"a": Said(), "b": (torch.zeros(3, 1), LABELS[-3:])}, "data.train")
     assert isinstance(other, ConcatDataset)
-    assert (len(other), facts_of(other).num_classes) == (N + 3, None)
+    assert (len(other), describe_source(other).num_classes) == (N + 3, None)
     more = join_sources({"a": Said(), "b": Subset(Said(), [0, 87])}, "data.train")
-    assert (facts_of(more).class_counts, facts_of(more).class_names) == ((61, 25, 4), ("a", "b", "c"))
+    assert (describe_source(more).class_counts, describe_source(more).class_names) == (
+        (61, 25, 4),
+        ("a", "b", "c"),
+    )
     unlike = Arrays((torch.arange(2), LABELS[:2]), ("x", "y"))
     with refused(DataError, "data.train.b", "data.train.a"):
         join_sources({"a": Said(), "b": unlike}, "data.train")
@@ -256,8 +259,8 @@ def test_a_column_of_a_table_weighs_its_rows(form, tables):
     x = np.array([float(np.ravel(sample)[0]) for sample in samples])
     for fold in (None, 1):  # of the training part alone, and of a fold of it
         asked = Asked("weighted", "w", folds=fold and 3, fold=fold)
-        parts, drawn = training_set({"": source}, asked, [])
-        rows = np.arange(len(x)) if fold is None else fold_of(source, 3, 1, False)[0].numpy()
+        parts, drawn = build_training_set({"": source}, asked, [])
+        rows = np.arange(len(x)) if fold is None else divide_into_fold(source, 3, 1, False)[0].numpy()
         counts = Counter(i for part in opened(drawn, parts["train"]).epoch(1) for i in part.indices.tolist())
         share = (x[rows] % 4) / (x[rows] % 4).sum() * len(rows)
         assert all(abs(counts[i] - one) < 1 for i, one in enumerate(share))
@@ -268,7 +271,7 @@ def test_a_column_of_a_table_weighs_its_rows(form, tables):
 
 def test_weights_of_named_sets_are_one_behind_the_other(tables):
     both = {"a": FORMATS["csv"](tables), "b": FORMATS["parquet"](tables)}
-    _, drawn = training_set(both, Asked("weighted", "w"), [])
+    _, drawn = build_training_set(both, Asked("weighted", "w"), [])
     (a,), (b,) = (draw_by_weights({"": one}, "w", 144).ends[-1:] for one in both.values())
     assert drawn.ends[-1] == a + b
     with refused(DataError, "data.weights", "data.train.c", "data.train.a"):
@@ -292,10 +295,10 @@ class Streamed(torch.utils.data.IterableDataset):
         (partial(draw_by_weights, {"": Said()}, "nope.npy", N), "data.weights=nope.npy"),
         (partial(draw_by_weights, {"": Said()}, "class_names", N), "data.weights=class_names"),
         (partial(draw_by_shares, {"a": 1, "b": 2}, {"a": 5, "b": 0}), "data.mix"),
-        (partial(fold_of, Said(), 100, 0, False), "data.folds=100"),
-        (partial(fold_of, (torch.zeros(9),), 2, 0, True), "data.stratified=true"),
-        (partial(training_set, {"": Streamed()}, Asked("balanced"), []), "data.sampling=balanced"),
-        (partial(training_set, {"a": Streamed()}, Asked(), []), "data.train.a"),
+        (partial(divide_into_fold, Said(), 100, 0, False), "data.folds=100"),
+        (partial(divide_into_fold, (torch.zeros(9),), 2, 0, True), "data.stratified=true"),
+        (partial(build_training_set, {"": Streamed()}, Asked("balanced"), []), "data.sampling=balanced"),
+        (partial(build_training_set, {"a": Streamed()}, Asked(), []), "data.train.a"),
     ],
 )  # fmt: skip
 def test_refusals(make, key):

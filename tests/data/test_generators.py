@@ -9,8 +9,8 @@ import torch
 from approved import refused
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from trainrun.data.cache.cached import with_cache
-from trainrun.data.engines.generators import generator_of
+from trainrun.data.cache.cached import open_cache
+from trainrun.data.engines.generators import new_generator
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
@@ -42,7 +42,7 @@ def opened(source, **changes):
 
 
 def drawn(*parts):
-    return float(torch.rand((), generator=generator_of(*parts), dtype=torch.float64))
+    return float(torch.rand((), generator=new_generator(*parts), dtype=torch.float64))
 
 
 def noise(sample, generator):
@@ -248,4 +248,4 @@ def test_set_epoch_is_called_and_one_that_shares_the_data_is_in_its_own(how):
     stream.close()
     held.close()
     with refused(DataError, "data.train"):
-        with_cache(source, "memory", "data.train")
+        open_cache(source, "memory", "data.train")

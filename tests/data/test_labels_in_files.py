@@ -12,7 +12,7 @@ from approved import refused
 
 from trainrun.assemble.data_pipeline import check_labels_fit, describe_sources
 from trainrun.config.compose import compose_run
-from trainrun.data.facts import describe_classes, describe_many_labels, facts_of
+from trainrun.data.facts import describe_classes, describe_many_labels, describe_source
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.readers.pictures import image_folder
@@ -69,7 +69,7 @@ PLACES = {
 def fault(source: Any, *words: str) -> str:
     config = compose_run(["data=csv", "data.path=t.csv", "model=mlp", *words]).config
     with pytest.raises(DataError) as caught:
-        check_labels_fit(config, facts_of(source), {"train": source, "val": None})
+        check_labels_fit(config, describe_source(source), {"train": source, "val": None})
     return str(caught.value)
 
 
@@ -88,28 +88,28 @@ def test_the_place_of_a_wrong_label(tmp_path, source_of):
 def test_the_ways_out(tmp_path):
     config = compose_run(["data=csv", "data.path=t.csv", "model=mlp", "data.num_classes=1000000000"]).config
     huge = as_csv(tmp_path, labels_with(999_999_999))
-    check_labels_fit(config, facts_of(huge), {"train": huge})
+    check_labels_fit(config, describe_source(huge), {"train": huge})
     config = compose_run(["data=csv", "data.path=t.csv", "model=mlp"]).config
     numbered = as_csv(tmp_path, labels_with(-5), target_dtype="class")
-    check_labels_fit(config, facts_of(numbered), {"train": numbered})
+    check_labels_fit(config, describe_source(numbered), {"train": numbered})
     assert numbered.num_classes == 4
     words = ["data=csv", "data.path=t.csv", "model=mlp", "task=multilabel", "model.num_classes=1"]
     both = as_csv(tmp_path, [label % 2 for label in labels_with(0)])  # one output tells two classes apart
-    check_labels_fit(compose_run(words).config, facts_of(both), {"train": both})
+    check_labels_fit(compose_run(words).config, describe_source(both), {"train": both})
 
 
 def test_a_single_class_is_refused_unless_it_is_asked_for(tmp_path):
     one = as_csv(tmp_path, ["cat"] * 20)
     assert "data.train: has a single class, 'cat', which leaves nothing to learn" in fault(one)
     config = compose_run(["data=csv", "data.path=t.csv", "model=mlp", "model.num_classes=1"]).config
-    check_labels_fit(config, facts_of(one), {"train": one})
+    check_labels_fit(config, describe_source(one), {"train": one})
 
 
 def test_a_label_that_only_the_validation_has(tmp_path):
     train, val = as_csv(tmp_path, labels_with(2)), as_csv(tmp_path, labels_with(7))
     config = compose_run(["data=csv", "data.path=t.csv", "model=mlp"]).config
     with refused(DataError) as caught:
-        check_labels_fit(config, facts_of(train), {"train": train, "val": val})
+        check_labels_fit(config, describe_source(train), {"train": train, "val": val})
     assert "as data.num_classes=8" in str(caught.value)
 
 
@@ -124,13 +124,13 @@ def test_what_is_no_class_number_stays(tmp_path):
         (minus, ["task=custom", "task._target_=my_task.Mine"]),
     ):
         config = compose_run(["data=csv", "data.path=t.csv", "model=mlp", *words]).config
-        check_labels_fit(config, facts_of(source), {"train": source})
+        check_labels_fit(config, describe_source(source), {"train": source})
 
 
 def lines_on(folder: Path, labels: list[Any], *more: str, **arguments: Any) -> list[str]:
     words = ["data=csv", f"data.path={folder}/t.csv", "model=mlp", *more]
     config, source = compose_run(words).config, as_csv(folder, labels, **arguments)
-    facts = facts_of(source)
+    facts = describe_source(source)
     check_labels_fit(config, facts, {"train": source})
     found = describe_sources(config, {"train": source}, {}, is_new=True)
     return [line for line in (describe_classes(facts), *found) if line]

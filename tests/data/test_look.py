@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from trainrun.data import look as look_module
 from trainrun.data.engines.generators import GLOBAL_GENERATORS, NUMPY, PYTHON, TORCH
-from trainrun.data.facts import facts_of
+from trainrun.data.facts import describe_source
 from trainrun.data.look import look_at
 from trainrun.data.pipeline import open_batches
 from trainrun.data.same_samples import digest_of
@@ -104,7 +104,7 @@ def test_a_sample_that_cannot_be_read_is_told_by_who_needs_it() -> None:
         in found.fault
     )
     with refused(DataError):
-        facts_of(Samples(fail))
+        describe_source(Samples(fail))
     assert look_at(Samples(fail_at_first), options(on_error="skip")).first is not None
     assert look_at(Samples(fail_at_first), options()).first is None
 

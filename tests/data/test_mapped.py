@@ -9,7 +9,7 @@ from trainrun.data.engines import in_memory
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import tensor_view
+from trainrun.data.tensor_dataset import view_as_tensor
 
 N = 31
 KINDS = {
@@ -58,9 +58,9 @@ def test_the_same_bits_as_in_memory(tmp_path, kind, changes):
 @pytest.mark.parametrize("mode", ["r", "c"])
 def test_nothing_is_copied_and_nothing_said_of_write_protection(tmp_path, kind, mode):
     _, mapped = stored(tmp_path, kind, mode)
-    assert tensor_view(mapped).data_ptr() == mapped.ctypes.data
-    assert tensor_view(mapped[7:]).data_ptr() == mapped[7:].ctypes.data
-    assert torch.equal(tensor_view(mapped), torch.from_numpy(np.array(mapped)))
+    assert view_as_tensor(mapped).data_ptr() == mapped.ctypes.data
+    assert view_as_tensor(mapped[7:]).data_ptr() == mapped[7:].ctypes.data
+    assert torch.equal(view_as_tensor(mapped), torch.from_numpy(np.array(mapped)))
 
 
 def test_the_file_itself_is_chosen_whatever_its_size(tmp_path, monkeypatch):
@@ -104,7 +104,7 @@ def test_a_part_that_is_held_out_is_gathered_like_the_whole(tmp_path, monkeypatc
         monkeypatch.setattr(arrays, "LISTED", listed)
         monkeypatch.setattr(in_memory, "MOST_LISTED", most_listed)
         monkeypatch.setattr(in_memory, "SMALL_BATCH_BYTES", small_batch_bytes)
-        monkeypatch.setattr(arrays, "in_memory", lambda *_: False)
+        monkeypatch.setattr(arrays, "fits_in_memory", lambda *_: False)
         source = arrays.load(str(tmp_path), **words)[split]
         rows = [source.describe(index).rpartition(" ")[2] for index in range(len(source))]
         chosen = np.array(rows).astype(np.int64)

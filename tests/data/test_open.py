@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainrun.data.engines import choice, in_memory
 from trainrun.data.engines.stream import ReadBy
-from trainrun.data.facts import Labels, check_labels, facts_of
+from trainrun.data.facts import Labels, check_labels, describe_source
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Arrays
@@ -128,23 +128,23 @@ def test_evaluation_reads_all_in_order_whatever_the_batch_size():
 
 def test_facts():
     state = torch.get_rng_state()
-    facts = facts_of((X, Y))
+    facts = describe_source((X, Y))
     assert (facts.shape, facts.num_classes, facts.class_names) == ((3,), 4, ())
-    assert facts_of(TensorDataset(X, X)).num_classes == 3  # outputs: real numbers of a sample
-    assert facts_of((X, Y > 1)).num_classes is None
-    assert facts_of({"ids": Y, "mask": Y, "label": Y.to(torch.uint8)}).num_classes == 4
-    assert facts_of({"ids": Y, "mask": Y}).num_classes is None
-    named = facts_of(Arrays((X, Y), ("a", "b", "c", "d", "e"), 5))
+    assert describe_source(TensorDataset(X, X)).num_classes == 3  # outputs: real numbers of a sample
+    assert describe_source((X, Y > 1)).num_classes is None
+    assert describe_source({"ids": Y, "mask": Y, "label": Y.to(torch.uint8)}).num_classes == 4
+    assert describe_source({"ids": Y, "mask": Y}).num_classes is None
+    named = describe_source(Arrays((X, Y), ("a", "b", "c", "d", "e"), 5))
     assert (named.num_classes, named.class_names) == (5, ("a", "b", "c", "d", "e"))
-    samples = facts_of(Samples())
+    samples = describe_source(Samples())
     assert (samples.shape, samples.num_classes, samples.class_names) == ((2, 5), 2, ("a", "b"))
-    assert (facts_of(Stream()).shape, facts_of(Stream()).num_classes) == (None, 6)
-    assert facts_of([{"image": np.zeros((1, 4))}] * 2).shape == (1, 4)
-    assert facts_of([{"label": 3, "image": np.zeros((1, 4))}] * 2).shape == (1, 4)
-    assert facts_of(["text", "more"]).shape is None
+    assert (describe_source(Stream()).shape, describe_source(Stream()).num_classes) == (None, 6)
+    assert describe_source([{"image": np.zeros((1, 4))}] * 2).shape == (1, 4)
+    assert describe_source([{"label": 3, "image": np.zeros((1, 4))}] * 2).shape == (1, 4)
+    assert describe_source(["text", "more"]).shape is None
     assert torch.equal(torch.get_rng_state(), state)
     with refused(DataError):
-        facts_of([])
+        describe_source([])
 
 
 def test_labels_are_checked():

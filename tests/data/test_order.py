@@ -7,7 +7,7 @@ from approved import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainrun.data.order.sampler import Plan, apply_limit, epoch_order
+from trainrun.data.order.sampler import Plan, apply_limit, compute_epoch_order
 from trainrun.errors import DataError
 
 SMALL = settings(derandomize=True, deadline=None, max_examples=150)
@@ -38,7 +38,7 @@ def global_batches(ranks: list[Plan], epoch: int) -> list[list[int]]:
 def test_an_epoch_is_every_sample_once(n, batch_size, world_size, shuffle, drop_last, epoch):
     ranks = plans(world_size, num_samples=n, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
     seen = joined(global_batches(ranks, epoch))
-    order = epoch_order(n, 0, epoch, shuffle).tolist()
+    order = compute_epoch_order(n, 0, epoch, shuffle).tolist()
     kept = n - n % (batch_size * world_size) if drop_last else n
     assert seen == order[:kept]
     assert sorted(order) == list(range(n))
@@ -93,17 +93,17 @@ def test_the_last_batch_and_no_other_is_marked(n, batch_size, world_size, traini
 def test_more_batches_than_are_cut_at_once(monkeypatch):
     monkeypatch.setattr("trainrun.data.order.sampler.ROWS_AT_ONCE", 4)
     plan = Plan(23, 2)
-    assert joined(indices for indices, _, _ in shares(plan)) == epoch_order(23, 0, 0, True).tolist()
+    assert joined(indices for indices, _, _ in shares(plan)) == compute_epoch_order(23, 0, 0, True).tolist()
 
 
 def test_order_depends_on_seed_and_epoch_and_leaves_the_global_generator():
     torch.manual_seed(1)
     random.seed(1)
     before = torch.get_rng_state(), random.getstate()
-    orders = [epoch_order(50, seed, epoch, True).tolist() for seed in (0, 1) for epoch in (0, 1)]
+    orders = [compute_epoch_order(50, seed, epoch, True).tolist() for seed in (0, 1) for epoch in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
-    assert epoch_order(50, 1, 1, True).tolist() == orders[3]
-    assert epoch_order(5, 1, 1, False).tolist() == [0, 1, 2, 3, 4]
+    assert compute_epoch_order(50, 1, 1, True).tolist() == orders[3]
+    assert compute_epoch_order(5, 1, 1, False).tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
 

@@ -12,7 +12,7 @@ import torch
 from trainrun.data.order import permutation
 from trainrun.data.order import sampler as order
 from trainrun.data.order.permutation import KeyedPermutation
-from trainrun.data.order.sampler import LISTED, Plan, epoch_order
+from trainrun.data.order.sampler import LISTED, Plan, compute_epoch_order
 
 FAR = 5.0  # standard deviations: chance exceeds them once in two million draws, and the keys are fixed
 
@@ -57,9 +57,9 @@ def test_where_a_sample_comes_says_nothing_of_where_its_neighbours_come(size: in
 
 def test_an_order_is_listed_up_to_the_bound_and_computed_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(order.derive_seed(3, 2))
-    assert torch.equal(epoch_order(LISTED, 3, 2, True), torch.randperm(LISTED, generator=generator))
+    assert torch.equal(compute_epoch_order(LISTED, 3, 2, True), torch.randperm(LISTED, generator=generator))
     monkeypatch.setattr(order, "LISTED", 99)
-    found = epoch_order(100, 3, 2, True)
+    found = compute_epoch_order(100, 3, 2, True)
     assert found.tolist() == whole(100, order.derive_seed(3, 2)).tolist()
     ranks = [Plan(100, 8, seed=3, rank=rank, world_size=3) for rank in range(3)]
     shares = [[share.indices.tolist() for share in plan.shares(2, 0) if share.real] for plan in ranks]

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Subset, default_collate
 
-from trainrun.data.facts import facts_of
+from trainrun.data.facts import describe_source
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.pictures import image_folder
 from trainrun.data.scale import Scale, Scaled
@@ -139,8 +139,8 @@ def test_code_of_the_users_sees_the_numbers(changes, cache, folder):
         kept = opened(pictures(folder), cache=cache, **changes)
         assert not isinstance(kept._batches, Scaled)
     transformed = StreamOptions("data.train", True, 1, 0, transform=doubled)
-    assert facts_of(arrays(), options=transformed).shape == (1, 4, 4)
-    assert facts_of(pictures(folder), options=transformed).shape == (3, 8, 8)
+    assert describe_source(arrays(), options=transformed).shape == (1, 4, 4)
+    assert describe_source(pictures(folder), options=transformed).shape == (3, 8, 8)
 
 
 def test_a_part_of_it_and_bytes_that_were_asked_for(folder):

@@ -4,7 +4,7 @@ from approved import refused
 from torch.utils.data import Dataset
 
 from trainrun.data.bad_samples import Skips
-from trainrun.data.facts import facts_of
+from trainrun.data.facts import describe_source
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
@@ -40,10 +40,10 @@ def opened(source, notes=None, **changes):
 
 def test_facts_are_those_of_the_first_sample_that_can_be_read():
     skips, raises = (StreamOptions("data.train", True, 1, 0, on_error=how) for how in ("skip", "raise"))
-    assert facts_of(Samples(0, 1), options=skips).shape == ()
+    assert describe_source(Samples(0, 1), options=skips).shape == ()
     for source, options in ((Samples(0), raises), (Samples(*range(N)), skips)):
         with refused(DataError):
-            facts_of(source, options=options)
+            describe_source(source, options=options)
 
 
 @pytest.mark.process

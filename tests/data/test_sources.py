@@ -8,13 +8,13 @@ import pytest
 import torch
 from approved import refused
 
-from trainrun.data.order.sampler import count_different, epoch_order, hold_out
+from trainrun.data.order.sampler import compute_epoch_order, count_different, hold_out
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.readers.arrays.idx_files import read_idx
 from trainrun.data.readers.builtin import digits, fashion_mnist, synthetic
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import columns_of
+from trainrun.data.tensor_dataset import find_columns
 from trainrun.errors import DataError
 
 
@@ -53,7 +53,7 @@ def held_by_sorting(labels: torch.Tensor, fraction: float, seed: int) -> list[in
     held = []
     for label in sorted(set(labels.tolist())):
         members = (labels == label).nonzero().flatten()
-        order = epoch_order(len(members), seed, label, shuffle=True)
+        order = compute_epoch_order(len(members), seed, label, shuffle=True)
         held += members[order[: round(fraction * len(members))]].tolist()
     return sorted(held)
 
@@ -172,9 +172,9 @@ def test_fashion_mnist(tmp_path, suffix):
     assert torch.equal(val.tensors[0], test.tensors[0])
     assert val.tensors[1].tolist() == list(range(10))
     assert train.tensors[0].dtype is torch.uint8
-    plain = columns_of(fashion_mnist.load(str(tmp_path), normalize=False)["train"], "data.train")[0][0]
+    plain = find_columns(fashion_mnist.load(str(tmp_path), normalize=False)["train"], "data.train")[0][0]
     assert plain.flatten()[:256].tolist() == pytest.approx([i / 255 for i in range(256)])
-    torch.testing.assert_close(columns_of(train, "data.train")[0][0], (plain - 0.2860) / 0.3530)
+    torch.testing.assert_close(find_columns(train, "data.train")[0][0], (plain - 0.2860) / 0.3530)
 
 
 def test_where_fashion_mnist_is_looked_for(no_fashion):
@@ -300,4 +300,4 @@ class Table:
 @pytest.mark.parametrize("source", [([[1.0], [2.0]], [0, 1]), (Table(), Table())])
 def test_a_pair_of_lists_or_tables_is_no_data_set_of_two_samples(source: Any) -> None:
     with refused(DataError, "data.train"):
-        columns_of(source, "data.train")
+        find_columns(source, "data.train")

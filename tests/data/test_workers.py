@@ -363,7 +363,7 @@ if __name__ == "__main__":
 
 
 def test_a_worker_says_nothing_of_a_training_that_is_gone(capsys):
-    loader_workers.shown_unless_cut_off(ConnectionResetError, ConnectionResetError("by peer"), None)
+    loader_workers.print_unless_disconnected(ConnectionResetError, ConnectionResetError("by peer"), None)
     assert capsys.readouterr().err == ""
-    loader_workers.shown_unless_cut_off(KeyError, KeyError("x"), None)
+    loader_workers.print_unless_disconnected(KeyError, KeyError("x"), None)
     assert "KeyError" in capsys.readouterr().err

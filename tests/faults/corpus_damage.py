@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from faults.corpus_case import BASE, Case, call, room, train_base
-from trainrun.checkpoint.files import FileLayer, committed_steps, folder_name
+from trainrun.checkpoint.files import FileLayer, format_folder_name, list_committed_steps
 from trainrun.checkpoint.load import Loaded, load_latest, read_checkpoint
 from trainrun.checkpoint.save import (
     Manifest,
@@ -121,7 +121,7 @@ def whole_other(folder: Path, draw: random.Random) -> None:
 
 def older_than(folder: Path, draw: random.Random) -> Path:
     return draw.choice(
-        [path for step in STEPS if (path := folder.with_name(folder_name(step))).name < folder.name]
+        [path for step in STEPS if (path := folder.with_name(format_folder_name(step))).name < folder.name]
     )
 
 
@@ -161,7 +161,7 @@ def cases(count: int = 200, seed: int = 0) -> list[Case]:
 def maker(damage: Damage, bad: tuple[int, ...], draw: random.Random) -> Callable[[Path], None]:
     def build(checkpoints: Path) -> None:
         for step in reversed(bad):
-            damage(checkpoints / folder_name(step), draw)
+            damage(checkpoints / format_folder_name(step), draw)
         for folder in checkpoints.glob("step-*"):
             add(folder, draw)
 
@@ -184,13 +184,13 @@ def check(case: Case, place: Path) -> str:
 
 
 def run_id_of(place: Path) -> str:
-    return read_checkpoint(place / BASE / "checkpoints" / folder_name(STEPS[0])).manifest.run_id
+    return read_checkpoint(place / BASE / "checkpoints" / format_folder_name(STEPS[0])).manifest.run_id
 
 
 def check_loading(root: Path, bad: tuple[int, ...], run_id: str) -> str:
     notes: list[str] = []
     left = [step for step in STEPS if step not in bad]
-    before = {step: read_checkpoint(root / folder_name(step)) for step in left}
+    before = {step: read_checkpoint(root / format_folder_name(step)) for step in left}
     try:
         loaded = load_latest(root, run_id, Single(torch.device("cpu")), FileLayer(), notes.append)
     except CheckpointError as error:
@@ -203,7 +203,7 @@ def check_loading(root: Path, bad: tuple[int, ...], run_id: str) -> str:
         return "other values than were saved"
     aside = [path.name for path in root.glob(".bad-step-*")]
     notes = [note for note in notes if "passed over what is not of the checkpoint" not in note]
-    if len(notes) != len(bad) or len(aside) != len(bad) or committed_steps(root) != left:
+    if len(notes) != len(bad) or len(aside) != len(bad) or list_committed_steps(root) != left:
         return f"{len(notes)} lines and {len(aside)} folders set aside for {len(bad)} damaged ones: {notes}"
     return ""
 
@@ -239,7 +239,7 @@ def check_command(case: Case, place: Path, folder: Path, bad: tuple[int, ...]) -
     lines = [line for line in said.text.splitlines() if "was set aside as .bad-" in line]
     if said.code != 0 or len(lines) != len(bad):
         return f"{said.code}: {said.text}"
-    ends = [read_checkpoint(root / "checkpoints" / folder_name(8)) for root in (run, place / "longer")]
+    ends = [read_checkpoint(root / "checkpoints" / format_folder_name(8)) for root in (run, place / "longer")]
     trees = [{name: value for name, value in end.shared.items() if name != "train"} for end in ends]
     counts = [[end.shared["train"][name] for name in ("step", "epoch", "batches", "items")] for end in ends]
     randoms = [end.own["random"] for end in ends]

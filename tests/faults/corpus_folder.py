@@ -15,7 +15,7 @@ import torch
 
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
 from faults.corpus_damage import equal
-from trainrun.checkpoint.files import folder_name
+from trainrun.checkpoint.files import format_folder_name
 from trainrun.checkpoint.load import read_checkpoint
 
 WORDS = (*SMALL, "trainer.max_steps=6")
@@ -43,7 +43,7 @@ def with_base(place: Path) -> None:
         train_base(place)
     broken = place / BROKEN
     shutil.copytree(place / BASE, broken)
-    shutil.rmtree(broken / "checkpoints" / folder_name(LAST))
+    shutil.rmtree(broken / "checkpoints" / format_folder_name(LAST))
     status = json.loads((broken / "status.json").read_text()) | {"state": "running", "exit_code": None}
     (broken / "status.json").write_text(json.dumps(status, indent=2))
 
@@ -192,10 +192,10 @@ def plain(words: list[str], may_refuse: bool) -> str:
 
 def same(run: Path, place: Path) -> str:
     """Whether the run has come to the bits of the one that nothing befell; one that was refused has not moved."""
-    found = run / "checkpoints" / folder_name(LAST)
+    found = run / "checkpoints" / format_folder_name(LAST)
     if not found.is_dir():
         return ""
-    ends = [read_checkpoint(root / "checkpoints" / folder_name(LAST)) for root in (run, place / BASE)]
+    ends = [read_checkpoint(root / "checkpoints" / format_folder_name(LAST)) for root in (run, place / BASE)]
     trees = [{name: value for name, value in end.shared.items() if name != "train"} for end in ends]
     return (
         "" if equal(*trees) and torch.equal(*[end.own["random"]["torch"] for end in ends]) else "other bits"

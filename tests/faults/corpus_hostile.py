@@ -22,7 +22,7 @@ import yaml
 
 import trainrun
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
-from trainrun.checkpoint.files import folder_name
+from trainrun.checkpoint.files import format_folder_name
 from trainrun.checkpoint.weights import read_torch_weights
 from trainrun.errors import CheckpointError, TrainrunError
 from trainrun.folder.run_folder import RunDir
@@ -221,7 +221,7 @@ def with_link(name: str, target: str) -> Callable[[Path], None]:
     return build
 
 
-STEP = f"checkpoints/{folder_name(6)}"
+STEP = f"checkpoints/{format_folder_name(6)}"
 LINKS = {
     "metrics": with_link("metrics.jsonl", "canary/file"),
     "log": with_link("run.log", "canary/file"),

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy
 
 from faults.corpus_case import BASE, SMALL, Case, call, room, train_base
-from trainrun.checkpoint.files import folder_name
+from trainrun.checkpoint.files import format_folder_name
 
 MOST_SECONDS = (
     30.0  # of the processor; most take a tenth of one, and what hangs or unfolds for ever takes them all
 )
 MOST_LETTERS = 1500
-STEP = f"checkpoints/{folder_name(6)}"
+STEP = f"checkpoints/{format_folder_name(6)}"
 
 
 class Expect(NamedTuple):

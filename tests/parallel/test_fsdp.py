@@ -19,7 +19,7 @@ from exact_parts import composed, parts_of, result
 from test_exactness import LOSS_TOLERANCES, TOKENS, TOLERANCES, difference, same_rows
 
 from trainrun.assemble.step_function import check_before_sharding
-from trainrun.checkpoint.files import folder_name
+from trainrun.checkpoint.files import format_folder_name
 from trainrun.checkpoint.load import is_intact_checkpoint, read_checkpoint
 from trainrun.errors import ConfigError, PluginError
 from trainrun.folder.run_folder import RunDir, read_json, write_json
@@ -98,7 +98,9 @@ def test_a_resume_on_the_same_ranks_is_the_run_that_never_stopped(seen: dict[str
 def test_one_process_goes_on_from_the_shards_of_all_ranks(seen: dict[str, Any]) -> None:
     words = ("optimizer=adamw", "optimizer.lr=0.03", "data.train.count=44", "ema=true", "ema.decay=0.5",
              "trainer.gradient_clip_val=0.5", "precision=64", "trainer.max_steps=4")  # fmt: skip
-    middle, end = (read_checkpoint(seen["folder"] / "checkpoints" / folder_name(step)) for step in (2, 4))
+    middle, end = (
+        read_checkpoint(seen["folder"] / "checkpoints" / format_folder_name(step)) for step in (2, 4)
+    )
     one = parts_of(words, batch_size=4 * NUM_RANKS)
     state: TrainState = load_tree(one, "middle", middle.shared, None)
     one.triggers.start(state)
@@ -114,7 +116,7 @@ def test_one_process_goes_on_from_the_shards_of_all_ranks(seen: dict[str, Any]) 
 
 
 def test_each_rank_writes_its_rows_alone_with_the_layout_of_torch(seen: dict[str, Any]) -> None:
-    folder = seen["folder"] / "checkpoints" / folder_name(4)
+    folder = seen["folder"] / "checkpoints" / format_folder_name(4)
     rows = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -133,7 +135,7 @@ def test_each_rank_writes_its_rows_alone_with_the_layout_of_torch(seen: dict[str
 def test_torchs_reader_loads_the_shards(seen: dict[str, Any]) -> None:
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-    folder = seen["folder"] / "checkpoints" / folder_name(4)
+    folder = seen["folder"] / "checkpoints" / format_folder_name(4)
     stored = read_checkpoint(folder).shared["model"]
     tree = {f"shared/model/{name}": torch.zeros_like(tensor) for name, tensor in stored.items()}
     load(tree, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
@@ -142,7 +144,7 @@ def test_torchs_reader_loads_the_shards(seen: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("file", ["shared.safetensors", "rank-00001.safetensors", "rank-00001.json"])
 def test_a_flipped_bit_in_any_file_is_found(file: str, seen: dict[str, Any]) -> None:
-    folder = seen["folder"] / "checkpoints" / folder_name(2)
+    folder = seen["folder"] / "checkpoints" / format_folder_name(2)
     path = folder / file
     before = path.read_bytes()
     assert is_intact_checkpoint(folder, "run")

@@ -9,7 +9,7 @@ from approved import approve_error
 from quiet_runs import QUIET, losses, train
 
 from trainrun.cli.main import main
-from trainrun.data.facts import facts_of
+from trainrun.data.facts import describe_source
 from trainrun.data.readers.builtin.digits import load
 from trainrun.task.losses import compute_balanced_weights
 
@@ -17,7 +17,7 @@ WORDS = ("task.class_weights=balanced", "precision=64", "data.batch_size=48", *Q
 
 
 def test_balanced_is_a_list_of_numbers(workdir: Path) -> None:
-    counts = facts_of(load(0.2, 0)["train"]).class_counts
+    counts = describe_source(load(0.2, 0)["train"]).class_counts
     assert len(counts) == 10
     listed = ",".join(map(repr, compute_balanced_weights(counts)))
     whole = train("whole", 6, *WORDS)

@@ -17,7 +17,7 @@ from pyarrow import parquet
 import trainrun as package
 from trainrun.config.argv import conf_dir, groups, options
 from trainrun.data.readers.builtin.fashion_mnist import find_folder
-from trainrun.data.readers.records.lmdb_file import key_of
+from trainrun.data.readers.records.lmdb_file import build_key
 from trainrun.data.readers.records.record import encode_sample
 from trainrun.data.readers.records.tfrecord import encode_example, frame_record
 from trainrun.errors import DataError
@@ -76,7 +76,7 @@ def lmdb_words(workdir: Path) -> list[str]:
         environment.begin(write=True) as batch,
     ):
         for number, content in enumerate(labelled()):
-            batch.put(key_of(number), content)
+            batch.put(build_key(number), content)
     return ["data.path=a.lmdb", "data.num_classes=3"]
 
 

@@ -15,7 +15,7 @@ from approved import refused
 
 import trainrun
 from trainrun.cli.main import main
-from trainrun.data.readers.class_numbers import RenumberedClasses, renumber_labels, with_training_classes
+from trainrun.data.readers.class_numbers import RenumberedClasses, renumber_labels, use_training_classes
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import CheckpointError, DataError
 
@@ -106,9 +106,9 @@ def test_classes_of_a_data_set_of_ones_own_are_mapped(field: str):
 
 def test_data_that_is_named_in_the_order_of_training_is_left_as_it_is():
     source = Arrays((torch.zeros(2, 1), torch.tensor([0, 1])), ("a", "b"), 2)
-    assert with_training_classes(source, ("a", "b"), "data.val") is source
+    assert use_training_classes(source, ("a", "b"), "data.val") is source
     unnamed = (torch.zeros(2, 1), torch.tensor([0, 1]))
-    assert with_training_classes(unnamed, ("a", "b"), "data.val") is unnamed
+    assert use_training_classes(unnamed, ("a", "b"), "data.val") is unnamed
 
 
 def test_ignored_labels_and_label_maps_are_renumbered():
@@ -128,7 +128,7 @@ def test_what_a_mapped_data_set_says_of_itself_is_passed_on():
         def __getitem__(self, index: int) -> list[int]:
             return [index, self.targets[index]]
 
-    mapped = with_training_classes(Mine(), ("a", "b"), "data.val")
+    mapped = use_training_classes(Mine(), ("a", "b"), "data.val")
     assert isinstance(mapped, RenumberedClasses)
     assert mapped.targets.tolist() == [1, 0, 0]
     assert [mapped[index] for index in range(3)] == [[0, 1], [1, 0], [2, 0]]

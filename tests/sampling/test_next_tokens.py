@@ -10,7 +10,7 @@ from approved import refused
 from torch import Tensor, nn
 
 from trainrun.data.readers.text.tokenizer import BYTES, open_tokenizer
-from trainrun.data.readers.text.trained_tokenizer import trained_file
+from trainrun.data.readers.text.trained_tokenizer import open_trained_file
 from trainrun.errors import PluginError, TrainingError
 from trainrun.model.gpt import Gpt
 from trainrun.model.lstm import Lstm
@@ -91,7 +91,7 @@ def test_what_is_no_language_model_is_refused(model: nn.Module, error: type[Exce
 
 def test_pieces_are_whole_characters_and_give_the_text_again(tmp_path) -> None:
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
-    trained = trained_file("bpe:270", (tmp_path / "a.txt",), "blocks", None, 0.0, tmp_path)
+    trained = open_trained_file("bpe:270", (tmp_path / "a.txt",), "blocks", None, 0.0, tmp_path)
     for tokens in (BYTES, open_tokenizer(trained)[0]):
         ids = encoded(tokens, TEXT)
         found = list(pieces(tokens, ids))

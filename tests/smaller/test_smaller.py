@@ -498,7 +498,9 @@ def test_a_full_disk_leaves_no_half_of_a_run(
 ) -> None:
     assert main(["trainer.max_steps=0", *SHORT[1:]]) == 0
     there: list[bool] = []  # nothing is, before its weights are
-    monkeypatch.setattr(manager, "free_disk_bytes", lambda folder: there.append(Path("small").exists()) or 10)
+    monkeypatch.setattr(
+        manager, "measure_free_disk", lambda folder: there.append(Path("small").exists()) or 10
+    )
     assert main(["quantize", "run", "--to", "int8-dynamic", "--out", "small"]) == 1
     told = capsys.readouterr().err
     assert "nothing of it was kept" in told

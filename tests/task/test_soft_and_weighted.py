@@ -12,7 +12,7 @@ from approved import refused
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor, nn
 
-from trainrun.data.facts import facts_of
+from trainrun.data.facts import describe_source
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.task.classification import Classification
 from trainrun.task.losses import compute_balanced_weights
@@ -53,7 +53,7 @@ def test_places_that_are_ignored_and_soft_targets_are_weighted_too() -> None:
 def test_balanced_is_scikit_learns(as_array: bool) -> None:
     labels = np.array([0, 0, 0, 1, 2, 2, 2, 2, 2, 1])
     target: Any = labels if as_array else torch.tensor(labels)
-    counts = facts_of((some(10, 2), target)).class_counts
+    counts = describe_source((some(10, 2), target)).class_counts
     assert counts == (3, 2, 5)
     wanted = compute_class_weight("balanced", classes=np.arange(3), y=labels)
     assert compute_balanced_weights(counts) == pytest.approx(list(wanted))
@@ -69,14 +69,14 @@ def test_a_data_set_that_lists_its_targets_is_counted() -> None:
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
             return some(2), self.targets[index]
 
-    assert facts_of(Folder()).class_counts == (1, 3)
+    assert describe_source(Folder()).class_counts == (1, 3)
 
 
 @pytest.mark.parametrize(
     "target", [some(4), torch.tensor([[0, 1], [1, 0]]).repeat(2, 1), torch.tensor([0, -100, 1, 1])]
 )
 def test_what_is_no_list_of_classes_is_not_counted(target: Tensor) -> None:
-    assert facts_of((some(4, 2), target)).class_counts == ()
+    assert describe_source((some(4, 2), target)).class_counts == ()
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from trainrun.data.facts import (
     Labels,
     check_labels,
     check_targets_are_classes,
-    class_names_of,
     describe_many_labels,
-    labels_in,
+    find_class_names,
+    find_labels,
 )
 from trainrun.data.overlap.shared_rows import describe_shared_rows
-from trainrun.data.pipeline import open_batches, with_look
+from trainrun.data.pipeline import add_look, open_batches
 from trainrun.data.stream_options import Report, StreamOptions, check_options
 from trainrun.data.tensor_dataset import SplitBuilder
 from trainrun.errors import ConfigError, DataError
@@ -75,12 +75,12 @@ def build_sources(
     notes += [f"{key}: {notice}" for key, notice in notices.items() if notice and isinstance(notice, str)]
     if "train" in named and data.folds is None and data.sampling == "none":
         return sources, None
-    from trainrun.data.order.training_set import Asked, training_set
+    from trainrun.data.order.training_set import Asked, build_training_set
 
     request = Asked(
         data.sampling, data.weights, data.mix, data.folds, data.fold, data.stratified, fold_groups(data)
     )
-    parts, drawn = training_set({name[6:]: sources.pop(name) for name in named}, request, notes)
+    parts, drawn = build_training_set({name[6:]: sources.pop(name) for name in named}, request, notes)
     return {**parts, **sources}, drawn
 
 
@@ -111,18 +111,18 @@ def with_training_names(sources: dict[str, Any], trained: TrainingNames | None) 
 
     Raise DataError if their classes or input columns differ.
     """
-    class_names = {name: class_names_of(source) for name, source in sources.items() if source is not None}
+    class_names = {name: find_class_names(source) for name, source in sources.items() if source is not None}
     trains = next((names for name, names in class_names.items() if split_kind(name) == "train" and names), ())
     classes = tuple(trained.classes) if trained is not None and trained.classes else trains
     inputs = {} if trained is None else trained.inputs
     if not inputs and not any(names and names != classes for names in class_names.values()):
         return sources
-    from trainrun.data.readers.class_numbers import check_input_columns, with_training_classes
+    from trainrun.data.readers.class_numbers import check_input_columns, use_training_classes
 
     changed = dict(sources)
     for name in class_names:
         check_input_columns(sources[name], inputs, split_key(name))
-        changed[name] = with_training_classes(sources[name], classes, split_key(name))
+        changed[name] = use_training_classes(sources[name], classes, split_key(name))
     return changed
 
 
@@ -169,7 +169,7 @@ def options_of_splits(
             options = stream_options(config, parallel, name, report, drawn)
             check_options(options)
             options_by_split[name] = (
-                options if isinstance(source, IterableDataset) else with_look(source, options)
+                options if isinstance(source, IterableDataset) else add_look(source, options)
             )
     return options_by_split
 
@@ -265,9 +265,12 @@ def check_same_inputs(config: RunConfig, sources: dict[str, Any], splits: dict[s
         kind = split_kind(split)
         if not config.data.transform or kind == "train" or transform_key(config, kind):
             continue
-        from trainrun.data.look import kind_of_input
+        from trainrun.data.look import find_kind_of_input
 
-        kinds = [kind_of_input(sources["train"], splits["train"]), kind_of_input(sources[split], options)]
+        kinds = [
+            find_kind_of_input(sources["train"], splits["train"]),
+            find_kind_of_input(sources[split], options),
+        ]
         if all(kinds) and kinds[0] != kinds[1]:
             raise ConfigError(
                 f"data.transform: makes {kinds[0]} of a training sample, and {split_key(split)} gives {kinds[1]} as "
@@ -305,7 +308,7 @@ def check_labels_fit(config: RunConfig, facts: DataFacts, sources: dict[str, Any
         if facts.num_classes > PLAUSIBLE_CLASSES:
             from trainrun.data.wrong_labels import check_number_of_classes
 
-            labels_there = labels_in(sources["train"], "data.train")
+            labels_there = find_labels(sources["train"], "data.train")
             check_number_of_classes(sources["train"], "data.train", labels_there, facts.num_classes)
         if not is_ours:
             return

@@ -16,7 +16,7 @@ from torch import nn
 from trainrun.assemble.data_pipeline import stream_options
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
 from trainrun.assemble.run_plan import DATA
-from trainrun.checkpoint.files import committed_steps
+from trainrun.checkpoint.files import list_committed_steps
 from trainrun.checkpoint.load import (
     Loaded,
     choose_checkpoint,
@@ -27,10 +27,10 @@ from trainrun.checkpoint.load import (
 from trainrun.checkpoint.weights import (
     allocate_buffers,
     check_tensors,
-    evaluated_weights,
+    choose_evaluated_weights,
+    describe_tensors,
+    find_base_weights,
     load_initial,
-    path_of_base_weights,
-    tensor_kinds,
 )
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig, with_values
@@ -91,7 +91,7 @@ def load_network_of_run(run_dir: RunDir, config: RunConfig, which: str) -> nn.Mo
     )
     device = torch.device("cpu")
     model = build_model(config, facts, Single(device).materialize)
-    if (base := path_of_base_weights(config.init_from, loaded)) is not None:
+    if (base := find_base_weights(config.init_from, loaded)) is not None:
         load_initial(model, base, Single(device), config.init)
     model = apply_transforms(config, model, device)
     load_weights(model, loaded, device)
@@ -104,10 +104,10 @@ def load_weights(
     """Load a checkpoint's weights. averaged: True or False chooses them; None prefers averaged ones. Raise
     CheckpointError.
     """
-    weights, _ = evaluated_weights(loaded, model.state_dict(), averaged)
+    weights, _ = choose_evaluated_weights(loaded, model.state_dict(), averaged)
     allocate_buffers(model, weights, device)
-    kinds = tensor_kinds(model.state_dict())
-    check_tensors(loaded.folder.name, "this model", kinds, tensor_kinds(weights))
+    kinds = describe_tensors(model.state_dict())
+    check_tensors(loaded.folder.name, "this model", kinds, describe_tensors(weights))
     model.load_state_dict(weights)
 
 
@@ -226,7 +226,7 @@ def find_checkpoint(ckpt_path: str) -> Path:
     Raise CheckpointError if there is none.
     """
     path = Path(ckpt_path).expanduser().absolute()
-    inside = path if committed_steps(path) else RunDir(path).checkpoints
+    inside = path if list_committed_steps(path) else RunDir(path).checkpoints
     try:
         return (
             resolve_checkpoint(inside, "last") if inside.is_dir() else resolve_checkpoint(path.parent, path)

@@ -18,7 +18,7 @@ import torch
 
 from trainrun.checkpoint.manager import KeepOptions
 from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig, with_values
-from trainrun.data.tensor_dataset import parts_of
+from trainrun.data.tensor_dataset import list_parts
 from trainrun.errors import ConfigError
 from trainrun.instantiate import named_nodes
 from trainrun.interfaces import Batches, Parallel
@@ -324,7 +324,7 @@ def build_fingerprint(
 
     source: the training samples, which may have `files`; otherwise the files at data.train.path are used.
     """
-    named = [files for part in parts_of(source) if (files := getattr(part, "files", None))]
+    named = [files for part in list_parts(source) if (files := getattr(part, "files", None))]
     description = describe_files(chain.from_iterable(named)) if named else ""
     beside = "" if named else data_at((config.data.train or {}).get("path"))
     data = ({DATA: description} if description else {}) | ({PLACE: beside} if beside else {})

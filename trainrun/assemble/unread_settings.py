@@ -11,7 +11,7 @@ from typing import Any
 
 from trainrun.assemble.data_pipeline import split_key
 from trainrun.config.schema import READ, RunConfig, settings, value_of
-from trainrun.data.tensor_dataset import parts_of
+from trainrun.data.tensor_dataset import list_parts
 from trainrun.errors import ConfigError
 from trainrun.instantiate import BUILT, is_node, named_nodes
 from trainrun.interfaces import Parallel
@@ -76,7 +76,7 @@ def node_above(key: str, config: RunConfig) -> str | None:
 
 def unused_arguments(source: Any) -> dict[str, str]:
     """Return the arguments that no part of a source used, with reasons."""
-    each = [getattr(part, "unused_arguments", None) or {} for part in parts_of(source)]
+    each = [getattr(part, "unused_arguments", None) or {} for part in list_parts(source)]
     return {name: reason for name, reason in each[0].items() if all(name in others for others in each)}
 
 

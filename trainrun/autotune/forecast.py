@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD, Optimizer
 
-from trainrun.data.split_batch import num_rows, select_rows, tensors_in
+from trainrun.data.split_batch import count_rows, list_tensors, select_rows
 from trainrun.runtime.child_process import can_fork
 from trainrun.runtime.machine import read_free_bytes
 from trainrun.training.components import Components
@@ -27,10 +27,10 @@ ROWS = 4  # of the small batch
 
 def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer: Optimizer) -> Forecast:
     """Return the bytes of a step. step: forward and backward of a batch, whose traces stay in the model."""
-    count = num_rows(data)
+    count = count_rows(data)
     rows = select_rows(data, 0, min(ROWS, count), count)
     there = {
-        start_of(tensor) for tensor in [*model.parameters(), *model.buffers(), *tensors_in([data, rows])]
+        start_of(tensor) for tensor in [*model.parameters(), *model.buffers(), *list_tensors([data, rows])]
     }
     saved: dict[int, int] = {}
 
@@ -77,7 +77,7 @@ def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
 
     def measure() -> tuple[Forecast, int]:
         (data,) = first_batches(run.train)
-        return forecast(run.model, step, data, run.optimizer), num_rows(data)
+        return forecast(run.model, step, data, run.optimizer), count_rows(data)
 
     try:
         sizes, rows = run_trial(measure, device)

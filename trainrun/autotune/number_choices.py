@@ -36,7 +36,7 @@ from trainrun.autotune.timed_step import (
     run_seconds,
 )
 from trainrun.config.schema import RunConfig
-from trainrun.data.split_batch import num_rows, select_rows, tensors_in
+from trainrun.data.split_batch import count_rows, list_tensors, select_rows
 from trainrun.interfaces import Batches, Parallel
 from trainrun.precision import autocast
 from trainrun.precision.autocast import is_tiny
@@ -91,7 +91,7 @@ class NumberTrial:
 
     def __init__(self, config: RunConfig, step: TimedStep, data: Any) -> None:
         self._config, self._step, self._data = config, step, data
-        self._device, self._count = step.parallel.device, num_rows(data)
+        self._device, self._count = step.parallel.device, count_rows(data)
         self._mode = config.precision.mode
         if self._mode == "auto":
             self._mode = autocast.choose_mode_by_rule(
@@ -102,7 +102,7 @@ class NumberTrial:
         """Return the seconds of a step; None if it takes too long, with a few rows or with the whole batch."""
         few = min(2 if find_batch_norm(self._step.model) else 1, self._count)
         weights = sum(parameter.numel() for parameter in self._step.model.parameters())
-        numbers = tensors_in(self._data)[0]
+        numbers = list_tensors(self._data)[0]
         tokens = 1 if numbers.is_floating_point() else math.prod(numbers.shape[1:2])
         if 6.0 * weights * few * tokens > LONG_FLOP:
             return None

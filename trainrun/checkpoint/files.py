@@ -20,20 +20,20 @@ FOLDER_NAME = re.compile(r"step-(\d{8})", re.ASCII)
 PIECE_BYTES = 8 << 20  # written and hashed at a time
 
 
-def folder_name(step: int) -> str:
+def format_folder_name(step: int) -> str:
     """Return the folder name of a step. Raise CheckpointError for a step of more than eight digits."""
     if not 0 <= step <= MAX_STEP:
         raise CheckpointError(f"cannot save at step {step}: checkpoints are numbered up to {MAX_STEP}")
     return f"step-{step:08d}"
 
 
-def step_in_name(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """Return the step of a checkpoint's folder name; None for any other name."""
     match = FOLDER_NAME.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
-def committed_steps(folder: Path) -> list[int]:
+def list_committed_steps(folder: Path) -> list[int]:
     """Return the steps of all checkpoint folders, oldest first. Other names are ignored."""
     try:
         names = os.listdir(folder)
@@ -41,7 +41,7 @@ def committed_steps(folder: Path) -> list[int]:
         return []
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read ({error.strerror})") from error
-    return sorted(step for name in names if (step := step_in_name(name)) is not None)
+    return sorted(step for name in names if (step := parse_step(name)) is not None)
 
 
 class Written(NamedTuple):
@@ -159,7 +159,7 @@ def explain_disk_errors(what: str, folder: Path, needed_bytes: int = 0) -> Itera
         reason = error.strerror or str(error)
         if error.errno in FULL:
             if error.errno != errno.EFBIG:
-                reason += f" (needs {needed_bytes:,} bytes, {free_disk_bytes(folder):,} are free)"
+                reason += f" (needs {needed_bytes:,} bytes, {measure_free_disk(folder):,} are free)"
             way = f"{FULL[error.errno]}, then: trainrun resume {shlex.quote(str(folder.parent))}"
             raise SaveError(f"{what}: {reason}; {way}") from error
         if error.filename is not None and str(error.filename) not in what:
@@ -167,6 +167,6 @@ def explain_disk_errors(what: str, folder: Path, needed_bytes: int = 0) -> Itera
         raise SaveError(f"{what}: {reason}") from error
 
 
-def free_disk_bytes(folder: Path) -> int:
+def measure_free_disk(folder: Path) -> int:
     """Return the free bytes on the file system of a folder, or of its parent if the folder does not exist."""
     return shutil.disk_usage(folder if folder.exists() else folder.parent).free

@@ -30,11 +30,11 @@ from trainrun.checkpoint.files import (
     PIECE_BYTES,
     FileLayer,
     Written,
-    committed_steps,
     explain_disk_errors,
-    folder_name,
+    format_folder_name,
+    list_committed_steps,
+    parse_step,
     set_aside,
-    step_in_name,
 )
 from trainrun.checkpoint.save import (
     FORMAT,
@@ -342,7 +342,7 @@ def read_manifest(folder: Path) -> Manifest:
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"{path}: longer than {MAX_MANIFEST_BYTES} bytes")
     manifest = parse_manifest(data, str(path))
-    if step_in_name(folder.name) != manifest.step:
+    if parse_step(folder.name) != manifest.step:
         raise CheckpointError(
             f"{folder}: the folder is {folder.name}, its manifest says step {manifest.step}"
         )
@@ -430,21 +430,21 @@ def resolve_checkpoint(folder: Path, which: str | Path) -> Path:
     """
     word = str(which)
     if word == "last":
-        steps = committed_steps(folder)
+        steps = list_committed_steps(folder)
         if not steps:
             raise CheckpointError(f"{folder.parent}: the run has no checkpoint{_describe_end(folder.parent)}")
-        return folder / folder_name(steps[-1])
+        return folder / format_folder_name(steps[-1])
     if word == "best":
-        best = best_checkpoint(folder)
+        best = find_best_checkpoint(folder)
         if best is None:
             raise CheckpointError(
                 f"best: no checkpoint in {folder} was chosen by a metric; {_describe_choices(folder)}"
             )
         return best
-    path = folder / word if step_in_name(word) is not None else Path(word).expanduser().absolute()
+    path = folder / word if parse_step(word) is not None else Path(word).expanduser().absolute()
     if not path.exists():
         raise CheckpointError(f"{word}: no such checkpoint; {_describe_choices(folder)}")
-    if step_in_name(path.name) is None or not (path / MANIFEST).is_file():
+    if parse_step(path.name) is None or not (path / MANIFEST).is_file():
         raise CheckpointError(
             f"{word}: not a trainrun checkpoint (a folder step-XXXXXXXX with {MANIFEST}); "
             f"{_describe_foreign(path)}{_describe_choices(folder)}"
@@ -470,21 +470,21 @@ def _describe_foreign(path: Path) -> str:
 
 
 def _describe_choices(folder: Path) -> str:
-    names = [folder_name(step) for step in committed_steps(folder)]
+    names = [format_folder_name(step) for step in list_committed_steps(folder)]
     if not names:
         return f"there is none in {folder}"
     best = []
     with suppress(CheckpointError):
-        best = ["best"] if best_checkpoint(folder) else []
+        best = ["best"] if find_best_checkpoint(folder) else []
     return f"there are: {', '.join([*best, 'last', *names[-5:]])}"
 
 
-def committed_metrics(folder: Path) -> dict[int, Metric]:
+def read_committed_metrics(folder: Path) -> dict[int, Metric]:
     """Return the metrics of all checkpoints whose manifest is intact and has one, by step, oldest first."""
     metrics: dict[int, Metric] = {}
-    for step in committed_steps(folder):
+    for step in list_committed_steps(folder):
         with suppress(CheckpointError):  # reported when somebody loads that checkpoint
-            metric = read_manifest(folder / folder_name(step)).metric
+            metric = read_manifest(folder / format_folder_name(step)).metric
             if metric is not None:
                 metrics[step] = metric
     return metrics
@@ -494,16 +494,16 @@ def choose_checkpoint(folder: Path, which: str | None = None) -> str:
     """Return `which` if it is given, else "best", or "last" if no checkpoint has a metric."""
     if which is not None:
         return which
-    return "last" if best_checkpoint(folder) is None else "best"
+    return "last" if find_best_checkpoint(folder) is None else "best"
 
 
-def best_checkpoint(folder: Path) -> Path | None:
+def find_best_checkpoint(folder: Path) -> Path | None:
     """Return the folder of the best step according to the manifests; None if no manifest has a metric.
 
     `best.json` is only a cross-check: it names the best step from when all manifests were intact. If it names
     another step and a manifest is damaged, the best is unknown: raise CheckpointError.
     """
-    metrics = committed_metrics(folder)
+    metrics = read_committed_metrics(folder)
     newest = next(reversed(metrics.values()), None)
     best = None
     if newest is not None:
@@ -513,13 +513,13 @@ def best_checkpoint(folder: Path) -> Path | None:
             for step, metric in metrics.items()
             if metric.name == newest.name and math.isfinite(metric.value)
         ]
-        best = folder / folder_name(min(ranked)[1]) if ranked else None
+        best = folder / format_folder_name(min(ranked)[1]) if ranked else None
     recorded = _read_recorded_best(folder)
     if recorded == (None if best is None else best.name):
         return best
     try:
-        for step in committed_steps(folder):
-            read_manifest(folder / folder_name(step))
+        for step in list_committed_steps(folder):
+            read_manifest(folder / format_folder_name(step))
     except CheckpointError as error:
         raise CheckpointError(
             f"best: {error}, so which checkpoint is the best is not known; name one, as last"
@@ -535,7 +535,7 @@ def _read_recorded_best(folder: Path) -> str | None:
         name = value["entries"][0]["folder"]
     except (CheckpointError, LookupError, TypeError):
         return None
-    return name if isinstance(name, str) and step_in_name(name) is not None else None
+    return name if isinstance(name, str) and parse_step(name) is not None else None
 
 
 # ---- loading by all ranks together
@@ -578,11 +578,11 @@ def load_latest(
     """
     faults: list[str] = []
 
-    def newest_folder_name() -> str | None:
-        steps = committed_steps(folder)
-        return folder_name(steps[-1]) if steps else None
+    def find_newest_folder() -> str | None:
+        steps = list_committed_steps(folder)
+        return format_folder_name(steps[-1]) if steps else None
 
-    while (name := run_on_rank_zero(parallel, newest_folder_name)) is not None:
+    while (name := run_on_rank_zero(parallel, find_newest_folder)) is not None:
         try:
             loaded = load_together(folder / name, parallel, run_id)
         except Incompatible:

@@ -32,17 +32,17 @@ from typing import Any, NamedTuple, Protocol
 from trainrun.checkpoint.files import (
     FileLayer,
     Written,
-    committed_steps,
     explain_disk_errors,
-    folder_name,
-    free_disk_bytes,
+    format_folder_name,
+    list_committed_steps,
+    measure_free_disk,
 )
 from trainrun.checkpoint.load import (
     BEST,
     Loaded,
-    committed_metrics,
     is_intact_checkpoint,
     load_latest,
+    read_committed_metrics,
     read_manifest,
 )
 from trainrun.checkpoint.save import (
@@ -110,21 +110,21 @@ class Ranking:
     def admits_entry(self, entry: Entry) -> bool:
         """Return whether the step is new, its value finite, and among the best."""
         is_new = all(entry.step != other.step for other in self.entries)
-        return is_new and math.isfinite(entry.value) and entry in self._ranked_with(entry)
+        return is_new and math.isfinite(entry.value) and entry in self._rank_with(entry)
 
     def add(self, entry: Entry) -> None:
         """Add an entry if it is admitted. The worst entry may drop out."""
         if self.admits_entry(entry):
-            self.entries = self._ranked_with(entry)
+            self.entries = self._rank_with(entry)
 
     def contains_step(self, step: int, beside: Entry) -> bool:
         """Return whether a step would still be among the best after `beside` is added."""
-        return any(entry.step == step for entry in self._ranked_with(beside))
+        return any(entry.step == step for entry in self._rank_with(beside))
 
     def remove(self, step: int) -> None:
         self.entries = [entry for entry in self.entries if entry.step != step]
 
-    def _ranked_with(self, entry: Entry) -> list[Entry]:
+    def _rank_with(self, entry: Entry) -> list[Entry]:
         ranked = sorted([*self.entries, entry], key=lambda one: (self._sign * one.value, one.step))
         return ranked[: self._size]
 
@@ -304,7 +304,7 @@ class CheckpointManager:
         """Step and value of the best checkpoint so far by the current `checkpoint.monitor`; None without one."""
         return next(((entry.step, entry.value) for entry in self._ranking.entries), None)
 
-    def best_of_other_steps(self, step: int) -> tuple[int, float] | None:
+    def find_other_best(self, step: int) -> tuple[int, float] | None:
         """Return step and value of the best checkpoint other than `step`; None without one."""
         others = ((entry.step, entry.value) for entry in self._ranking.entries if entry.step != step)
         return next(others, None)
@@ -332,7 +332,7 @@ class CheckpointManager:
             return "last"
         return "best" if self._is_best(state) else None
 
-    def _metric_of(self, state: TrainState) -> Metric | None:
+    def _read_metric(self, state: TrainState) -> Metric | None:
         """Return the monitored metric of the current step; None if it was not measured or is not finite."""
         name = self.options.monitor
         if name is None or self.options.save_top_k == 0 or state.validated_step != state.step:
@@ -343,7 +343,7 @@ class CheckpointManager:
     def _is_best(self, state: TrainState) -> bool:
         if state.validated_step != state.step:
             return False
-        metric = self._metric_of(state)
+        metric = self._read_metric(state)
         return metric is not None and self._ranking.admits_entry(Entry(state.step, metric.value))
 
     # ---- one save
@@ -357,7 +357,7 @@ class CheckpointManager:
         return build_part(self._parallel.rank, shared_tree, rank_tree)
 
     def _start_save(self, run: HasState, state: TrainState, kind: str, saved_before: int) -> None:
-        metric = self._metric_of(state)
+        metric = self._read_metric(state)
         manifest = Manifest(
             self._run_id,
             state.step,
@@ -415,7 +415,7 @@ class CheckpointManager:
 
     def _is_superseded(self, save: SaveInProgress, state: TrainState) -> bool:
         """Return whether the save is still in memory only, and no longer among the best once `state` is added."""
-        metric = self._metric_of(state)
+        metric = self._read_metric(state)
         if metric is None or not save.is_held:
             return False
         return not self._ranking.contains_step(save.manifest.step, beside=Entry(state.step, metric.value))
@@ -425,7 +425,7 @@ class CheckpointManager:
         stays.
         """
         step, needed_bytes = save.manifest.step, save.num_bytes
-        target = self.folder / folder_name(step)
+        target = self.folder / format_folder_name(step)
         failure = f"cannot save checkpoint {target}"
 
         def make_folder() -> str | None:
@@ -436,7 +436,7 @@ class CheckpointManager:
                     and is_intact_checkpoint(target, self._run_id)
                 )
                 place = self.folder if self.folder.is_dir() else self.folder.parent
-                if not is_saved and free_disk_bytes(place) < needed_bytes:
+                if not is_saved and measure_free_disk(place) < needed_bytes:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._before_commit()
             if is_saved:
@@ -470,7 +470,7 @@ class CheckpointManager:
             save.temporary = None
         self._delete_superfluous(save.ranked, save.notes.append)
         if self._mirror is not None:
-            self._mirror.offer(self.folder / folder_name(save.manifest.step))
+            self._mirror.offer(self.folder / format_folder_name(save.manifest.step))
 
     def finish_save(self, state: TrainState | None) -> int | None:
         """Wait for the save in progress; return its step, or None if no save is in progress.
@@ -515,9 +515,9 @@ class CheckpointManager:
 
     def _add_metric(self, state: TrainState) -> None:
         """Add the metric to the committed checkpoint of the current step and to the ranking."""
-        metric = self._metric_of(state)
+        metric = self._read_metric(state)
         assert metric is not None
-        folder = self.folder / folder_name(state.step)
+        folder = self.folder / format_folder_name(state.step)
 
         def add_metric() -> None:
             replace_manifest(folder, read_manifest(folder), metric, self._files)
@@ -542,7 +542,7 @@ class CheckpointManager:
 
     def _delete_superfluous(self, ranked: list[Entry], note: Note) -> None:
         """Write `best.json`, and delete the checkpoints that are neither among the newest nor among the best."""
-        steps = committed_steps(self.folder)
+        steps = list_committed_steps(self.folder)
         best = [entry for entry in ranked if entry.step in steps]
         if self.options.monitor is not None and best:
             with explain_disk_errors(f"cannot write {BEST} in {self.folder}", self.folder):
@@ -553,7 +553,7 @@ class CheckpointManager:
 
     def _write_best(self, best: list[Entry]) -> None:
         """Replace `best.json` atomically. It is for people and tools; the manifests hold the same facts."""
-        entries = [{**entry._asdict(), "folder": folder_name(entry.step)} for entry in best]
+        entries = [{**entry._asdict(), "folder": format_folder_name(entry.step)} for entry in best]
         content = {"metric": self.options.monitor, "mode": self.options.mode, "entries": entries}
         temporary = self.folder / f".tmp-best-{secrets.token_hex(4)}"
         try:
@@ -569,7 +569,7 @@ class CheckpointManager:
         renamed: list[Path] = []
         try:
             for step in steps:
-                path = self.folder / folder_name(step)
+                path = self.folder / format_folder_name(step)
                 target = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
                 self._files.rename(path, target)
                 renamed.append(target)
@@ -611,7 +611,7 @@ class CheckpointManager:
         options = self.options
 
         def read() -> list[tuple[str, str, int, float]]:
-            metrics = committed_metrics(self.folder)
+            metrics = read_committed_metrics(self.folder)
             return [(metric.name, metric.mode, step, metric.value) for step, metric in metrics.items()]
 
         rows = run_on_rank_zero(self._parallel, read)

@@ -25,7 +25,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from trainrun.checkpoint.files import PIECE_BYTES, Written, committed_steps, folder_name, step_in_name
+from trainrun.checkpoint.files import (
+    PIECE_BYTES,
+    Written,
+    format_folder_name,
+    list_committed_steps,
+    parse_step,
+)
 from trainrun.checkpoint.load import BEST, parse_manifest, read_manifest
 from trainrun.checkpoint.save import MANIFEST
 from trainrun.errors import CheckpointError, ConfigError
@@ -160,7 +166,7 @@ class ObjectStoreMirror:
 
     def _check_owner(self) -> None:
         """Raise CheckpointError if the folder of the store has checkpoints of another run."""
-        for name in stored_steps(self._store, self._root)[-1:]:
+        for name in list_stored_steps(self._store, self._root)[-1:]:
             path = f"{self._root}/{name}/{MANIFEST}"
             other = parse_manifest(self._store.cat_file(path), path).run_id
             if other != self._run_id:
@@ -189,7 +195,7 @@ class ObjectStoreMirror:
             self._changed.notify_all()
 
     def _remove_old(self, kept: frozenset[str]) -> None:
-        names = stored_steps(self._store, self._root)
+        names = list_stored_steps(self._store, self._root)
         for name in names[: -self.keep]:
             if name not in kept:
                 self._remove(f"{self._root}/{name}/{MANIFEST}")
@@ -207,7 +213,7 @@ def open_upload(folder: Path) -> Upload:
     manifest = read_manifest(folder)
     with ExitStack() as stack:
 
-        def opened(path: Path) -> HeldFile:
+        def open_object(path: Path) -> HeldFile:
             file = stack.enter_context(open(path, "rb"))
             return HeldFile(file, os.fstat(file.fileno()).st_size)
 
@@ -215,13 +221,15 @@ def open_upload(folder: Path) -> Upload:
         names = [*MIRRORED, *(path.name for path in run.root.glob("seal-*.txt"))]
         for name in names:
             with suppress(FileNotFoundError):
-                run_files[name] = opened(run.root / name)
-        files = {name: opened(folder / name) for name in manifest.files}
+                run_files[name] = open_object(run.root / name)
+        files = {name: open_object(folder / name) for name in manifest.files}
         text = (folder / MANIFEST).read_bytes()
-        return Upload(folder.name, run_files, files, text, manifest.files, best_steps(run), stack.pop_all())
+        return Upload(
+            folder.name, run_files, files, text, manifest.files, read_best_steps(run), stack.pop_all()
+        )
 
 
-def best_steps(run: RunDir) -> frozenset[str]:
+def read_best_steps(run: RunDir) -> frozenset[str]:
     """Return the names of the best checkpoints of a run, as `best.json` lists them."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         entries = json.loads((run.checkpoints / BEST).read_bytes())["entries"]
@@ -229,11 +237,11 @@ def best_steps(run: RunDir) -> frozenset[str]:
     return frozenset()
 
 
-def stored_steps(store: Any, root: str) -> list[str]:
+def list_stored_steps(store: Any, root: str) -> list[str]:
     """Return the names of the steps in the store that have a manifest, oldest first."""
     store.invalidate_cache()
     names = {str(path).rstrip("/").split("/")[-2] for path in store.glob(f"{root}/step-*/{MANIFEST}")}
-    return sorted(name for name in names if step_in_name(name) is not None)
+    return sorted(name for name in names if parse_step(name) is not None)
 
 
 # ---- a run of a store on a fresh machine
@@ -248,7 +256,7 @@ def fetch_run(url: str, say: Callable[[str], None]) -> Path:
     store, root = open_store(url, "RUN_DIR")
     folder = Path("outputs").absolute() / root.rpartition("/")[2]
     try:
-        steps = stored_steps(store, root)
+        steps = list_stored_steps(store, root)
         if not steps:
             raise ConfigError(f"RUN_DIR={url}: no whole checkpoint is there (no step-*/{MANIFEST})")
         if folder.exists():
@@ -264,10 +272,10 @@ def fetch_run(url: str, say: Callable[[str], None]) -> Path:
 
 def check_same_run(url: str, folder: Path, newest: str) -> None:
     """Raise ConfigError if a folder holds something else than the run, or an older state of it."""
-    steps = committed_steps(folder / "checkpoints")
+    steps = list_committed_steps(folder / "checkpoints")
     is_run = RunDir(folder).config.is_file()
-    if not is_run or not steps or folder_name(steps[-1]) < newest:
-        held = f"the run up to {folder_name(steps[-1])}" if is_run and steps else "something else"
+    if not is_run or not steps or format_folder_name(steps[-1]) < newest:
+        held = f"the run up to {format_folder_name(steps[-1])}" if is_run and steps else "something else"
         raise ConfigError(
             f"RUN_DIR={url}: {folder} holds {held}, and the store has {newest}; rename or remove that folder"
         )

@@ -43,7 +43,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from trainrun.checkpoint.files import FileLayer, Written, explain_disk_errors, folder_name, set_aside
+from trainrun.checkpoint.files import FileLayer, Written, explain_disk_errors, format_folder_name, set_aside
 from trainrun.errors import CheckpointError, SaveError
 from trainrun.interfaces import Parallel, TensorShard
 from trainrun.runtime.foreach_copy import copy_
@@ -331,7 +331,7 @@ def format_manifest(manifest: Manifest) -> bytes:
 
 def make_temporary_folder(root: Path, step: int, files: FileLayer) -> str:
     """Make a temporary folder beside the target of a save; return its name."""
-    name = f".tmp-{folder_name(step)}-{secrets.token_hex(4)}"
+    name = f".tmp-{format_folder_name(step)}-{secrets.token_hex(4)}"
     files.mkdir(root / name)
     return name
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trainrun.checkpoint.load import (
     Loaded,
-    best_checkpoint,
+    find_best_checkpoint,
     load_together,
     open_regular_file,
     read_tensors,
@@ -130,7 +130,7 @@ class FrozenBase:
             )
 
 
-def path_of_base_weights(init_from: str | None, loaded: Loaded) -> str | None:
+def find_base_weights(init_from: str | None, loaded: Loaded) -> str | None:
     """Return the path of the weights that a checkpoint leaves out: `init_from` if it exists, else the path in the
     checkpoint.
 
@@ -172,7 +172,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def evaluated_weights(
+def choose_evaluated_weights(
     loaded: Loaded, live: Mapping[str, Tensor] | None = None, wish: bool | None = None
 ) -> tuple[dict[str, Tensor], bool]:
     """Return the weights with which a checkpoint is evaluated, and whether they are averaged.
@@ -234,12 +234,12 @@ def _select_tensors(
     device = next((tensor.device for tensor in here.values()), torch.device("cpu"))
     allocate_buffers(model, {name: tensor for name, tensor in there.items() if name in made}, device)
     here = model.state_dict()
-    expected = {name: tensor_kind(tensor) for name, tensor in here.items() if name not in skipped}
+    expected = {name: describe_tensor(tensor) for name, tensor in here.items() if name not in skipped}
     converted = {
         name: _convert_dtype(tensor, here.get(name)) for name, tensor in there.items() if name not in skipped
     }
     _add_tied_names({name: here[name] for name in expected}, converted)
-    kinds = tensor_kinds(converted)
+    kinds = describe_tensors(converted)
     selected = {name: converted[name] for name in expected if expected[name] == kinds.get(name)}
     if chosen.strict or not selected:
         check_tensors(
@@ -307,9 +307,9 @@ def _rename_tensors(tensors: Mapping[str, Tensor], rename: Mapping[str, str]) ->
     renamed: dict[str, Tensor] = {}
     used = set()
     for name, tensor in tensors.items():
-        old = next((old for old in rename if name.startswith(_prefix_of(old))), None)
+        old = next((old for old in rename if name.startswith(_find_prefix(old))), None)
         used.add(old)
-        new = name if old is None else f"{rename[old]}{name.removeprefix(_prefix_of(old))}"
+        new = name if old is None else f"{rename[old]}{name.removeprefix(_find_prefix(old))}"
         if new in renamed:
             raise CheckpointError(f"init.rename: two tensors there would be {new}")
         renamed[new] = tensor
@@ -324,7 +324,7 @@ def _rename_tensors(tensors: Mapping[str, Tensor], rename: Mapping[str, str]) ->
     return renamed
 
 
-def _prefix_of(old: str) -> str:
+def _find_prefix(old: str) -> str:
     return "" if old == EVERY else old
 
 
@@ -353,7 +353,7 @@ def _read_source(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor]
     name, why = run_on_rank_zero(parallel, lambda: _choose_checkpoint(path))
     if name:
         loaded = load_together(Path(name), parallel, None)
-        weights, averaged = evaluated_weights(loaded)
+        weights, averaged = choose_evaluated_weights(loaded)
         of_run = f" ({loaded.folder.name}{why})" if why else ""
         return loaded.folder.name, weights, of_run + (", averaged" if averaged else "")
     if path.is_dir():
@@ -472,7 +472,7 @@ def _choose_checkpoint(path: Path) -> tuple[str, str]:
         if any((path / name).is_file() for name in (INDEX, SINGLE)):
             return "", ""
         return str(resolve_checkpoint(path.parent, path)), ""
-    best = best_checkpoint(checkpoints)
+    best = find_best_checkpoint(checkpoints)
     return (
         (str(best), ", the best")
         if best is not None
@@ -480,12 +480,12 @@ def _choose_checkpoint(path: Path) -> tuple[str, str]:
     )
 
 
-def tensor_kinds(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
+def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
     """Return shape and dtype by name, for example of a `state_dict()`."""
-    return {name: tensor_kind(tensor) for name, tensor in tensors.items()}
+    return {name: describe_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def tensor_kind(tensor: Tensor) -> Kind:
+def describe_tensor(tensor: Tensor) -> Kind:
     return tuple(tensor.shape), tensor.dtype
 
 

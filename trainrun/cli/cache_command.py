@@ -6,7 +6,14 @@ from datetime import datetime
 from pathlib import Path
 
 from trainrun.cli.run_arguments import Parser
-from trainrun.data.cache.room import LIMIT, DiskCache, caches_in, known_folders, limit_on, remove_unfinished
+from trainrun.data.cache.room import (
+    LIMIT,
+    DiskCache,
+    list_cache_folders,
+    list_caches,
+    read_limit,
+    remove_unfinished,
+)
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import counted, quantity, report_result, say
 
@@ -31,8 +38,8 @@ def main(argv: list[str]) -> int:
     for folder in words.folder:
         if not folder.is_dir():
             raise ConfigError(f"cache --folder={folder}: no such folder")
-    folders = [folder.expanduser() for folder in words.folder] or known_folders()
-    caches = caches_in(folders)
+    folders = [folder.expanduser() for folder in words.folder] or list_cache_folders()
+    caches = list_caches(folders)
     if words.action == "clear":
         clear(caches, folders)
     else:
@@ -54,7 +61,7 @@ def show(caches: list[DiskCache]) -> None:
     report_result(caches=rows, bytes=total)
     summary = f"{counted(len(caches), 'cache')}, {quantity(total)}B"
     if caches:
-        summary += f" of at most {quantity(limit_on(caches[0].path.parent))}B on a disk ({LIMIT})"
+        summary += f" of at most {quantity(read_limit(caches[0].path.parent))}B on a disk ({LIMIT})"
     say(summary)
 
 

@@ -36,7 +36,7 @@ from trainrun.config.saved_values import remember, values_to_save, with_home_fol
 from trainrun.config.schema import RunConfig, setting_fields, settings, value_of, with_values
 from trainrun.config.tuned_settings import stale
 from trainrun.config.validate import check_config, target_argument_faults
-from trainrun.data.readers.path_contents import data_options
+from trainrun.data.readers.path_contents import list_data_options
 from trainrun.errors import ConfigError, DataError
 from trainrun.folder.status import find_best_run, is_sweep
 from trainrun.limits import NODES, choices_of
@@ -128,7 +128,7 @@ def groups_of_experiment(words: CommandLine, folders: list[Path]) -> set[str]:
 
 def settings_for_path(path: str) -> list[list[str]]:
     """Return a list of settings for each option that can read the path."""
-    ways = {option: [f"data={option}", *MODELS_OF_DATA.get(option, ())] for option in data_options(path)}
+    ways = {option: [f"data={option}", *MODELS_OF_DATA.get(option, ())] for option in list_data_options(path)}
     if "image_folder" in ways and "csv" in ways:
         tables = sorted(file.name for file in Path(path).expanduser().glob("*.csv"))
         ways["image_folder"] += [f"data.train.labels={quote_path(name, False)}" for name in tables[:1]]

@@ -14,7 +14,7 @@ from trainrun.config.schema import (
     settings,
     validation_nodes,
 )
-from trainrun.data.readers.path_contents import data_options
+from trainrun.data.readers.path_contents import list_data_options
 from trainrun.instantiate import TARGET, is_node, named_nodes, target_name
 from trainrun.limits import EPOCH, NAMED, NODE, NODES, Duration, is_finite, parse_interval
 
@@ -361,7 +361,7 @@ def unread_path(config: RunConfig) -> list[str]:
     )
     if path is None or has_reader:
         return []
-    readers = " or ".join(f"data={option}" for option in data_options(path))
+    readers = " or ".join(f"data={option}" for option in list_data_options(path))
     return [
         f"data.path={path}: nothing reads it with data={config.data.name}; say what it is, as "
         f"{readers or 'data=csv, data=text or data=image_folder'} (trainrun --help data), or leave it out"

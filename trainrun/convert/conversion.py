@@ -28,7 +28,7 @@ from trainrun.convert.folder import (
 from trainrun.convert.output_formats import FORMATS, Format, Npy, encoded_facts
 from trainrun.convert.source import DEST, fill_dest
 from trainrun.convert.split_samples import Samples, iterate_encoded, leaves_of
-from trainrun.data.cache.fingerprint import own_fingerprint
+from trainrun.data.cache.fingerprint import fingerprint_source
 from trainrun.data.readers.records.record import META_NAME
 from trainrun.data.tensor_dataset import SplitBuilder
 from trainrun.errors import ConfigError, DataError
@@ -184,7 +184,7 @@ def read_splits(config: DataConfig) -> tuple[str, dict[str, Samples]]:
         source = builder.build(node, f"data.{name}", name)
         if source is None:  # there is no test data
             continue
-        digest.update(f"{name} {node} {own_fingerprint(source)}".encode())
+        digest.update(f"{name} {node} {fingerprint_source(source)}".encode())
         splits[name] = samples = Samples(source, f"data.{name}")
         digest.update(f"{len(samples)} {samples.class_names}".encode())
         for path, leaf in (leaf for sample in samples.probes for leaf in leaves_of(sample)):

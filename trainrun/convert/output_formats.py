@@ -23,12 +23,12 @@ from trainrun.convert.folder import DISK_FULL
 from trainrun.convert.sample_fields import OTHER_FORMATS, Field, check_values, sample_fields
 from trainrun.convert.split_samples import Samples, array_of
 from trainrun.data.readers.column_store import GrowingFile
-from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.records.lmdb_file import key_of
+from trainrun.data.readers.optional_packages import import_extra
+from trainrun.data.readers.records.lmdb_file import build_key
 from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, encode_sample
 from trainrun.data.readers.records.tfrecord import SAMPLE, encode_example, frame_record
 from trainrun.data.readers.records.webdataset import WHOLE
-from trainrun.data.readers.tables.arrow_columns import pyarrow
+from trainrun.data.readers.tables.arrow_columns import import_pyarrow
 from trainrun.errors import DataError
 from trainrun.interfaces import TARGET_KEYS
 
@@ -93,7 +93,7 @@ class Hdf5:
     ending, is_sharded, has_facts, as_files = ".h5", False, False, False
 
     def __init__(self, samples: Samples) -> None:
-        self._h5py = extra("h5py", "hdf5", "hdf5")
+        self._h5py = import_extra("h5py", "hdf5", "hdf5")
         self._samples, self.fields = samples, fixed_fields(samples, "hdf5")
 
     def encode(self, number: int, sample: Any) -> list[Any]:
@@ -125,10 +125,10 @@ class Lmdb:
     ending, is_sharded, has_facts, as_files = ".lmdb", False, False, True
 
     def __init__(self, samples: Samples) -> None:
-        self._lmdb, self._samples = extra("lmdb", "lmdb", "lmdb"), samples
+        self._lmdb, self._samples = import_extra("lmdb", "lmdb", "lmdb"), samples
 
     def encode(self, number: int, sample: Any) -> tuple[bytes, bytes]:
-        return key_of(number), encode_record(self._samples, number, sample)
+        return build_key(number), encode_record(self._samples, number, sample)
 
     def write(self, paths: Sequence[Path], items: Iterator[Any], count: int) -> None:
         options = {"subdir": False, "map_size": LMDB_MAP_BYTES, "lock": False, "sync": False}
@@ -156,7 +156,7 @@ class TFRecord:
     ending, is_sharded, has_facts, as_files = ".tfrecord", True, True, True
 
     def __init__(self, samples: Samples) -> None:
-        extra("google_crc32c", "tfrecord", "tfrecord")
+        import_extra("google_crc32c", "tfrecord", "tfrecord")
         self._samples = samples
 
     def encode(self, number: int, sample: Any) -> bytes:
@@ -226,7 +226,7 @@ class Parquet:
     ending, is_sharded, has_facts, as_files = ".parquet", True, False, True
 
     def __init__(self, samples: Samples) -> None:
-        self._parquet, self._samples = pyarrow("pyarrow.parquet"), samples
+        self._parquet, self._samples = import_pyarrow("pyarrow.parquet"), samples
         self.fields = sample_fields(samples, "parquet", samples.has_files, may_be_ragged=True)
         self._is_dict = any(isinstance(part, dict) for part in as_parts(samples.probes[0]))
         check_columns(samples, self.fields, self._is_dict)
@@ -249,7 +249,7 @@ class Parquet:
         with self._parquet.ParquetWriter(paths[0], schema, **options) as writer:
             while rows := list(islice(items, self._rows)):
                 cells = zip(self.fields, zip(*rows, strict=True), strict=True)
-                table = pyarrow().table([column_of(*pair) for pair in cells], schema=schema)
+                table = import_pyarrow().table([column_of(*pair) for pair in cells], schema=schema)
                 writer.write_table(table, row_group_size=self._rows)
 
     def settings(self) -> list[str]:
@@ -268,8 +268,10 @@ class Parquet:
         if self._class_names and self._target is not None:
             features[self._target.name] = {"names": list(self._class_names), "_type": "ClassLabel"}
         metadata = json.dumps({"info": {"features": features}}).encode()
-        columns = [pyarrow().field(field.name, column_type(field), nullable=False) for field in self.fields]
-        return pyarrow().schema(columns, metadata={b"huggingface": metadata})
+        columns = [
+            import_pyarrow().field(field.name, column_type(field), nullable=False) for field in self.fields
+        ]
+        return import_pyarrow().schema(columns, metadata={b"huggingface": metadata})
 
 
 FORMATS: dict[str, type[Any]] = {
@@ -284,7 +286,7 @@ def column_dtype(field: Field) -> np.dtype[Any]:
 
 def column_type(field: Field) -> Any:
     """Return Arrow's type of a field."""
-    arrow = pyarrow()
+    arrow = import_pyarrow()
     if field.is_file:
         return arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
     number = arrow.from_numpy_dtype(column_dtype(field))
@@ -297,7 +299,7 @@ def column_of(field: Field, cells: Sequence[Any]) -> Any:
     """Return the values of a field in several samples as an Arrow array."""
     if not field.is_file:
         cells = [np.ravel(cell).astype(column_dtype(field), copy=False) for cell in cells]
-    return pyarrow().array(np.concatenate(cells) if field.is_number else cells, column_type(field))
+    return import_pyarrow().array(np.concatenate(cells) if field.is_number else cells, column_type(field))
 
 
 def fixed_fields(samples: Samples, to: str) -> tuple[Field, ...]:

@@ -6,7 +6,7 @@ import glob
 from pathlib import Path
 
 from trainrun.convert.folder import read_journal
-from trainrun.data.readers.path_contents import data_options
+from trainrun.data.readers.path_contents import list_data_options
 from trainrun.errors import ConfigError
 
 DEST = "{dest}"
@@ -42,7 +42,7 @@ def _group_of(source: str, place: Path, groups: list[str]) -> str:
     """Return the data group that reads a path. Raise ConfigError if none or several do."""
     way = f"say which data group reads it: --data {' or '.join(groups)}"
     if place.is_dir():
-        found = data_options(source)
+        found = list_data_options(source)
         if len(found) == 1:
             return found[0]
         several = f"has files of several kinds ({', '.join(found)})"
@@ -51,7 +51,7 @@ def _group_of(source: str, place: Path, groups: list[str]) -> str:
         )
     if not place.exists() and not (glob.has_magic(source) or "{" in source):
         raise ConfigError(f"{source}: no such place, and no data group of this name (trainrun --help data)")
-    found = data_options(source)
+    found = list_data_options(source)
     if len(found) != 1:
         raise ConfigError(f"{source}: its ending tells nothing of its kind; {way}")
     if place.name.endswith(".npy"):

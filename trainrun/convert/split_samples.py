@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import is_integer
-from trainrun.data.facts import facts_of
+from trainrun.data.facts import describe_source
 from trainrun.data.readers.pictures.decode import Form
 from trainrun.data.readers.pictures.image_folder import ImageFolder
 from trainrun.data.readers.reader_protocol import ReaderDataset
 from trainrun.data.readers.records.values import PICTURE_MAGICS
-from trainrun.data.tensor_dataset import Columns, columns_of, length_of
+from trainrun.data.tensor_dataset import Columns, find_columns, measure_length
 from trainrun.errors import DataError, TrainrunError
 from trainrun.user_code import line_of
 
@@ -41,16 +41,16 @@ class Samples:
         self.source, self.key = source, key
         self.num_probes, self.tolerance = num_probes, tolerance
         self.sequential = isinstance(source, IterableDataset)
-        self.columns: Columns | None = None if self.sequential else columns_of(source, key)
+        self.columns: Columns | None = None if self.sequential else find_columns(source, key)
         self._rows = source if self.columns is None else self.columns
         self.form = form_of_files(source)
         self._position = 0
         self._rest: Iterator[Any] = iter(())
         with self._errors_name(0):
-            self._length = sum(1 for _ in source) if self.sequential else length_of(self._rows, key)
+            self._length = sum(1 for _ in source) if self.sequential else measure_length(self._rows, key)
         if self._length == 0:
             raise DataError(f"{key}: the data set is empty; there is nothing to convert")
-        facts = facts_of(source, key)
+        facts = describe_source(source, key)
         target = None if self.columns is None else self.columns.target()
         has_labels = target is None or is_integer(target)
         self.class_names, self.num_classes = facts.class_names, facts.num_classes if has_labels else None

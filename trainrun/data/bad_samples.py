@@ -50,7 +50,7 @@ class Skips:
             message = (
                 f"data.max_skipped_fraction={self._max_share:g}: {self._number} of the first {self._seen:.0f} "
                 f"samples of {self._key} in epoch {self._epoch} cannot be read, more than this fraction of "
-                f"{among:.0f}; mend them or raise the fraction. {self._shown()}"
+                f"{among:.0f}; mend them or raise the fraction. {self._describe()}"
             )
             self._faults, self._number = [], 0  # said here, and not once more at the end
             raise DataError(message)
@@ -61,10 +61,10 @@ class Skips:
             plural = "sample was" if self._number == 1 else "samples were"
             self._report(
                 f"data.on_error=skip: {self._number} {plural} left out of {self._key} in epoch {self._epoch}. "
-                f"{self._shown()}"
+                f"{self._describe()}"
             )
         self._faults, self._number = [], 0
 
-    def _shown(self) -> str:
+    def _describe(self) -> str:
         more = f"; and {self._number - len(self._faults)} more" if self._number > len(self._faults) else ""
         return "; ".join(self._faults) + more

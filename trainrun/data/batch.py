@@ -96,7 +96,7 @@ def map_parts(data: Any, change: Callable[[Any], Any]) -> Any:
 def map_leaves(data: Any, function: Callable[[Any], Any], first: Callable[[Any], Any] | None = None) -> Any:
     """Return the same containers with `function` applied to all that is no tuple, list or mapping.
 
-    The fields beside a tensor (see `with_fields`) are leaves too. first: applied before to each part, a list too.
+    The fields beside a tensor (see `attach_fields`) are leaves too. first: applied before to each part, a list too.
     """
 
     def change(part: Any) -> Any:
@@ -104,16 +104,16 @@ def map_leaves(data: Any, function: Callable[[Any], Any], first: Callable[[Any],
 
     if isinstance(data, LeafWithFields):
         fields = {name: function(value) for name, value in data.fields.items()}
-        return joined_fields(function(data.leaf), fields)
+        return join_fields(function(data.leaf), fields)
     if is_container(data):
         return map_parts(data, change)
     if isinstance(data, Tensor) and (beside := getattr(data, FIELDS_BESIDE, None)):
         fields = {name: function(value) for name, value in beside.items()}
-        return joined_fields(function(data), fields)
+        return join_fields(function(data), fields)
     return function(data)
 
 
-def joined_fields(leaf: Any, fields: dict[str, Any]) -> Any:
+def join_fields(leaf: Any, fields: dict[str, Any]) -> Any:
     """Return the leaf with the fields beside it: a tensor carries them, of anything else they are a second part."""
     if not isinstance(leaf, Tensor):
         return LeafWithFields(leaf, fields)
@@ -121,7 +121,7 @@ def joined_fields(leaf: Any, fields: dict[str, Any]) -> Any:
     return leaf
 
 
-def with_fields(batch: Any, fields: dict[str, Any]) -> Any:
+def attach_fields(batch: Any, fields: dict[str, Any]) -> Any:
     """Return the batch with named fields: further entries of a mapping; of any other, beside its first tensor.
 
     So the batch keeps the structure of its samples. `batch_fields` finds them. An entry that a mapping has stays.
@@ -140,23 +140,23 @@ def with_fields(batch: Any, fields: dict[str, Any]) -> Any:
             return part
         placed = True
         beside = getattr(part, FIELDS_BESIDE, None) or {}
-        return joined_fields(part.detach(), {**fields, **beside})  # another tensor of the same memory
+        return join_fields(part.detach(), {**fields, **beside})  # another tensor of the same memory
 
     return place(batch)
 
 
-def fields_apart(data: Any) -> Any:
-    """Return the batch in a form that keeps its fields on the way to another process; `fields_back` undoes it."""
+def detach_fields(data: Any) -> Any:
+    """Return the batch in a form that keeps its fields on the way to another process; `reattach_fields` undoes it."""
     if isinstance(data, Tensor):
         fields = getattr(data, FIELDS_BESIDE, None)
         return LeafWithFields(data, fields) if fields else data
-    return map_parts(data, fields_apart) if is_container(data) else data
+    return map_parts(data, detach_fields) if is_container(data) else data
 
 
-def fields_back(data: Any) -> Any:
+def reattach_fields(data: Any) -> Any:
     if isinstance(data, LeafWithFields):
-        return joined_fields(data.leaf, data.fields)
-    return map_parts(data, fields_back) if is_container(data) else data
+        return join_fields(data.leaf, data.fields)
+    return map_parts(data, reattach_fields) if is_container(data) else data
 
 
 def is_numbers(value: Any) -> bool:
@@ -164,17 +164,17 @@ def is_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) in (int, float) for item in value)
 
 
-def of_numbers(value: Any) -> Any:
+def convert_numbers(value: Any) -> Any:
     """Convert a list of plain numbers to a tensor; return anything else as it is."""
     if not is_numbers(value):
         return value
     tensor = torch.tensor(value, dtype=None if value else torch.int64)
     if tensor.dtype is torch.float32 and max(max(value), -min(value)) > GAPS_FROM:
-        in_float32(np.array(value, np.float64))
+        convert_to_float32(np.array(value, np.float64))
     return tensor
 
 
-def as_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
+def convert_to_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
     """Convert to a tensor that torch can index: uint16 and uint32 become signed and wider.
 
     Memory is shared if type and layout allow it. Raise TypeError for values that are not numbers, and for uint64, half
@@ -182,13 +182,13 @@ def as_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
     range torch cannot hold.
     """
     if isinstance(value, np.ndarray):
-        value = torch.from_numpy(_torch_array(value))
+        value = torch.from_numpy(_convert_for_torch(value))
     if value.dtype == torch.uint64:
         raise TypeError(UNSIGNED)
     return value.detach().to(WIDER.get(value.dtype, value.dtype))
 
 
-def _torch_array(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _convert_for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the array in a type, byte order and layout that torch takes without a warning."""
     if array.dtype.kind not in "biufc":
         held = "words" if array.dtype.kind in "US" else "objects"
@@ -204,7 +204,7 @@ GAPS_FROM = 2**24  # whole numbers of float32 have gaps from there on
 NO_DECIMALS_FROM = 2**53  # of float64
 
 
-def changed_wholes(
+def mask_changed_integers(
     values: np.ndarray[Any, Any], narrow: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Return a mask of the whole numbers that change in float32, where several become one. narrow: the values in their
@@ -229,21 +229,21 @@ def changed_wholes(
     return changed
 
 
-def in_float32(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def convert_to_float32(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Convert values to float32, and report once if whole numbers change."""
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
-    changed = changed_wholes(values, narrow)
+    changed = mask_changed_integers(values, narrow)
     if changed.any():
         first = np.flatnonzero(changed)[0]
-        tell_of_changed_wholes(values.flat[first], narrow.flat[first])
+        report_changed_integers(values.flat[first], narrow.flat[first])
     return narrow
 
 
 _told: set[str] = set()
 
 
-def tell_of_changed_wholes(value: Any, narrow: Any) -> None:
+def report_changed_integers(value: Any, narrow: Any) -> None:
     if "wholes" not in _told:
         _told.add("wholes")
         LOG.warning(
@@ -280,10 +280,10 @@ class Preparation:
         """Prepare rows of many samples as they are in a batch."""
         if rows.ndim == 2 and is_integer(rows):
             rows = rows[:, : self.max_sequence_length]
-        tensor = as_tensor(rows)
-        return self._in_float_type(tensor) if tensor.is_floating_point() else tensor
+        tensor = convert_to_tensor(rows)
+        return self._cast_float(tensor) if tensor.is_floating_point() else tensor
 
-    def _in_float_type(self, tensor: Tensor) -> Tensor:
+    def _cast_float(self, tensor: Tensor) -> Tensor:
         wide = (
             tensor.dtype is torch.float64
             and self.float_dtype is torch.float32
@@ -292,7 +292,7 @@ class Preparation:
         if wide and tensor.numel() and "wholes" not in _told:
             low, high = torch.aminmax(tensor)
             if max(high.item(), -low.item()) > GAPS_FROM:
-                return torch.from_numpy(in_float32(tensor.numpy()))
+                return torch.from_numpy(convert_to_float32(tensor.numpy()))
         return tensor.to(self.float_dtype)
 
     def sample(self, sample: Any) -> Any:
@@ -309,9 +309,9 @@ class Preparation:
     def _cast(self, leaf: Any) -> Any:
         leaf = arrays_to_tensors(leaf)
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return self._in_float_type(leaf.detach())  # one with gradients could not leave a worker
+            return self._cast_float(leaf.detach())  # one with gradients could not leave a worker
         return leaf
 
 
 def arrays_to_tensors(leaf: Any) -> Any:
-    return as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+    return convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf

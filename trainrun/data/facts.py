@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from trainrun.data.batch import as_tensor, is_integer
+from trainrun.data.batch import convert_to_tensor, is_integer
 from trainrun.data.order.sampler import count_different
-from trainrun.data.pipeline import with_look
+from trainrun.data.pipeline import add_look
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import Columns, columns_of, dataset_attribute, parts_of
+from trainrun.data.tensor_dataset import Columns, find_attribute, find_columns, list_parts
 from trainrun.errors import DataError
 from trainrun.interfaces import IGNORED, TARGET_KEYS, DataFacts
 
@@ -47,7 +47,7 @@ class SharedRows(NamedTuple):
     is_whole: bool = True
 
 
-def facts_of(source: Any, key: str = "data.train", options: StreamOptions | None = None) -> DataFacts:
+def describe_source(source: Any, key: str = "data.train", options: StreamOptions | None = None) -> DataFacts:
     """Return what can be learnt without reading all of it: in-memory data, or its attributes and first sample.
 
     The input is the first element of a sample, as the transform gives it. An IterableDataset is not read:
@@ -55,20 +55,20 @@ def facts_of(source: Any, key: str = "data.train", options: StreamOptions | None
     and `targets`, a label of each sample. options: how its samples are read, with the look at them if it was made.
     """
     options = StreamOptions(key, True, 1, 0) if options is None else options
-    names, inputs = class_names_of(source), input_columns_of(source)
-    columns = None if isinstance(source, IterableDataset) else columns_of(source, options.key)
-    num_classes = dataset_attribute(source, "num_classes") or len(names) or None
+    names, inputs = find_class_names(source), list_input_columns(source)
+    columns = None if isinstance(source, IterableDataset) else find_columns(source, options.key)
+    num_classes = find_attribute(source, "num_classes") or len(names) or None
     if columns is not None:
-        num_classes = num_classes or _classes_in(columns)
-    target = columns.target() if columns is not None else dataset_attribute(source, "targets")
-    target = labels_in(source, key) if target is None else target
-    counts = _class_counts(target, num_classes)
+        num_classes = num_classes or _count_classes(columns)
+    target = columns.target() if columns is not None else find_attribute(source, "targets")
+    target = find_labels(source, key) if target is None else target
+    counts = _count_samples_by_class(target, num_classes)
     if columns is not None and options.transform is None:
         row_shape = tuple(columns.values[0].shape[1:])
         return DataFacts(row_shape, num_classes, names, class_counts=counts, inputs=inputs)
     shape = None
     if not isinstance(source, IterableDataset):
-        look = with_look(source, options).look
+        look = add_look(source, options).look
         assert look is not None
         if look.first is None:
             raise DataError(look.fault)
@@ -76,15 +76,15 @@ def facts_of(source: Any, key: str = "data.train", options: StreamOptions | None
     return DataFacts(shape, num_classes, names, class_counts=counts, inputs=inputs)
 
 
-def class_names_of(source: Any) -> tuple[str, ...]:
+def find_class_names(source: Any) -> tuple[str, ...]:
     """Return the names of the classes 0, 1, ...: `class_names`, or torchvision's `classes`; empty if it has none."""
-    names = dataset_attribute(source, "class_names") or dataset_attribute(source, "classes") or ()
+    names = find_attribute(source, "class_names") or find_attribute(source, "classes") or ()
     return tuple(map(str, names)) if isinstance(names, Iterable) else ()
 
 
-def input_columns_of(source: Any) -> dict[str, str]:
+def list_input_columns(source: Any) -> dict[str, str]:
     """Return the names of the input columns of a table, or of a mapping in memory, and what each holds."""
-    columns = dataset_attribute(source, "input_columns")
+    columns = find_attribute(source, "input_columns")
     if columns is None and isinstance(source, Mapping):
         inputs = {str(name): value for name, value in source.items() if name not in TARGET_KEYS}
         return {name: "integers" if is_integer(value) else "floats" for name, value in inputs.items()}
@@ -110,21 +110,19 @@ def describe_classes(facts: DataFacts) -> str:
 
 def facts_of_all(sources: Mapping[str, Any], options: StreamOptions) -> DataFacts:
     """Collect the facts of a run's sources; shape and classes are its training data's, which `options` are of."""
-    facts = facts_of(sources["train"], options.key, options)
+    facts = describe_source(sources["train"], options.key, options)
     return replace(facts, bytes_per_token=bytes_per_token(sources.values()))
 
 
 def bytes_per_token(sources: Iterable[Any]) -> float | None:
     """Return the attribute of that name if all sources agree on it, as parts of one text do; else None."""
-    found: list[Any] = [
-        dataset_attribute(source, "bytes_per_token") for source in sources if source is not None
-    ]
+    found: list[Any] = [find_attribute(source, "bytes_per_token") for source in sources if source is not None]
     numbers = {float(one) if type(one) in (int, float) else math.nan for one in found}
     one = numbers.pop() if len(numbers) == 1 else math.nan
     return one if 0 < one < math.inf else None
 
 
-def _classes_in(columns: Columns) -> int | None:
+def _count_classes(columns: Columns) -> int | None:
     """Return the largest label plus one, or how many real numbers each target has; None if it is neither."""
     target = columns.target()
     if target is None or len(target) == 0 or target.dtype in (torch.bool, np.bool_):
@@ -135,7 +133,7 @@ def _classes_in(columns: Columns) -> int | None:
     return largest + 1 if largest >= 0 else None
 
 
-def _class_counts(target: Any, num_classes: int | None) -> tuple[int, ...]:
+def _count_samples_by_class(target: Any, num_classes: int | None) -> tuple[int, ...]:
     """Return how many samples each class has; empty if the targets are no list of labels."""
     if target is None or not num_classes or num_classes > PLAUSIBLE_CLASSES:
         return ()
@@ -149,15 +147,15 @@ def _class_counts(target: Any, num_classes: int | None) -> tuple[int, ...]:
     return tuple(counts.tolist()) if len(counts) == num_classes else ()
 
 
-def labels_in(source: Any, key: str) -> Any:
+def find_labels(source: Any, key: str) -> Any:
     """Return the integer targets that a source has in memory, one row for each sample; None for others."""
-    columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
+    columns = None if isinstance(source, IterableDataset) else find_columns(source, key)
     if columns is not None:
         target = columns.target()
     else:  # another's attribute of this name may be anything
-        ours = all(type(one).__module__.startswith("trainrun.data.") for one in parts_of(source))
+        ours = all(type(one).__module__.startswith("trainrun.data.") for one in list_parts(source))
         target = (
-            dataset_attribute(source, "targets" if isinstance(parts_of(source)[0], Columns) else "labels")
+            find_attribute(source, "targets" if isinstance(list_parts(source)[0], Columns) else "labels")
             if ours
             else None
         )
@@ -169,11 +167,11 @@ def check_targets_are_classes(source: Any, key: str, is_table: bool) -> None:
 
     is_table: whether the source has the setting `target_dtype`.
     """
-    columns = None if isinstance(source, IterableDataset) else columns_of(source, key)
+    columns = None if isinstance(source, IterableDataset) else find_columns(source, key)
     target = None if columns is None else columns.target()
     if target is None or not len(target) or is_integer(target) or math.prod(target.shape[1:]) != 1:
         return
-    values = ", ".join(f"{float(value):g}" for value in as_tensor(target[:3]).reshape(-1))
+    values = ", ".join(f"{float(value):g}" for value in convert_to_tensor(target[:3]).reshape(-1))
     way = f"{key}.target_dtype=class" if is_table else "integers as targets"
     raise DataError(
         f"{key}: the targets are real numbers ({values}, ...), and the task needs classes; for classes "
@@ -195,10 +193,10 @@ def describe_many_labels(source: Any, key: str, is_table: bool) -> str:
 
     "" if they are classes. is_table: whether the source has the setting `target`.
     """
-    target = labels_in(source, key)
+    target = find_labels(source, key)
     if target is None or target.ndim != 1 or len(target) < LEAST_IDS:
         return ""
-    labels = as_tensor(target[:LABELS_AT_ONCE]).cpu().long()
+    labels = convert_to_tensor(target[:LABELS_AT_ONCE]).cpu().long()
     num_values = count_different(labels)
     if num_values > MOST_UNIQUE * len(labels):
         way = f"{key}.target=COLUMN" if is_table else "other targets"
@@ -207,7 +205,7 @@ def describe_many_labels(source: Any, key: str, is_table: bool) -> str:
             f"{key}: {len(labels):,} samples have {num_values:,} different labels, too many for classes; if these "
             f"are ids, choose {way}; if they are quantities, task=regression{outputs}"
         )
-    if is_table and num_values >= LEAST_QUANTITIES and not class_names_of(source):
+    if is_table and num_values >= LEAST_QUANTITIES and not find_class_names(source):
         return (
             f"{key}: the targets are {num_values:,} different whole numbers, each of them a class; if they are "
             "quantities, as ages, add task=regression"
@@ -217,18 +215,18 @@ def describe_many_labels(source: Any, key: str, is_table: bool) -> str:
 
 def check_labels(source: Any, key: str, allowed: Labels) -> None:
     """Refuse labels in memory that are no class; other sources cannot be checked ahead."""
-    target = labels_in(source, key)
+    target = find_labels(source, key)
     if target is None:
         return
     for begin in range(0, len(target), LABELS_AT_ONCE):  # a mapped file may be larger than the memory
-        labels = as_tensor(target[begin : begin + LABELS_AT_ONCE]).long()
+        labels = convert_to_tensor(target[begin : begin + LABELS_AT_ONCE]).long()
         wrong = (labels < 0) | (labels >= allowed.num_classes)
         for ignored in allowed.ignored:
             wrong &= labels != ignored
         if wrong.any():
-            from trainrun.data.wrong_labels import wrong_label
+            from trainrun.data.wrong_labels import build_label_error
 
             first = wrong.nonzero()[0].tolist()
-            raise wrong_label(
+            raise build_label_error(
                 source, key, begin + first[0], int(labels[tuple(first)]), allowed.num_classes, allowed.said_by
             )

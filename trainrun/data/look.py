@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from trainrun.data.batch import Preparation, is_integer, map_leaves, of_numbers
+from trainrun.data.batch import Preparation, convert_numbers, is_integer, map_leaves
 from trainrun.data.engines.batch_reader import (
     FILLERS_TRIED,
     BatchReader,
@@ -29,17 +29,17 @@ from trainrun.data.engines.batch_reader import (
     Recipe,
 )
 from trainrun.data.engines.generators import GLOBAL_GENERATORS, RecordDraws
-from trainrun.data.map_style import spread_indices
+from trainrun.data.map_style import choose_spread_indices
 from trainrun.data.same_samples import digest_of
 from trainrun.data.scale import Scale
 from trainrun.data.sequences.lengths import (
     Measured,
     learn_lengths,
-    lengths_of_columns,
+    measure_columns,
     read_all_lengths,
 )
 from trainrun.data.stream_options import FirstInput, Look, StreamOptions
-from trainrun.data.tensor_dataset import Columns, as_bytes, columns_of, length_of
+from trainrun.data.tensor_dataset import Columns, as_bytes, find_columns, measure_length
 from trainrun.errors import DataError
 from trainrun.interfaces import TARGET_KEYS, input_key
 from trainrun.runtime.child_process import (
@@ -62,22 +62,22 @@ def look_at(source: Any, options: StreamOptions) -> Look:
     """Learn what the start of a run needs to know of a source that can be indexed; of others nothing is read."""
     if isinstance(source, IterableDataset):
         return Look()
-    columns = columns_of(source, options.key)
+    columns = find_columns(source, options.key)
     dataset = source if columns is None else columns
-    if length_of(dataset, options.key) == 0:
+    if measure_length(dataset, options.key) == 0:
         return Look(fault=f"{options.key}: the data set is empty")
     if columns is not None and options.transform is None and options.collate_fn is None:
-        return Look(first_input(columns[0]), drawn_from=())
+        return Look(describe_first_input(columns[0]), drawn_from=())
     return in_child(partial(_look, dataset, options), options)
 
 
-def kind_of_input(source: Any, options: StreamOptions) -> str:
+def find_kind_of_input(source: Any, options: StreamOptions) -> str:
     """Return the kind of the first input, as in `FirstInput`; "" if no sample can be read, which is told elsewhere."""
     look = look_at(source, options) if options.look is None else options.look
     return "" if look.first is None else look.first.kind
 
 
-def sequences_of(source: Any, options: StreamOptions) -> Measured:
+def find_sequences(source: Any, options: StreamOptions) -> Measured:
     """Return what sequences a source has: as the look at it says, or all lengths if `options` need them.
 
     The same on every rank, except for `seen`. DataError: a sample cannot be read, or all lengths are needed of samples
@@ -87,17 +87,17 @@ def sequences_of(source: Any, options: StreamOptions) -> Measured:
     if len(source) == 0:
         raise DataError(f"{options.key}: the data set is empty")
     if isinstance(source, Columns):
-        return lengths_of_columns(source)
+        return measure_columns(source)
     found = None if options.look is None else options.look.sequences
     if found is None and (options.look is None or not needs_all):
         found = in_child(partial(learn_lengths, source, options.key, options.seed, needs_all), options)
     if found is None:
         read_all = partial(read_all_lengths, source, options.key, options.seed, options.report)
-        return _on_one_rank(lambda: in_child(read_all, options), options)
+        return _run_on_one_rank(lambda: in_child(read_all, options), options)
     return found
 
 
-def _on_one_rank(work: Callable[[], T], options: StreamOptions) -> T:
+def _run_on_one_rank(work: Callable[[], T], options: StreamOptions) -> T:
     """Return on every rank what rank 0 computes; raise the DataError that it raises."""
     if options.gather is None:
         return work()
@@ -120,7 +120,7 @@ def in_child(work: Callable[[], T], options: StreamOptions) -> T:
     DataError: a fault in it, or the child ended. It must not stand still for `data.worker_timeout_seconds`, unless the
     main process is to read the source in the training, too: then it reads it now.
     """
-    if not looks_in_fork(options):
+    if not uses_fork(options):
         with kept_random_state():
             return work()
     try:
@@ -146,7 +146,7 @@ def in_child(work: Callable[[], T], options: StreamOptions) -> T:
         )
 
 
-def looks_in_fork(options: StreamOptions) -> bool:
+def uses_fork(options: StreamOptions) -> bool:
     """Return whether a source is looked at in a fork.
 
     Loader workers are forked in the same way, so what they will read may always be read so.
@@ -158,7 +158,7 @@ def looks_in_fork(options: StreamOptions) -> bool:
     return can_fork()
 
 
-def reading_recipe(options: StreamOptions, scale: Scale | None = None) -> Recipe:
+def build_recipe(options: StreamOptions, scale: Scale | None = None) -> Recipe:
     """Return what is done to samples whose form is not known yet."""
     return Recipe(Preparation(options.float_dtype, options.max_sequence_length), options.seed, options.key,
                   options.transform, options.collate_fn, options.on_error == "skip", options.training, scale,
@@ -167,19 +167,19 @@ def reading_recipe(options: StreamOptions, scale: Scale | None = None) -> Recipe
 
 def _look(dataset: Any, options: StreamOptions) -> Look:
     raw, scale = as_bytes(dataset)
-    recipe = reading_recipe(options, scale)
-    first, fault = _first_input(BatchReader(raw, recipe), recipe.skips)
+    recipe = build_recipe(options, scale)
+    first, fault = _read_first_input(BatchReader(raw, recipe), recipe.skips)
     if first is None:
         return Look(fault=fault)
     found = _SampleReads(raw, recipe, options.batch_size)
-    for row in spread_indices(len(raw), ROWS_READ).tolist():
+    for row in choose_spread_indices(len(raw), ROWS_READ).tolist():
         found.read(row)
         send_sign()
         if found.total_seconds > READ_SECONDS:
             break
     found.read_batch()
     sequences = None
-    if columns_of(dataset, options.key) is None and options.sequences_matter:
+    if find_columns(dataset, options.key) is None and options.sequences_matter:
         sequences = learn_lengths(raw, options.key, options.seed, options.needs_lengths)
     return replace(found.look(first), sequences=sequences)
 
@@ -208,11 +208,11 @@ class _SampleReads:
         self._rows.append(row)
         before = self._draws.seconds, self._draws.busy_seconds, self._draws.pauses
         try:
-            first = _digests(self._reader, row)
+            first = _digest_sample(self._reader, row)
             after = self._draws.seconds, self._draws.busy_seconds, self._draws.pauses
             self._times.append((after[0] - before[0], after[1] - before[1], after[2] - before[2]))
-            second = _digests(self._again, row)
-            other = _digests(self._other, row)
+            second = _digest_sample(self._again, row)
+            other = _digest_sample(self._other, row)
         except DataError:
             return
         for what, mine, its in zip(
@@ -248,14 +248,14 @@ class _SampleReads:
         return Look(first, "", seconds, busy, self._sample_bytes, drawn_from, moved, tuple(self._changes))
 
 
-def _digests(reader: BatchReader, row: int) -> tuple[str, str]:
+def _digest_sample(reader: BatchReader, row: int) -> tuple[str, str]:
     """Read a sample. Returns digests of it as the data set and as the transform gives it."""
     sample = reader.read_sample(0, row)
     raw = digest_of([sample])
     return raw, digest_of([reader.transform_sample(sample, 0, row)])
 
 
-def _first_input(reader: BatchReader, skips: bool) -> tuple[FirstInput | None, str]:
+def _read_first_input(reader: BatchReader, skips: bool) -> tuple[FirstInput | None, str]:
     """Return the input of the first sample that can be read, or why there is none.
 
     skips: samples that cannot be read are left out.
@@ -267,21 +267,21 @@ def _first_input(reader: BatchReader, skips: bool) -> tuple[FirstInput | None, s
         except DataError as error:
             fault = str(error)
             continue
-        return first_input(sample), ""
+        return describe_first_input(sample), ""
     return None, fault
 
 
-def first_input(sample: Any) -> FirstInput:
+def describe_first_input(sample: Any) -> FirstInput:
     """Return kind and shape of the first part of a sample that is no target."""
-    sample = map_leaves(sample, lambda leaf: leaf, of_numbers)
+    sample = map_leaves(sample, lambda leaf: leaf, convert_numbers)
     while isinstance(sample, tuple | list | dict) and sample:
         fields = sample if isinstance(sample, dict) else dict(enumerate(sample))
         others = [name for name in fields if name not in TARGET_KEYS]
         sample = fields[input_key(fields) or next(iter(others or fields))]
     if not isinstance(sample, Tensor | np.ndarray):
         return FirstInput(f"a {type(sample).__name__}", None)
-    return FirstInput(_kind(sample), tuple(sample.shape))
+    return FirstInput(_describe_kind(sample), tuple(sample.shape))
 
 
-def _kind(values: Any) -> str:
+def _describe_kind(values: Any) -> str:
     return "integers" if is_integer(values) else "floats"

@@ -12,10 +12,10 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
 from trainrun.data.batch import RaggedBatch
-from trainrun.data.tensor_dataset import Columns, parts_of
+from trainrun.data.tensor_dataset import Columns, list_parts
 
 
-def batch_method(dataset: Any, collate: Any = None) -> Callable[[list[int]], Any] | None:
+def find_batch_method(dataset: Any, collate: Any = None) -> Callable[[list[int]], Any] | None:
     """Return a function from indices to the batch that collating the samples gives; it returns None if it cannot.
 
     It raises DataError if a sample cannot be read. None: there is no such function. Only data sets of this package are
@@ -54,7 +54,7 @@ def find_innermost(dataset: Any, index: int) -> tuple[Any, int]:
     return dataset, index
 
 
-def spread_indices(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def choose_spread_indices(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return at most `most` of `count` indices, evenly spread, the first and the last among them."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
@@ -97,5 +97,5 @@ def thread_safe(dataset: Any) -> bool:
     """
     return all(
         isinstance(part, Columns | list | tuple) or bool(getattr(part, "thread_safe", False))
-        for part in parts_of(dataset)
+        for part in list_parts(dataset)
     )

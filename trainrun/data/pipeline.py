@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import Preparation
-from trainrun.data.engines.in_memory import ResidentBatches, resident_reason, roomy_batch_size
+from trainrun.data.engines.in_memory import ResidentBatches, choose_evaluation_batch_size, explain_resident
 from trainrun.data.engines.stream import OpenedStream, ReadBy
 from trainrun.data.scale import Scale, Scaled
 from trainrun.data.stream_options import (
@@ -17,11 +17,11 @@ from trainrun.data.stream_options import (
     PreparedStream,
     StreamOptions,
     check_options,
+    convert_limit_to_samples,
     new_plan,
     plan_of,
-    with_limit_in_samples,
 )
-from trainrun.data.tensor_dataset import Columns, as_bytes, columns_of, length_of, rows_in_memory
+from trainrun.data.tensor_dataset import Columns, as_bytes, find_columns, find_rows_in_memory, measure_length
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
 
@@ -36,21 +36,21 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[OpenedStream, str
     if isinstance(source, IterableDataset):
         from trainrun.data.engines.build_engine import open_iterable
 
-        options = with_limit_in_samples(options)
-        sequences = partial(_sequence_plan, source, options=options)
+        options = convert_limit_to_samples(options)
+        sequences = partial(_plan_sequences, source, options=options)
         batches, collate, read_by, line = open_iterable(source, options, sequences)
-        finished = _finished(options, collate, None, None, batches)
+        finished = _finish_batches(options, collate, None, None, batches)
         return OpenedStream(finished, read_by, source), f"{options.key}: {line}"
     if options.shuffle_buffer is not None:
         raise DataError(
             f"data.shuffle_buffer={options.shuffle_buffer}: {options.key} can be read in any order and is shuffled "
             "as a whole; leave it out"
         )
-    prepared = prepared_source(source, with_look(source, options))
+    prepared = prepare_source(source, add_look(source, options))
     if options.tally is not None:
         options.tally.planned = prepared.positions
-    finish = partial(_finished, options, prepared.collate, prepared.scale, prepared.samples)
-    reason, read_by = resident_reason(prepared), ReadBy("resident", 0)
+    finish = partial(_finish_batches, options, prepared.collate, prepared.scale, prepared.samples)
+    reason, read_by = explain_resident(prepared), ReadBy("resident", 0)
     if reason:
         batches = finish(ResidentBatches(prepared))
     else:
@@ -60,38 +60,38 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[OpenedStream, str
     return OpenedStream(batches, read_by, source), "\n".join([f"{options.key}: {reason}", *prepared.notes])
 
 
-def with_look(source: Any, options: StreamOptions) -> StreamOptions:
+def add_look(source: Any, options: StreamOptions) -> StreamOptions:
     """Return options with a look at the samples, where reading them runs code."""
     quiet = options.transform is None and options.collate_fn is None
-    if options.look is not None or (quiet and columns_of(source, options.key) is not None):
+    if options.look is not None or (quiet and find_columns(source, options.key) is not None):
         return options
     from trainrun.data.look import look_at
 
     return replace(options, look=look_at(source, options))
 
 
-def prepared_source(source: Any, options: StreamOptions) -> PreparedStream:
+def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
     """Return the source behind its cache (`options.cache`), with the plan of its batches."""
-    given, options, notes = source, with_limit_in_samples(options), []
+    given, options, notes = source, convert_limit_to_samples(options), []
     source, scale = as_bytes(source)
     columns = None
     if options.cache != "none":
-        from trainrun.data.cache.cached import Cached, with_cache
+        from trainrun.data.cache.cached import Cached, open_cache
 
         gather = options.gather if options.world_size > 1 else None
-        source = with_cache(source, options.cache, options.key, options.report, gather, options)
+        source = open_cache(source, options.cache, options.key, options.report, gather, options)
         if isinstance(source, Cached):
             columns = source.as_columns()
             notes += [f"{options.key}: {source.note}"]
-    columns = columns_of(source, options.key) if columns is None else columns
+    columns = find_columns(source, options.key) if columns is None else columns
     dataset = source if columns is None else columns
     if options.may_grow and columns is not None:
-        size = roomy_batch_size(columns, options.batch_size, scale is not None)
+        size = choose_evaluation_batch_size(columns, options.batch_size, scale is not None)
         options = replace(options, batch_size=size)
-    length = length_of(dataset, options.key)
+    length = measure_length(dataset, options.key)
     if length == 0:
         raise DataError(f"{options.key}: the data set is empty")
-    found = _sequence_plan(dataset, new_plan(length, options.batch_size, options), options)
+    found = _plan_sequences(dataset, new_plan(length, options.batch_size, options), options)
     plan: StreamPlan = plan_of(length, options) if found is None else found.plan
     collate = options.collate_fn
     preparation = Preparation(options.float_dtype, options.max_sequence_length)
@@ -99,16 +99,16 @@ def prepared_source(source: Any, options: StreamOptions) -> PreparedStream:
         dataset, collate, preparation = found.source, found.collate, Preparation(options.float_dtype)
         columns = dataset if isinstance(dataset, Columns) else None
         notes += [found.line] if found.line else []
-    if options.transform is None and options.collate_fn is None and columns is None and _only_joins(collate):
-        columns = rows_in_memory(dataset)
+    if options.transform is None and options.collate_fn is None and columns is None and joins_only(collate):
+        columns = find_rows_in_memory(dataset)
         dataset, collate = (dataset, collate) if columns is None else (columns, None)
-    single = _needs_samples(options, collate)
+    single = _find_sample_setting(options, collate)
     return PreparedStream(given, options, dataset, columns, plan, preparation, collate, scale, single,
                           tuple(notes), {} if found is None else found.positions,
                           None if found is None else found.samples)  # fmt: skip
 
 
-def _only_joins(collate: Collate | None) -> bool:
+def joins_only(collate: Collate | None) -> bool:
     """Return whether samples of one shape are joined, and nothing is padded."""
     if collate is None:
         return True
@@ -117,7 +117,7 @@ def _only_joins(collate: Collate | None) -> bool:
     return collate == Padded()
 
 
-def _needs_samples(options: StreamOptions, collate: Collate | None) -> str:
+def _find_sample_setting(options: StreamOptions, collate: Collate | None) -> str:
     """Return the setting because of which whole columns cannot be gathered; empty if there is none."""
     if options.transform is not None:
         return options.transform_key
@@ -126,7 +126,7 @@ def _needs_samples(options: StreamOptions, collate: Collate | None) -> str:
     return f"data.padding={options.padding}" if collate is not None else ""
 
 
-def _finished(
+def _finish_batches(
     options: StreamOptions, collate: Collate | None, scale: Scale | None, samples: Any, batches: Batches
 ) -> Batches:
     """Return what is done to the batches of every engine, on the device."""
@@ -151,12 +151,12 @@ def _finished(
     return batches
 
 
-def _sequence_plan(dataset: Any, base: Plan, options: StreamOptions) -> SequencePlan | None:
-    """Return None if rows in memory are to stay as they are, or `sequence_plan` has nothing to do."""
+def _plan_sequences(dataset: Any, base: Plan, options: StreamOptions) -> SequencePlan | None:
+    """Return None if rows in memory are to stay as they are, or `plan_sequences` has nothing to do."""
     words = (options.padding, options.truncate, options.max_sequence_length, options.max_tokens,
              options.pad_multiple)  # fmt: skip
     if isinstance(dataset, Columns) and words == ("longest", "right", None, None, None):
         return None
-    from trainrun.data.sequences.choose import sequence_plan
+    from trainrun.data.sequences.choose import plan_sequences
 
-    return sequence_plan(dataset, base, options)
+    return plan_sequences(dataset, base, options)

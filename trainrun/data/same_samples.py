@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from trainrun.data.batch import map_leaves
-from trainrun.data.cache.samples import NotKept, take_apart
+from trainrun.data.cache.samples import NotKept, flatten_sample
 from trainrun.errors import DataError
 
 DIVIDED = (
@@ -27,7 +27,7 @@ def digest_of(samples: Sequence[Any]) -> str:
     def add(leaf: Any) -> Any:
         digest.update(type(leaf).__qualname__.encode())
         try:
-            _, kinds, buffers = take_apart(leaf)
+            _, kinds, buffers = flatten_sample(leaf)
             digest.update(repr(kinds).encode())
             for buffer in buffers:
                 digest.update(buffer.data)

@@ -30,7 +30,7 @@ class Scale:
         numbers = pixels.to(torch.float32).div_(255)
         return numbers if (self.mean, self.std) == (0.0, 1.0) else numbers.sub_(self.mean).div_(self.std)
 
-    def first_of(self, sample: tuple[Any, ...]) -> tuple[Any, ...]:
+    def scale_first(self, sample: tuple[Any, ...]) -> tuple[Any, ...]:
         """A sample or a batch, pictures first, with these scaled."""
         return (self(sample[0]), *sample[1:])
 

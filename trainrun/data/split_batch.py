@@ -12,56 +12,56 @@ from torch import Tensor
 from trainrun.interfaces import FIELDS_BESIDE, MicroBatch
 
 
-def num_rows(data: Any) -> int:
+def count_rows(data: Any) -> int:
     """Return the samples (or packed rows) of a batch: the first dimension of its first tensor. Raise ValueError
     without one.
     """
-    for leaf in tensors_in(data):
+    for leaf in list_tensors(data):
         if leaf.ndim:
             return leaf.shape[0]
     raise ValueError("the batch holds no tensor that could be cut")
 
 
-def tensors_in(data: Any) -> list[Tensor]:
+def list_tensors(data: Any) -> list[Tensor]:
     if isinstance(data, Tensor):
         return [data]
     parts = list(data.values()) if isinstance(data, Mapping) else data
-    return [leaf for part in parts for leaf in tensors_in(part)] if isinstance(parts, (list, tuple)) else []
+    return [leaf for part in parts for leaf in list_tensors(part)] if isinstance(parts, (list, tuple)) else []
 
 
 def select_rows(data: Any, first: int, end: int, count: int) -> Any:
     """Return rows `first` to `end` of a batch of `count`. Raise ValueError if a part of it has another number of
     rows.
     """
-    return _by_rows(data, count, lambda part: part[first:end])
+    return _change_rows(data, count, lambda part: part[first:end])
 
 
 def repeat_rows(data: Any, count: int) -> Any:
     """Return a batch with its `count` rows repeated once. Raise ValueError if a part of it has another number of
     rows.
     """
-    return _by_rows(
+    return _change_rows(
         data, count, lambda part: torch.cat([part, part]) if isinstance(part, Tensor) else part + part
     )
 
 
-def _by_rows(data: Any, count: int, change: Callable[[Any], Any]) -> Any:
+def _change_rows(data: Any, count: int, change: Callable[[Any], Any]) -> Any:
     """Return the same containers, with what lists `count` rows changed, the fields beside a tensor too."""
     if isinstance(data, Tensor):
         if data.ndim and data.shape[0] == count:
             changed = change(data)
             if beside := getattr(data, FIELDS_BESIDE, None):
-                setattr(changed, FIELDS_BESIDE, _by_rows(beside, count, change))
+                setattr(changed, FIELDS_BESIDE, _change_rows(beside, count, change))
             return changed
         raise ValueError(
             f"a tensor of shape {tuple(data.shape)} is in a batch of {count} samples, which it does not list"
         )
     if isinstance(data, Mapping):
-        return {key: _by_rows(value, count, change) for key, value in data.items()}
+        return {key: _change_rows(value, count, change) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
-        if len(data) == count and not tensors_in(data):  # names, for instance
+        if len(data) == count and not list_tensors(data):  # names, for instance
             return change(data)
-        parts = [_by_rows(value, count, change) for value in data]
+        parts = [_change_rows(value, count, change) for value in data]
         return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
     if data is None:
         return None
@@ -70,7 +70,7 @@ def _by_rows(data: Any, count: int, change: Callable[[Any], Any]) -> Any:
 
 def split_micro_batch(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
     """Split a batch into `pieces` parts that differ by one row at most; fewer if it has fewer rows."""
-    count = num_rows(batch.data)
+    count = count_rows(batch.data)
     bounds = torch.linspace(0, count, min(pieces, count) + 1, dtype=torch.float64).round().long().tolist()
     return [
         batch._replace(data=select_rows(batch.data, first, end, count), last=False, indices=None, items=None)

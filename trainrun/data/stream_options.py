@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainrun.data.batch import Preparation
 from trainrun.data.engines.stream import ReadBy
-from trainrun.data.order.sampler import Plan, StreamPlan, batch_too_large
+from trainrun.data.order.sampler import Plan, StreamPlan, build_batch_size_error
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 from trainrun.output import say_note
@@ -262,7 +262,7 @@ def limit_key(options: StreamOptions) -> str:
     return f"trainer.limit_{split}_batches"
 
 
-def with_limit_in_samples(options: StreamOptions) -> StreamOptions:
+def convert_limit_to_samples(options: StreamOptions) -> StreamOptions:
     """Convert the limit of an evaluation to samples, so that it depends neither on ranks nor on larger batches."""
     if options.training or isinstance(options.limit, float):
         return options
@@ -282,7 +282,7 @@ def plan_for(base: Plan, count: int, key: str) -> Plan:
     if plan.global_size <= count:
         return plan
     if plan.training and not plan.may_shrink:
-        raise batch_too_large(key, count, plan)
+        raise build_batch_size_error(key, count, plan)
     return replace(plan, batch_size=-(-count // plan.world_size))
 
 
@@ -294,7 +294,7 @@ def new_plan(num_samples: int, batch_size: int, options: StreamOptions) -> Plan:
                 options.world_size, options.drawn if training else None, options.may_shrink)  # fmt: skip
 
 
-def num_ahead(number: int, prefetch_factor: int) -> int:
+def count_read_ahead(number: int, prefetch_factor: int) -> int:
     """Return how many batches so many threads read ahead.
 
     Where reading takes as long as a step, each waits for the other whenever one of them takes a little longer; what

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from trainrun.data.batch import as_tensor, is_integer
-from trainrun.data.readers.mapped_files import MappedFile, check_lengths, mapping_of, mappings_of
+from trainrun.data.batch import convert_to_tensor, is_integer
+from trainrun.data.readers.mapped_files import MappedFile, check_lengths, find_mapping, find_mappings
 from trainrun.errors import DataError
 from trainrun.instantiate import BUILT, build
 from trainrun.interfaces import target_key
@@ -132,49 +132,49 @@ class Columns:
         """Return a sample as a copy, which the user's code may change. A single number is a 0-d array."""
         check_lengths(self.mapped_files())
         row = index if self.row_numbers is None else int(self.row_numbers[index])
-        sample = self.pack([self._copied(value[row]) for value in self.values])
-        return sample if self.scale is None else self.scale.first_of(sample)
+        sample = self.pack([self._copy_row(value[row]) for value in self.values])
+        return sample if self.scale is None else self.scale.scale_first(sample)
 
     def read_cut(self, index: int, cuts: Sequence[Callable[[Any], Any]]) -> Any:
         """Return a part of a sample: each of `cuts` is applied to the row of its column, and the result is copied."""
         check_lengths(self.mapped_files())
         row = index if self.row_numbers is None else int(self.row_numbers[index])
-        parts = [self._copied(cut(value[row])) for cut, value in zip(cuts, self.values, strict=True)]
-        return self.pack(parts) if self.scale is None else self.scale.first_of(self.pack(parts))
+        parts = [self._copy_row(cut(value[row])) for cut, value in zip(cuts, self.values, strict=True)]
+        return self.pack(parts) if self.scale is None else self.scale.scale_first(self.pack(parts))
 
     def read_batch(self, indices: list[int]) -> Any:
         """Return many samples at once, equal to those of a resident copy."""
         check_lengths(self.mapped_files())
-        gathered = [self.samples_of(value, np.asarray(indices, np.int64)) for value in self.values]
-        return self.pack([self.widened(as_tensor(column)) for column in gathered])
+        gathered = [self.copy_samples(value, np.asarray(indices, np.int64)) for value in self.values]
+        return self.pack([self.widen(convert_to_tensor(column)) for column in gathered])
 
-    def samples_of(self, value: Column, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Column:
+    def copy_samples(self, value: Column, indices: np.ndarray[Any, np.dtype[np.int64]]) -> Column:
         """Copy some samples of a column."""
         numbers = indices if self.row_numbers is None else self.row_numbers[indices]
         return gather_rows(value, numbers.tolist())
 
-    def widened(self, rows: Tensor) -> Tensor:
+    def widen(self, rows: Tensor) -> Tensor:
         """Convert rows of a batch to the types of samples."""
         if self.int_dtype is None or not is_integer(rows):
             return rows
         wide = rows.to(self.int_dtype)
         return wide.bitwise_and_((1 << 8 * rows.element_size()) - 1) if self.unsigned else wide
 
-    def _copied(self, row: Any) -> Any:
+    def _copy_row(self, row: Any) -> Any:
         copy = row.clone() if isinstance(row, Tensor) else np.array(row)
-        return copy if self.int_dtype is None else self.widened(as_tensor(copy))
+        return copy if self.int_dtype is None else self.widen(convert_to_tensor(copy))
 
     def mapped_files(self) -> tuple[MappedFile, ...]:
         """Return the files that hold columns; each must keep its length."""
-        return self.files or mappings_of(self.values)
+        return self.files or find_mappings(self.values)
 
     @property
     def mapped(self) -> bool:
         """Return whether a batch can be gathered straight from mapped files, and some of the columns are such."""
         files = [value for value in self.values if is_mapped(value)]
-        return bool(files) and all(tensor_view(value) is not None for value in files)
+        return bool(files) and all(view_as_tensor(value) is not None for value in files)
 
-    def on_host(self) -> Columns:
+    def move_to_host(self) -> Columns:
         """Return the same columns where worker processes can reach them."""
         if all(value.device.type == "cpu" for value in self.values if isinstance(value, Tensor)):
             return self
@@ -190,7 +190,7 @@ class Columns:
             found = self.values[1] if len(self.values) > 1 else None
         if found is None or self.row_numbers is None:
             return found
-        return self.samples_of(found, np.arange(len(self)))
+        return self.copy_samples(found, np.arange(len(self)))
 
 
 @runtime_checkable
@@ -211,7 +211,7 @@ def as_bytes(source: Any) -> tuple[Any, Scale | None]:
     return source, None
 
 
-def rows_in_memory(source: Any) -> Columns | None:
+def find_rows_in_memory(source: Any) -> Columns | None:
     """Return the rows of one of this package's sources that can tell where its samples lie, else None.
 
     A class defined elsewhere that wraps or extends such a source has samples of its own.
@@ -225,7 +225,7 @@ def rows_in_memory(source: Any) -> Columns | None:
 
 def gather_rows(value: Column, indices: list[int]) -> Column:
     """Copy many rows. Of a mapped file, no other rows are read."""
-    source = tensor_view(value)
+    source = view_as_tensor(value)
     if source is None:
         return np.asarray(value[indices])
     return source.index_select(0, torch.tensor(indices, device=source.device))
@@ -233,10 +233,10 @@ def gather_rows(value: Column, indices: list[int]) -> Column:
 
 def is_mapped(value: Any) -> bool:
     """Return whether an array lies in a file that is mapped into memory: a numpy.memmap, or a view of one."""
-    return mapping_of(value) is not None
+    return find_mapping(value) is not None
 
 
-def tensor_view(value: Column) -> Tensor | None:
+def view_as_tensor(value: Column) -> Tensor | None:
     """Return the same memory as a tensor, for gathering rows alone; None if torch cannot index such an array.
 
     A read-only array is no hindrance, since nothing is ever written through this tensor: `index_select`
@@ -258,7 +258,7 @@ class _Writeable:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
-def length_of(source: Any, key: str) -> int:
+def measure_length(source: Any, key: str) -> int:
     """Return the length of a source that can be indexed; refuse all others."""
     if isinstance(source, DataLoader):
         raise DataError(f"{key}: a DataLoader already makes batches; give its dataset instead")
@@ -272,7 +272,7 @@ def length_of(source: Any, key: str) -> int:
     return len(source)
 
 
-def columns_of(source: Any, key: str) -> Columns | None:
+def find_columns(source: Any, key: str) -> Columns | None:
     """Return the columns of a source in memory; None for any other. `key` names it in errors.
 
     In memory are: a tensor or array, a tuple, list or mapping of them, a plain `TensorDataset`, and `Arrays`. A list
@@ -282,17 +282,17 @@ def columns_of(source: Any, key: str) -> Columns | None:
     if isinstance(source, Arrays | TensorDataset):
         if isinstance(source, TensorDataset) and type(source) is not TensorDataset:
             return None  # a subclass may do more than index
-        columns = _checked(source.tensors, key, pack=tuple)
+        columns = _check_columns(source.tensors, key, pack=tuple)
         return replace(columns, scale=source.scale) if isinstance(source, Arrays) else columns
     if isinstance(source, COLUMN_TYPES):
-        return _checked((source,), key, pack=itemgetter(0))
+        return _check_columns((source,), key, pack=itemgetter(0))
     if isinstance(source, Mapping) and not isinstance(source, Dataset):
         names = tuple(source)
-        return _checked(tuple(source.values()), key, partial(_as_dict, names), names)
+        return _check_columns(tuple(source.values()), key, partial(_as_dict, names), names)
     lists = isinstance(source, tuple) and len(source) > 1 and all(isinstance(value, list) for value in source)
     if lists or (isinstance(source, tuple | list) and any(map(_is_column, source))):
         container = list if isinstance(source, list) else getattr(type(source), "_make", tuple)
-        return _checked(source, key, container)
+        return _check_columns(source, key, container)
     return None
 
 
@@ -304,7 +304,7 @@ def _as_dict(names: tuple[str, ...], values: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-def _checked(values: Sequence[Any], key: str, pack: Callable[[Sequence[Any]], Any],
+def _check_columns(values: Sequence[Any], key: str, pack: Callable[[Sequence[Any]], Any],
              names: tuple[str, ...] = ()) -> Columns:  # fmt: skip
     if not values:
         raise DataError(f"{key}: the data set is empty: there is no array in it")
@@ -324,7 +324,7 @@ def _check_column(value: Any, where: str) -> None:
     if value.ndim == 0:
         raise DataError(f"{where} is a single number; its first dimension must be the samples")
     try:
-        as_tensor(value[:1])
+        convert_to_tensor(value[:1])
     except TypeError as error:
         raise DataError(f"{where}: {error}; give it as an array of integers, bools or floats") from error
 
@@ -332,22 +332,22 @@ def _check_column(value: Any, where: str) -> None:
 OF_ALL_SAMPLES = ("class_names", "classes", "num_classes", "bytes_per_token", "input_columns")
 
 
-def parts_of(dataset: Any) -> list[Any]:
+def list_parts(dataset: Any) -> list[Any]:
     """Return the data sets inside torch's Subset and ConcatDataset that samples come from."""
     if type(dataset) is ConcatDataset:
-        return [part for one in dataset.datasets for part in parts_of(one)]
-    return parts_of(dataset.dataset) if type(dataset) is Subset else [dataset]
+        return [part for one in dataset.datasets for part in list_parts(one)]
+    return list_parts(dataset.dataset) if type(dataset) is Subset else [dataset]
 
 
-def dataset_attribute(dataset: Any, name: str) -> Any:
+def find_attribute(dataset: Any, name: str) -> Any:
     """Return an attribute of a data set; of a Subset or ConcatDataset, the values of its samples. None if unknown."""
     if type(dataset) is Subset:
-        found = dataset_attribute(dataset.dataset, name)
+        found = find_attribute(dataset.dataset, name)
         if found is None or name in OF_ALL_SAMPLES:
             return found
         return None if callable(found) else np.asarray(found)[np.asarray(dataset.indices)]
     if type(dataset) is ConcatDataset:
-        each = [dataset_attribute(one, name) for one in dataset.datasets]
+        each = [find_attribute(one, name) for one in dataset.datasets]
         if any(one is None or callable(one) for one in each):
             return None
         if name in OF_ALL_SAMPLES:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trainrun.data.batch import as_tensor
+from trainrun.data.batch import convert_to_tensor
 from trainrun.errors import DataError
 
 CLASSES_PER_LABEL = 10  # more are a slip in one label
 
 
-def wrong_label(source: Any, key: str, index: int, label: int, num_classes: int, said_by: str) -> DataError:
+def build_label_error(
+    source: Any, key: str, index: int, label: int, num_classes: int, said_by: str
+) -> DataError:
     """Return the error about one label. said_by: as in `Labels`."""
     return DataError(
-        f"{place_of(source, key, index)} has label {label}, {explain_label(label, num_classes, said_by)}"
+        f"{name_sample(source, key, index)} has label {label}, {explain_label(label, num_classes, said_by)}"
     )
 
 
@@ -33,7 +35,7 @@ def explain_label(label: int, num_classes: int, said_by: str) -> str:
     )
 
 
-def place_of(source: Any, key: str, index: int) -> str:
+def name_sample(source: Any, key: str, index: int) -> str:
     """Return line, row or file of a sample, if the source knows it."""
     describe = getattr(source, "describe", None)
     return f"{key}: sample {index}" if describe is None else str(describe(index))
@@ -46,10 +48,10 @@ def check_number_of_classes(source: Any, key: str, target: Any, num_classes: int
     """
     if target is None or num_classes <= CLASSES_PER_LABEL * math.prod(target.shape):
         return
-    labels = as_tensor(target).long().reshape(len(target), -1)
+    labels = convert_to_tensor(target).long().reshape(len(target), -1)
     index = int((labels == num_classes - 1).any(1).long().argmax())
     if int(labels[index].max()) == num_classes - 1:
         raise DataError(
-            f"{place_of(source, key, index)} has label {num_classes - 1}, which makes {num_classes:,} classes of "
+            f"{name_sample(source, key, index)} has label {num_classes - 1}, which makes {num_classes:,} classes of "
             f"{len(target):,} samples; correct it, or, where that is meant, say data.num_classes={num_classes}"
         )

@@ -14,9 +14,9 @@ from trainrun.checkpoint.save import MANIFEST
 from trainrun.cli.run_arguments import parse, run_parser
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import DataConfig
-from trainrun.data.cache.fingerprint import own_fingerprint
-from trainrun.data.facts import facts_of
-from trainrun.data.pipeline import open_batches, with_look
+from trainrun.data.cache.fingerprint import fingerprint_source
+from trainrun.data.facts import describe_source
+from trainrun.data.pipeline import add_look, open_batches
 from trainrun.embedding.embedded_split import EmbeddedSplit
 from trainrun.embedding.layer_output import LayerOutput
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
@@ -124,13 +124,13 @@ def _parts(
     for split, source in sources.items():
         key = f"data.{split}"
         digest.update(
-            f"{layer.name} {split} {getattr(config.data, split)} {own_fingerprint(source)}".encode()
+            f"{layer.name} {split} {getattr(config.data, split)} {fingerprint_source(source)}".encode()
         )
         # training samples go through what those of validation do: no random change, and no shuffling
         kind = "test" if split == "test" else "val"
         options = replace(stream_options(config, parallel, kind, lambda text: None), key=key, limit=1.0)
-        options = with_look(source, options)
-        facts = facts_of(source, key, options)
+        options = add_look(source, options)
+        facts = describe_source(source, key, options)
         stream, _ = open_batches(source, options)
         found = EmbeddedSplit(stream, layer, key, options.batch_size, facts.class_names, facts.num_classes)
         parts[split] = Samples(found, key, PROBES, TOLERANCE)

@@ -33,7 +33,7 @@ from trainrun.data.augment.noise import LatentNoise, SampleNumbers, WordDropout
 from trainrun.data.facts import facts_of_all
 from trainrun.data.pipeline import open_batches
 from trainrun.data.scale import Scale
-from trainrun.data.split_batch import tensors_in
+from trainrun.data.split_batch import list_tensors
 from trainrun.data.tensor_dataset import as_bytes
 from trainrun.errors import ConfigError
 from trainrun.parallel.single import Single
@@ -93,7 +93,7 @@ def output_tensors(output: Any) -> Any:
         return output
     if isinstance(getattr(output, "logits", None), Tensor):  # what the task takes
         return output.logits
-    tensors = tuple(tensors_in(output))
+    tensors = tuple(list_tensors(output))
     if not tensors:
         raise ConfigError(f"model: gives a {type(output).__name__} without tensors, which no format can hold")
     return tensors[0] if len(tensors) == 1 else tensors
@@ -230,7 +230,7 @@ def record_call(model: nn.Module, task: Any, batch: Any) -> tuple[list[Tensor], 
 
 def first_tensor(batch: Any) -> Tensor:
     """Return the first tensor of a batch, which is its input. Raise ConfigError without one."""
-    if tensors := tensors_in(batch):
+    if tensors := list_tensors(batch):
         return tensors[0]
     raise ConfigError(
         f"data: a batch is {describe_form(batch)}, and its inputs are not known; let data.collate_fn give a "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
-from trainrun.checkpoint.files import committed_steps, folder_name
+from trainrun.checkpoint.files import format_folder_name, list_committed_steps
 from trainrun.checkpoint.load import choose_checkpoint, read_checkpoint
 from trainrun.config.compose import compose_run
 from trainrun.config.saved_config import load_config
@@ -228,8 +228,8 @@ def train(
     trained = Run(run.root, objects=objects)
     if model is not None and "model" in used:
         copy_trained_weights(model, used["model"].state_dict())
-    elif model is not None and (steps := committed_steps(run.checkpoints)):  # it was finished already
-        last = read_checkpoint(run.checkpoints / folder_name(steps[-1]))
+    elif model is not None and (steps := list_committed_steps(run.checkpoints)):  # it was finished already
+        last = read_checkpoint(run.checkpoints / format_folder_name(steps[-1]))
         copy_trained_weights(model, last.shared["model"])
     elif model is not None:
         say(f"note: {run.root}: finished already and without a checkpoint; the network is as it was")

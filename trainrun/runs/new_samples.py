@@ -26,16 +26,16 @@ from trainrun.assemble.data_pipeline import TrainingNames, stream_options
 from trainrun.assemble.resumption import load_network_of_run
 from trainrun.checkpoint.load import choose_checkpoint, read_checkpoint, resolve_checkpoint
 from trainrun.config.schema import RunConfig, with_values
-from trainrun.data.batch import as_tensor
+from trainrun.data.batch import convert_to_tensor
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.pictures.decode import Form, decode_picture, form_of_picture
-from trainrun.data.readers.pictures.image_folder import content_of
+from trainrun.data.readers.pictures.decode import Form, build_form, decode_picture
+from trainrun.data.readers.pictures.image_folder import read_content
 from trainrun.data.readers.tables import csv_files, parquet
-from trainrun.data.readers.tables.arrow_files import ParquetFile, table_of
+from trainrun.data.readers.tables.arrow_files import ParquetFile, open_table
 from trainrun.data.readers.tables.column_problems import InputFault
 from trainrun.data.readers.targets import join_names
-from trainrun.data.tensor_dataset import columns_of
+from trainrun.data.tensor_dataset import find_columns
 from trainrun.errors import ConfigError, DataError
 from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.interfaces import DataFacts
@@ -272,7 +272,7 @@ def pictures_as_samples(
 ) -> NewSamples:
     """Return images (encoded bytes or files) as samples in the size and scale of the run."""
     node = input_format.node
-    form = form_of_picture(
+    form = build_form(
         node.get("shape"), node.get("fit", "crop"), node.get("dtype", "uint8"), node.get("draft", True)
     )
     return NewSamples(partial(decode_new_picture, pictures, form), names)
@@ -280,7 +280,7 @@ def pictures_as_samples(
 
 def decode_new_picture(pictures: Sequence[Path | bytes], form: Form, index: int) -> Tensor:
     picture = pictures[index]
-    content = picture if isinstance(picture, bytes) else content_of(str(picture))
+    content = picture if isinstance(picture, bytes) else read_content(str(picture))
     return decode_picture(
         content, form, lambda: f"picture {index}" if isinstance(picture, bytes) else str(picture)
     )
@@ -314,12 +314,12 @@ def encode_png(picture: Any) -> bytes:
 def arrays_as_samples(arrays: Any) -> NewSamples:
     """Return the rows of an array (N, ...), or of a mapping from input names to arrays, as samples."""
     if isinstance(arrays, Mapping):
-        fields = {name: as_tensor(values) for name, values in arrays.items()}
+        fields = {name: convert_to_tensor(values) for name, values in arrays.items()}
         number = len(next(iter(fields.values())))
         return NewSamples(partial(select_row, fields), number_column(number))
     array = arrays if isinstance(arrays, Tensor) else np.asarray(arrays)
     try:
-        values = as_tensor(array)
+        values = convert_to_tensor(array)
     except TypeError as error:
         raise DataError(
             f"predict: {error}; give an array of numbers, or rows by column name (a list of dicts, a DataFrame)"
@@ -369,10 +369,10 @@ def read_new_table(file: Path, input_format: InputFormat, shown: str = "") -> Ne
     is_parquet = file.name.lower().endswith(ENDINGS["parquet"])
     load = parquet.load if is_parquet else csv_files.load
     if is_parquet:
-        columns = table_of([file], ParquetFile).columns
+        columns = open_table([file], ParquetFile).columns
     else:
-        delimiter = node.get("delimiter") or csv_files.usual_delimiter(file)
-        columns = csv_files.columns_in(file, csv_files.Dialect(delimiter, node.get("header", True)))
+        delimiter = node.get("delimiter") or csv_files.guess_delimiter(file)
+        columns = csv_files.read_column_names(file, csv_files.Dialect(delimiter, node.get("header", True)))
     inputs = list(input_format.names.inputs or node.get("inputs") or ())
     check_table_columns(columns, inputs, node, shown or str(file))
     parameters = signature(load).parameters.keys() & {"shape", "dtype", "fill", "fit", "draft", "categories", "header",
@@ -385,7 +385,7 @@ def read_new_table(file: Path, input_format: InputFormat, shown: str = "") -> Ne
         raise DataError(
             fault.describe(shown or str(file), describe_remedies(fault), by_rows=bool(shown))
         ) from None
-    dataset = built if (in_memory := columns_of(built, KEY)) is None else in_memory
+    dataset = built if (in_memory := find_columns(built, KEY)) is None else in_memory
     number = len(dataset)
     return NewSamples(
         partial(read_inputs, dataset), {"file": [str(file)] * number, "row": list(range(number))}
@@ -409,7 +409,7 @@ def check_table_columns(
     columns: Sequence[str], inputs: Sequence[str], node: Mapping[str, Any], shown: str
 ) -> None:
     """Raise DataError if a column is missing. Print a note about columns that the training did not have."""
-    needed, *_ = csv_files.without_words(inputs, columns)
+    needed, *_ = csv_files.replace_word_inputs(inputs, columns)
     missing = list(dict.fromkeys(name.partition("=")[0] for name in needed if name not in columns))
     if missing:
         guess = did_you_mean(missing[0], columns) or "."

@@ -22,7 +22,7 @@ from trainrun.assemble.resumption import loaded_state
 from trainrun.assemble.run_plan import batch_facts, with_earlier_batch
 from trainrun.assemble.start_choices import Chosen, choose_allocator, chosen_before
 from trainrun.assemble.unread_settings import check_settings_are_read
-from trainrun.checkpoint.files import committed_steps
+from trainrun.checkpoint.files import list_committed_steps
 from trainrun.config.schema import RunConfig, stop_recording
 from trainrun.errors import (
     EXIT_AGAIN,
@@ -124,7 +124,7 @@ def train_once(
             config = with_earlier_batch(config, earlier, parallel.world_size, order.typed, notes)
         assert config.seed is not None
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
-        goes_on = resume and bool(committed_steps(run_dir.checkpoints))
+        goes_on = resume and bool(list_committed_steps(run_dir.checkpoints))
         begin = None if goes_on and not config.checkpoint.adapter_only else config.init_from
         site = build_context(run_dir, identity, parallel, flag, listeners, begin)
         site = replace(site, phases=phases, measures=not resume, is_new=not goes_on, typed=order.typed)
@@ -295,7 +295,7 @@ def finish_training(
 
 def record_checkpoints(run_dir: RunDir) -> None:
     """Record in RUN.json that the run has checkpoints, if it has any."""
-    if committed_steps(run_dir.checkpoints):
+    if list_committed_steps(run_dir.checkpoints):
         record_saved(run_dir)
 
 

@@ -12,9 +12,9 @@ from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.data_pipeline import TrainingNames, build_sources, open_split
 from trainrun.assemble.resumption import load_network_of_run, load_weights
 from trainrun.assemble.start_choices import chosen_before
-from trainrun.checkpoint.files import committed_steps
+from trainrun.checkpoint.files import list_committed_steps
 from trainrun.checkpoint.load import Loaded, choose_checkpoint, read_checkpoint, resolve_checkpoint
-from trainrun.checkpoint.weights import path_of_base_weights
+from trainrun.checkpoint.weights import find_base_weights
 from trainrun.config.saved_config import translated
 from trainrun.config.schema import RunConfig, with_values
 from trainrun.errors import DataError
@@ -89,7 +89,7 @@ def load_parts(
         Single(device),
         StopFlag(),
         [],
-        init_from=path_of_base_weights(config.init_from, loaded),
+        init_from=find_base_weights(config.init_from, loaded),
         chosen=chosen_before(identity),
         trains=False,
         trained=load_saved_names(loaded),
@@ -189,6 +189,6 @@ def choose_saved_checkpoint(run: RunDir, which: str | None) -> str:
     best.
     """
     chosen = choose_checkpoint(run.checkpoints, which)
-    if which is None and chosen == "last" and committed_steps(run.checkpoints):
+    if which is None and chosen == "last" and list_committed_steps(run.checkpoints):
         say_note("no metric chose a best checkpoint of this run; the last one is used")
     return chosen

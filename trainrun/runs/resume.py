@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from trainrun.checkpoint.files import FileLayer, committed_steps, set_aside
+from trainrun.checkpoint.files import FileLayer, list_committed_steps, set_aside
 from trainrun.config.saved_config import placed, plain_config, with_overrides
 from trainrun.config.saved_values import public, resolved
 from trainrun.config.schema import RunConfig, config_leaves, plain_values
@@ -185,7 +185,7 @@ def check_same_network(run: RunDir, saved: RunConfig, config: RunConfig) -> None
         for key, there, here in changed
         if key.startswith("transform.")
     ]
-    if committed_steps(run.checkpoints) and not config.checkpoint.adapter_only:
+    if list_committed_steps(run.checkpoints) and not config.checkpoint.adapter_only:
         faults += [
             f"{key}={format_value_as_typed(here)}: is of the beginning of a run, and this one goes on from a "
             "checkpoint; leave it out "

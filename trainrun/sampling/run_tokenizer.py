@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trainrun.checkpoint.files import committed_steps
+from trainrun.checkpoint.files import list_committed_steps
 from trainrun.config.schema import RunConfig, with_values
-from trainrun.data.readers.text.text import tokenizer_file
+from trainrun.data.readers.text.text import find_tokenizer
 from trainrun.data.readers.text.tokenizer import open_tokenizer
 from trainrun.data.readers.text.trained_tokenizer import is_trained
 from trainrun.errors import ConfigError
@@ -63,14 +63,14 @@ def saved_tokenizer(run: RunDir) -> Path:
 
 
 def _provide(config: RunConfig, run: RunDir, notes: list[str]) -> None:
-    if run.tokenizer.is_file() or committed_steps(run.checkpoints):
+    if run.tokenizer.is_file() or list_committed_steps(run.checkpoints):
         saved_tokenizer(run)
         return
     source = _of_another(config)
     if source is not None:
         notes.append(f"data.train.tokenizer: that of {source.parent}, whose weights this run begins with")
     else:
-        source, asked = Path(tokenizer_file(config.data.train)), config.data.train["tokenizer"]
+        source, asked = Path(find_tokenizer(config.data.train)), config.data.train["tokenizer"]
         found = open_tokenizer(str(source))[0].vocabulary
         if f"bpe:{found}" != asked:
             notes.append(f"data.train.tokenizer={asked}: the text gives {found:,} tokens, no more")

@@ -20,9 +20,9 @@ from trainrun.data.cache.probe import look_at
 from trainrun.data.look import in_child
 from trainrun.data.readers.text.tokenizer import open_tokenizer
 from trainrun.data.readers.text.trained_tokenizer import is_trained
-from trainrun.data.split_batch import num_rows, select_rows
+from trainrun.data.split_batch import count_rows, select_rows
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import columns_of
+from trainrun.data.tensor_dataset import find_columns
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import TARGET, build
 from trainrun.interfaces import Batches, Parallel, batch_fields
@@ -154,7 +154,7 @@ def check_tokenizer(trained: RunConfig, config: RunConfig) -> None:
 
 def check_answers(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) -> None:
     """Compute the answers of teacher and student to two samples. Raise ConfigError if they cannot be compared."""
-    count = num_rows(batch)
+    count = count_rows(batch)
     few = select_rows(batch, 0, min(2, count), count)
     inputs, target = split_inputs_and_target(few)
     with evaluating(model), collect_outputs(model, list(task.hidden)) as seen:
@@ -180,7 +180,7 @@ def explain_no_cached_answers(
     seen = config.data.batch_size * rhythm.accumulate * world_size * (rhythm.total_steps or num_samples)
     if seen < 2 * num_samples:
         return "few samples come twice"
-    if columns_of(source, "data.train") is not None:  # in memory
+    if find_columns(source, "data.train") is not None:  # in memory
         return ""
     try:
         in_child(partial(look_at, source, "data.train"), StreamOptions("data.train", True, 1, 0))

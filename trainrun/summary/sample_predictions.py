@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainrun.checkpoint.files import folder_name
+from trainrun.checkpoint.files import format_folder_name
 from trainrun.checkpoint.load import load_together
-from trainrun.checkpoint.weights import evaluated_weights
-from trainrun.data.split_batch import tensors_in
+from trainrun.checkpoint.weights import choose_evaluated_weights
+from trainrun.data.split_batch import list_tensors
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import Batches, Predicts
 from trainrun.runtime.machine import read_host_memory
@@ -105,10 +105,10 @@ def _weights_of(run: Components, run_dir: RunDir, step: int) -> Iterator[None]:
     """Give the model the weights of a checkpoint in evaluation mode inside the block. Restore its own afterwards."""
     own_weights = {name: value.detach().to("cpu", copy=True) for name, value in run.held.state_dict().items()}
     modes = [(module, module.training) for module in run.model.modules()]
-    loaded = load_together(run_dir.checkpoints / folder_name(step), run.parallel, None)
+    loaded = load_together(run_dir.checkpoints / format_folder_name(step), run.parallel, None)
     try:
         own = run.held.state_dict()
-        run.held.load_state_dict(run.parallel.load_state_dict(evaluated_weights(loaded, own)[0], own))
+        run.held.load_state_dict(run.parallel.load_state_dict(choose_evaluated_weights(loaded, own)[0], own))
         run.model.eval()
         yield
     finally:
@@ -195,7 +195,7 @@ def _merge_highest(shown: Columns, images: Tensor, columns: Columns, score: Tens
 
 def _images(batch: Any) -> Tensor | None:
     """Return the first tensor of a batch if it holds images (B, 1 or 3, H, W); else None."""
-    inputs = next(iter(tensors_in(batch)), None)
+    inputs = next(iter(list_tensors(batch)), None)
     return inputs if inputs is not None and inputs.ndim == 4 and inputs.shape[1] in (1, 3) else None
 
 

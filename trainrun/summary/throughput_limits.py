@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from trainrun.data.engines.stream import OpenedStream
-from trainrun.data.stream_options import num_ahead
+from trainrun.data.stream_options import count_read_ahead
 from trainrun.interfaces import batch_fields
 from trainrun.seeding import kept_random_state
 from trainrun.timing.phases import Session
@@ -59,7 +59,7 @@ def throughput_limits(run: Components, session: Session) -> ThroughputLimits | N
 def num_batches_ahead(run: Components) -> int:
     """Return how many batches are read ahead; 0 if each is read between two steps."""
     number, factor = num_readers(run), run.config.data.prefetch_factor
-    return num_ahead(number, factor) if number and engine_of(run) == "threads" else number * factor
+    return count_read_ahead(number, factor) if number and engine_of(run) == "threads" else number * factor
 
 
 def engine_of(run: Components) -> str:

@@ -284,7 +284,7 @@ class Hooks:
         state.ended_step, state.saved_step = state.step, -1  # what was saved at this step is saved again
         if not any(run.parallel.gather(digest_weights(run) != before)):
             return False
-        return bool(run.triggers.validate_again(state, run.checkpoints.best_of_other_steps(state.step)))
+        return bool(run.triggers.validate_again(state, run.checkpoints.find_other_best(state.step)))
 
     def on_end(self, run: Any, state: Any) -> None:
         self._call("on_end", run, state)

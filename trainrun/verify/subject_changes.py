@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from trainrun.data.tensor_dataset import Splits, columns_of
+from trainrun.data.tensor_dataset import Splits, find_columns
 from trainrun.errors import DataError
 
 MAKERS = (torch.randn, torch.rand, torch.zeros, torch.ones, torch.empty, torch.eye, torch.linspace)
@@ -41,7 +41,7 @@ class First:
 
     def __init__(self, source: Any, count: int, split: str) -> None:
         source = source[split] if isinstance(source, Splits) else source
-        columns = columns_of(source, "data")
+        columns = find_columns(source, "data")
         self._about, self._samples = source, source if columns is None else columns
         if not hasattr(type(self._samples), "__len__"):
             raise DataError("data: its samples have no numbers, so the first ones cannot be taken")

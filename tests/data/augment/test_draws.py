@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainrun.data.augment.draws import Draws, beta_quantiles
+from trainrun.data.augment.draws import Draws, compute_beta_quantiles
 from trainrun.seeding import derive_seed
 
 N = 1 << 16
@@ -82,9 +82,9 @@ def test_numbers_are_uniform(cells: int) -> None:
 
 
 def test_what_holds_in_every_epoch_depends_on_the_seed_alone() -> None:
-    fixed = draws(epoch=4).of_every_epoch().uniform("side")
-    assert torch.equal(fixed, draws(epoch=9).of_every_epoch().uniform("side"))
-    assert not torch.equal(fixed, draws(seed=2, epoch=4).of_every_epoch().uniform("side"))
+    fixed = draws(epoch=4).ignore_epoch().uniform("side")
+    assert torch.equal(fixed, draws(epoch=9).ignore_epoch().uniform("side"))
+    assert not torch.equal(fixed, draws(seed=2, epoch=4).ignore_epoch().uniform("side"))
     assert not torch.equal(fixed, draws(epoch=4).uniform("side"))
 
 
@@ -92,7 +92,7 @@ def test_what_holds_in_every_epoch_depends_on_the_seed_alone() -> None:
 def test_beta_has_the_distribution_of_beta(alpha: float) -> None:
     special = pytest.importorskip("scipy.special")
     wanted = special.betaincinv(alpha, alpha, torch.linspace(0, 1, 4097, dtype=torch.float64).numpy())
-    assert abs(beta_quantiles(alpha) - wanted).max() < 2e-3
+    assert abs(compute_beta_quantiles(alpha) - wanted).max() < 2e-3
     numbers = draws().beta("weight", alpha).double()
     lower = numbers[numbers < 0.5]  # the mass behind numbers near 1 is too fine for float32
     assert abs(len(lower) - N / 2) / math.sqrt(N / 4) < 4.5

@@ -54,7 +54,7 @@ def slow_flip(x: Tensor, numbers: Draws) -> Tensor:
 
 
 def slow_turns(x: Tensor, numbers: Draws) -> Tensor:
-    first = numbers.of_every_epoch().integers("side", 0, 2).flatten().tolist()
+    first = numbers.ignore_epoch().integers("side", 0, 2).flatten().tolist()
     return torch.stack(
         [one.flip(-1) if (side + numbers.epoch) % 2 else one for one, side in zip(x, first, strict=True)]
     )

@@ -15,8 +15,8 @@ from approved import refused
 from cache_sources import SAMPLES, AtOnce, Made, in_child, reads_in, same
 
 from trainrun.data.cache import fingerprint
-from trainrun.data.cache.cached import with_cache
-from trainrun.data.cache.fingerprint import own_fingerprint
+from trainrun.data.cache.cached import open_cache
+from trainrun.data.cache.fingerprint import fingerprint_source
 from trainrun.data.cache.probe import NUM_PROBES
 from trainrun.errors import DataError
 
@@ -31,7 +31,7 @@ def log(tmp_path):
 
 
 def on_disk(source, folder, **more):
-    return with_cache(source, f"disk:{folder}", "data.train", **more)
+    return open_cache(source, f"disk:{folder}", "data.train", **more)
 
 
 def files_in(folder):
@@ -91,7 +91,7 @@ def test_a_file_below_a_folder_that_the_source_names_is_seen(root, tmp_path, mon
 
     def story():
         source = Plain(root=root, kind="none")
-        return with_cache(source, "disk:pictures/kept", "data.train", said.append).note.split(" (")[1]
+        return open_cache(source, "disk:pictures/kept", "data.train", said.append).note.split(" (")[1]
 
     said = []
     assert [story(), story()] == ["built)", "found)"]  # the cache lies below it, too
@@ -114,20 +114,20 @@ def test_what_runs_write_builds_no_cache_again(tmp_path, monkeypatch):
         lambda: Plain(root=project / "train"),
         lambda: Plain(word="train"),  # which may be the folder
     ]
-    prints = [own_fingerprint(make(), say=said.append) for make in makes]
+    prints = [fingerprint_source(make(), say=said.append) for make in makes]
     for run in ("outputs/1", "outputs/2", "data/__pycache__"):
         (project / "train" / run).mkdir(parents=True)
         (project / "train" / run / "RUN.json").touch()
     (project / "train" / "outputs" / "2" / "metrics.jsonl").touch()
-    assert prints == [own_fingerprint(make()) for make in makes]
+    assert prints == [fingerprint_source(make()) for make in makes]
     assert [line.partition(" holds the working directory")[0] for line in said] == [
         str(project),
         str(tmp_path),
     ]
-    own_fingerprint(Plain(root=project / "train" / "outputs"), say=said.append)
+    fingerprint_source(Plain(root=project / "train" / "outputs"), say=said.append)
     assert "outputs holds runs alone, so a change inside one of its files is not seen" in said[2]
     (project / "train" / "data" / "1.bin").touch()
-    again = [own_fingerprint(make()) for make in makes]
+    again = [fingerprint_source(make()) for make in makes]
     assert [a == b for a, b in zip(prints, again, strict=True)] == [True, True, False, False]
 
 
@@ -194,15 +194,15 @@ def test_attributes_and_code_tell_sources_apart(tmp_path):
         lambda: Plain(a=str(file)),
         lambda: Plain(a=file),
     ]
-    prints = [own_fingerprint(make()) for make in makes]
-    assert prints == [own_fingerprint(make()) for make in makes]
+    prints = [fingerprint_source(make()) for make in makes]
+    assert prints == [fingerprint_source(make()) for make in makes]
     assert len(set(prints)) == len(prints)
     file.write_bytes(b"22")
-    assert own_fingerprint(Plain(a=str(file))) not in prints
+    assert fingerprint_source(Plain(a=str(file))) not in prints
     circle = Plain()
     circle.me = circle
-    assert own_fingerprint(circle) == own_fingerprint(circle)
-    assert own_fingerprint(Plain(a="ab", b="ab")) == own_fingerprint(Plain(a="ab", b="".join("ab")))
+    assert fingerprint_source(circle) == fingerprint_source(circle)
+    assert fingerprint_source(Plain(a="ab", b="ab")) == fingerprint_source(Plain(a="ab", b="".join("ab")))
 
 
 # --- damage -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from cache_sources import SAMPLES, AtOnce, Made, image_of, in_child, reads_in, s
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from trainrun.data.cache import cached as module
-from trainrun.data.cache.cached import with_cache
+from trainrun.data.cache.cached import open_cache
 from trainrun.data.cache.probe import NUM_PROBES, look_at
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.process
 
 
 def kept_in(source, spec, tmp_path, key="data.train"):
-    return with_cache(source, f"disk:{tmp_path}" if spec == "disk" else spec, key)
+    return open_cache(source, f"disk:{tmp_path}" if spec == "disk" else spec, key)
 
 
 @pytest.mark.parametrize("spec", ["memory", "pool:4MB", "pool:300B", "disk"])
@@ -36,13 +36,13 @@ def test_samples_are_equal_to_the_sources(kind, spec, tmp_path):
         assert len(kept) == 40
         for index in (*range(40), *range(40), -1):
             assert same(kept[index], source[index % 40])
-    assert kept.num_kept() == 40 if spec != "pool:300B" else 0 < kept.num_kept() <= 40
+    assert kept.count_cached() == 40 if spec != "pool:300B" else 0 < kept.count_cached() <= 40
     assert all(same(a, source[b]) for a, b in zip(kept.__getitems__([4, 39, 4]), [4, 39, 4], strict=True))
 
 
 @pytest.mark.parametrize("kind", ["pair", "tokens"])
 def test_every_read_gives_a_copy_of_its_own(kind):
-    kept = with_cache(Made(kind), "memory", "data.train")
+    kept = open_cache(Made(kind), "memory", "data.train")
     for _ in range(2):
         sample = kept[9][0]
         assert same(sample, Made(kind)[9][0])
@@ -65,14 +65,14 @@ class LeavesOut(Made):
 
 
 def test_samples_are_read_one_by_one_where_a_call_for_many_leaves_one_out(tmp_path):
-    kept = with_cache(LeavesOut(), "memory", "data.train")
+    kept = open_cache(LeavesOut(), "memory", "data.train")
     assert all(same(kept[index], Made()[index]) for index in range(40))
 
 
 @pytest.mark.parametrize("spec", ["memory", "pool:4MB", "disk"])
 def test_a_damaged_sample_raises_when_it_is_asked_for(spec, tmp_path):
     kept = kept_in(Broken(), spec, tmp_path)
-    assert kept.num_kept() == 38
+    assert kept.count_cached() == 38
     assert same(kept[6], Made()[6])
     for _ in range(2):
         with refused(ValueError):
@@ -94,7 +94,7 @@ def test_samples_unlike_the_first(spec, tmp_path, caplog):
     kept = kept_in(source, spec, tmp_path, key="data.val")
     for _ in range(2):
         assert all(same(kept[index], source[index]) for index in range(41))
-    assert kept.num_kept() == 40
+    assert kept.count_cached() == 40
     assert kept.as_columns() is None
     assert len(caplog.records) == 1
 
@@ -119,7 +119,7 @@ def test_a_random_source_is_refused(draw, message):
 
     state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     with refused(DataError, "data.cache=memory", "data.train", "data.transform"):
-        with_cache(Random(), "memory", "data.train")
+        open_cache(Random(), "memory", "data.train")
     assert state == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
@@ -138,7 +138,7 @@ def test_a_source_of_which_one_sample_is_random_is_refused(source, long, monkeyp
     monkeypatch.setattr(module, "LONG_SECONDS", long)  # workers fill it
     monkeypatch.setattr(module, "count_usable_cores", lambda: 2)
     with refused(DataError, "data.train"):
-        with_cache(source, "memory", "data.train")
+        open_cache(source, "memory", "data.train")
 
 
 def test_a_source_that_seeds_itself_is_kept(tmp_path):
@@ -148,11 +148,11 @@ def test_a_source_that_seeds_itself_is_kept(tmp_path):
             torch.manual_seed(index)
             return index, torch.rand(3)
 
-    kept = with_cache(Seeded(num_samples=400, log=tmp_path), "memory", "data.train")
+    kept = open_cache(Seeded(num_samples=400, log=tmp_path), "memory", "data.train")
     read_again = sum(reads_in(tmp_path).values()) - 400 - 2 * NUM_PROBES
     first_chunks = read_again / (2 * module.CHUNK)  # nothing but the first chunk is read again
     assert first_chunks in (1, 2)  # of one worker, or of both
-    assert kept.num_kept() == 400
+    assert kept.count_cached() == 400
     assert all(same(kept[index], Seeded()[index]) for index in range(400))
 
 
@@ -186,9 +186,9 @@ def test_a_source_that_gets_generators_is_refused(source, message, spec, tmp_pat
 
 def test_what_is_in_memory_stays_as_it_is():
     for source in ((torch.ones(3, 2), torch.arange(3)), np.ones((3, 2)), [], "text", 3, Made):
-        assert with_cache(source, "memory", "data.train") is source
+        assert open_cache(source, "memory", "data.train") is source
     made = Made()
-    assert with_cache(made, "none", "data.train") is made
+    assert open_cache(made, "none", "data.train") is made
 
 
 def test_what_cannot_be_kept():
@@ -197,12 +197,12 @@ def test_what_cannot_be_kept():
             return iter(())
 
     with refused(DataError):
-        with_cache(Stream(), "memory", "data.train")
+        open_cache(Stream(), "memory", "data.train")
     for value, name in ((object(), "builtins.object"), (np.array([None]), "dtype object"), (2**70, "64 bits"),
                         (torch.ones(2, requires_grad=True), "without gradients")):  # fmt: skip
         holder = type("Holder", (), {"__len__": lambda s: 2, "__getitem__": lambda s, i, v=value: (i, v)})
         with refused(DataError, "data.cache=memory", name):
-            with_cache(holder(), "memory", "data.train")
+            open_cache(holder(), "memory", "data.train")
 
 
 # --- columns ----------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_what_cannot_be_kept():
 @pytest.mark.parametrize("kind", ["tensor", "pair", "named", "list", "dict"])
 def test_a_full_cache_is_columns(kind):
     source = Made(kind)
-    kept = with_cache(source, "memory", "data.train")
+    kept = open_cache(source, "memory", "data.train")
     columns = kept.as_columns()
     assert isinstance(columns, Columns)
     assert len(columns) == 40
@@ -248,7 +248,7 @@ def test_filling_reads_each_once(kind, made, workers, tmp_path, monkeypatch):
     before = reads_in(tmp_path)
     for path in tmp_path.iterdir():
         path.unlink()
-    kept = with_cache(made(kind, log=tmp_path), "memory", "data.train")
+    kept = open_cache(made(kind, log=tmp_path), "memory", "data.train")
     after = reads_in(tmp_path)
     assert {i: n - before.get(i, 0) for i, n in after.items()} == dict.fromkeys(range(40), 1)
     assert all(same(kept[index], SAMPLES[kind](index)) for index in range(40))
@@ -256,7 +256,7 @@ def test_filling_reads_each_once(kind, made, workers, tmp_path, monkeypatch):
 
 
 def test_workers_read_the_same_memory(tmp_path):
-    kept = with_cache(Made("tokens", log=tmp_path), "memory", "data.train")
+    kept = open_cache(Made("tokens", log=tmp_path), "memory", "data.train")
     before = reads_in(tmp_path)
     loader = DataLoader(kept, 10, num_workers=1, collate_fn=list)
     assert all(same(sample, SAMPLES["tokens"](index)) for index, sample in enumerate(chain(*loader)))
@@ -269,27 +269,27 @@ def test_workers_read_the_same_memory(tmp_path):
 @pytest.mark.parametrize(("kind", "size"), [("pair", 7), ("tokens", 14), ("ragged_images", 28)])
 def test_a_pool_never_outgrows_its_size_and_keeps_its_part(kind, size, tmp_path):
     source = Made(kind, 600, log=tmp_path)
-    kept = with_cache(source, f"pool:{size}kB", "data.train")
+    kept = open_cache(source, f"pool:{size}kB", "data.train")
     assert sum(array.nbytes for name, array in kept.arrays.items() if "leaf" in name) <= 1000 * size
-    assert 40 < kept.num_kept() < 400
+    assert 40 < kept.count_cached() < 400
     before = reads_in(tmp_path)
     for index in range(600):
         assert same(kept[index], SAMPLES[kind](index))
-    assert sum(reads_in(tmp_path).values()) - sum(before.values()) == 600 - kept.num_kept()
-    assert [kept.has(index) for index in range(600)] == [index < kept.num_kept() for index in range(600)]
+    assert sum(reads_in(tmp_path).values()) - sum(before.values()) == 600 - kept.count_cached()
+    assert [kept.has(index) for index in range(600)] == [index < kept.count_cached() for index in range(600)]
 
 
 def test_more_than_the_memory_is_refused():
     with refused(DataError, "data.cache=memory", "data.cache=pool:"):
-        with_cache(Made(num_samples=10**13), "memory", "data.train")
-    assert len(with_cache(Made(num_samples=10**13), "pool:9kB", "data.train")) == 10**13
+        open_cache(Made(num_samples=10**13), "memory", "data.train")
+    assert len(open_cache(Made(num_samples=10**13), "pool:9kB", "data.train")) == 10**13
 
 
 def test_no_memory_left_names_the_way_out():
     def work():
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
         with pytest.raises(DataError) as caught:
-            with_cache(Made("tokens", 3000), "memory", "data.train")
+            open_cache(Made("tokens", 3000), "memory", "data.train")
         return str(caught.value)
 
     assert in_child(work) == (

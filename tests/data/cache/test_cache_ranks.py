@@ -7,7 +7,7 @@ import torch
 from cache_sources import Made, reads_in
 
 from trainrun.data.cache import shared
-from trainrun.data.cache.cached import with_cache
+from trainrun.data.cache.cached import open_cache
 from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
@@ -88,7 +88,7 @@ def test_both_fill_one_cache_and_read_nothing_twice(cache, tmp_path):
 
 REFUSALS = {
     "another user": ("open_address", lambda rank: lambda address: None),
-    "another machine": ("identity_of", lambda rank: lambda fd: (f"machine {rank}", rank, fd)),
+    "another machine": ("identify_file", lambda rank: lambda fd: (f"machine {rank}", rank, fd)),
 }
 
 
@@ -110,11 +110,11 @@ def test_who_cannot_share_has_a_cache_of_his_own(why, monkeypatch):
 def test_other_samples_stay_apart():
     def work(rank, gather):
         source = Made("tensor" if rank == 4 else "pair", num_samples=NUMBER, shift=rank // 2)
-        kept = with_cache(source, "memory", "data.train", gather=gather)
+        kept = open_cache(source, "memory", "data.train", gather=gather)
         kept[rank]
         gather(None)
         same = [torch.equal(kept[i][0], source[i][0]) for i in range(NUMBER) if kept.has(i) and rank < 4]
-        return kept.num_kept(), all(same), kept.note
+        return kept.count_cached(), all(same), kept.note
 
     found = run_ranks(work, 5)
     assert [number for number, _, _ in found] == [NUMBER] * 5

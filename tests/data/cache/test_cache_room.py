@@ -17,10 +17,10 @@ from cache_sources import Made, in_child, same
 
 from trainrun.cli.main import main
 from trainrun.data.cache import room
-from trainrun.data.cache.cached import with_cache
-from trainrun.data.cache.room import caches_in, known_folders
+from trainrun.data.cache.cached import open_cache
+from trainrun.data.cache.room import list_cache_folders, list_caches
 from trainrun.data.readers import column_store
-from trainrun.data.readers.mapped_files import path_of
+from trainrun.data.readers.mapped_files import find_mapped_path
 from trainrun.data.readers.text.text import load as load_text
 from trainrun.errors import DataError
 
@@ -51,14 +51,14 @@ def limit_to(monkeypatch: pytest.MonkeyPatch, megabytes: float) -> None:
 
 
 def built(kind: int, folder: Path, lines: list[str] | None = None) -> Any:
-    return with_cache(
+    return open_cache(
         Large(kind), f"disk:{folder}", "data.train", say=(lines if lines is not None else []).append
     )
 
 
 def used(cache: Any, seconds: float) -> Path:
     """Say that a cache was used so many seconds after 1970, and close it."""
-    path = path_of(cache.arrays["leaf.0"]).parent
+    path = find_mapped_path(cache.arrays["leaf.0"]).parent
     os.utime(path / room.META, (seconds, path.stat().st_mtime))
     return path
 
@@ -90,7 +90,7 @@ def test_opening_a_cache_counts_as_use_and_changes_no_time_of_its_content(
     before = (a / room.META).stat().st_mtime_ns
     assert "(found)" in built(1, tmp_path).note
     gc.collect()
-    caches_in([tmp_path])
+    list_caches([tmp_path])
     assert (a / room.META).stat().st_mtime_ns == before
     built(3, tmp_path)
     assert (a.exists(), b.exists()) == (True, False)
@@ -113,7 +113,7 @@ def test_a_cache_in_use_stays_whatever_its_age(tmp_path: Path, monkeypatch: pyte
 def test_a_cache_that_another_process_reads_stays(tmp_path: Path) -> None:
     kept = built(1, tmp_path)
     path = used(kept, 100)
-    (entry,) = caches_in([tmp_path])
+    (entry,) = list_caches([tmp_path])
     assert entry.is_in_use()
     assert in_child(lambda: entry.remove()) is False
     assert path.exists()
@@ -205,7 +205,7 @@ def test_caches_of_texts_are_listed_held_and_removed(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"some words\n" * 500)
     folder = tmp_path / "tokens"
     source = load_text(f"{tmp_path}/*.txt", kind="lines", cache_dir=str(folder), val_fraction=0.0)["train"]
-    (entry,) = caches_in(known_folders())
+    (entry,) = list_caches(list_cache_folders())
     assert "a.txt" in entry.source
     assert entry.num_bytes > 10_000
     assert not entry.remove()
@@ -238,6 +238,6 @@ def test_the_command_lists_and_clears(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_other_kinds_of_samples_are_read_through_it_as_before(tmp_path: Path) -> None:
-    kept = with_cache(Made("dict"), f"disk:{tmp_path}", "data.train")
+    kept = open_cache(Made("dict"), f"disk:{tmp_path}", "data.train")
     assert same(kept[3], Made("dict")[3])
-    assert np.isfinite(caches_in([tmp_path])[0].used)
+    assert np.isfinite(list_caches([tmp_path])[0].used)

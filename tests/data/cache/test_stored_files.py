@@ -17,9 +17,9 @@ from quiet_runs import QUIET, train, weights
 
 from trainrun.cli.main import main
 from trainrun.data.cache import stored_files
-from trainrun.data.cache.room import cache_home, caches_in, known_folders
+from trainrun.data.cache.room import cache_home, list_cache_folders, list_caches
 from trainrun.data.readers.parts import SplitRequest
-from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.paths import list_files
 from trainrun.errors import DataError
 
 pytestmark = pytest.mark.train
@@ -55,8 +55,8 @@ def relative(files: tuple[Path, ...]) -> list[str]:
     "end", ["", "/train", "/train/*.parquet", "/*/a*.parquet", "/train/{b,a-1}.parquet", "/val/a.parquet"]
 )
 def test_a_url_names_the_files_that_a_local_path_names(bucket: Path, end: str):
-    local = files_of(f"{bucket}{end}", KEY, ENDINGS)
-    stored = files_of(f"memory://bucket{end}", KEY, ENDINGS)
+    local = list_files(f"{bucket}{end}", KEY, ENDINGS)
+    stored = list_files(f"memory://bucket{end}", KEY, ENDINGS)
     assert [file.read_bytes() for file in stored] == [file.read_bytes() for file in local]
     assert [file.name for file in stored] == [file.name for file in local]
 
@@ -91,17 +91,17 @@ def test_a_run_goes_on_with_the_bits_of_local_files(
 
 def test_files_are_downloaded_once_and_again_when_they_changed(bucket: Path, monkeypatch: pytest.MonkeyPatch):
     url = "memory://bucket/train"
-    first = files_of(url, KEY, ENDINGS)
+    first = list_files(url, KEY, ENDINGS)
     store = fsspec.filesystem("memory")
     monkeypatch.setattr(type(store), "get", lambda *args, **kwargs: pytest.fail("downloaded again"))
-    assert files_of(url, KEY, ENDINGS) == first
+    assert list_files(url, KEY, ENDINGS) == first
     monkeypatch.setattr(stored_files, "_held", {})  # another process
-    assert files_of(url, KEY, ENDINGS) == first
+    assert list_files(url, KEY, ENDINGS) == first
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home().parent))
     os.environ["XDG_CACHE_HOME"] = str(first[0].parents[4])
     store.pipe_file("/bucket/train/b.parquet", (bucket / "val/a.parquet").read_bytes())
-    assert files_of(url, KEY, ENDINGS)[1].read_bytes() == (bucket / "val/a.parquet").read_bytes()
+    assert list_files(url, KEY, ENDINGS)[1].read_bytes() == (bucket / "val/a.parquet").read_bytes()
 
 
 def test_the_cache_keeps_to_its_limit_and_what_is_read_stays(bucket: Path, monkeypatch: pytest.MonkeyPatch):
@@ -110,16 +110,16 @@ def test_the_cache_keeps_to_its_limit_and_what_is_read_stays(bucket: Path, monke
     ]
     monkeypatch.setenv("TRAINRUN_CACHE_GB", str(1.5 * max(sizes) / 1e9))
     with pytest.raises(DataError, match="data.path.*TRAINRUN_CACHE_GB"):
-        files_of("memory://bucket", KEY, ENDINGS)
-    used = files_of("memory://bucket/train/b.parquet", KEY, ENDINGS)
-    files_of("memory://bucket/val/a.parquet", KEY, ENDINGS)
+        list_files("memory://bucket", KEY, ENDINGS)
+    used = list_files("memory://bucket/train/b.parquet", KEY, ENDINGS)
+    list_files("memory://bucket/val/a.parquet", KEY, ENDINGS)
     assert used[0].is_file()
     held, stored_files._held = dict(stored_files._held), {}
     for descriptor in held.values():
         os.close(descriptor)
-    files_of("memory://bucket/train/a-1.parquet", KEY, ENDINGS)
+    list_files("memory://bucket/train/a-1.parquet", KEY, ENDINGS)
     assert not used[0].exists()
-    assert len(caches_in(known_folders())) == 1
+    assert len(list_caches(list_cache_folders())) == 1
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_cache_keeps_to_its_limit_and_what_is_read_stays(bucket: Path, monke
 )
 def test_what_is_not_there_is_a_fault_of_the_setting(bucket: Path, url: str):
     with pytest.raises(Exception, match="data.path"):
-        files_of(url, KEY, ENDINGS)
+        list_files(url, KEY, ENDINGS)
 
 
 def test_a_store_that_fails_half_way_leaves_nothing(bucket: Path, monkeypatch: pytest.MonkeyPatch):
@@ -139,5 +139,5 @@ def test_a_store_that_fails_half_way_leaves_nothing(bucket: Path, monkeypatch: p
 
     monkeypatch.setattr(store, "get", get_half)
     with pytest.raises(DataError, match="data.path=memory://bucket/train: cannot be read"):
-        files_of("memory://bucket/train", KEY, ENDINGS)
+        list_files("memory://bucket/train", KEY, ENDINGS)
     assert list((cache_home() / "stored").iterdir()) == []

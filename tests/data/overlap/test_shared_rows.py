@@ -17,9 +17,9 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from trainrun.data.facts import SharedRows
 from trainrun.data.overlap import shared_samples as reading
 from trainrun.data.overlap.shared_rows import (
+    count_shared_numbers,
     count_shared_rows,
     describe_shared_rows,
-    shared_numbers,
 )
 from trainrun.data.overlap.shared_samples import count_shared_samples
 from trainrun.data.readers import column_store, mapped_rows
@@ -102,9 +102,9 @@ def test_splits_of_one_file_are_compared_by_number(tmp_path: Path, monkeypatch: 
     rows = "".join(f"{number},{number % 2}\n" for number in range(40))
     (tmp_path / "t.csv").write_text("x,label\n" + rows)
     splits = csv_files.load(str(tmp_path / "t.csv"), val_fraction=0.25, val_path=None)
-    assert shared_numbers(splits["train"], splits["val"]) == SharedRows(0, 10)
+    assert count_shared_numbers(splits["train"], splits["val"]) == SharedRows(0, 10)
     twice = Subset(splits["train"], [3, 3, 5]), Subset(splits["train"], [5, 3, 9, 9])
-    assert shared_numbers(*twice) == SharedRows(2, 4)
+    assert count_shared_numbers(*twice) == SharedRows(2, 4)
     assert splits["val"].labels.tolist() == [splits["val"][row][1] for row in range(10)]
     assert splits["val"].column("x").tolist() == [splits["val"][row][0].item() for row in range(10)]
 

@@ -18,7 +18,7 @@ MODULE = '''
 import json
 import torch
 from trainrun.data.readers.parts import SplitRequest
-from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
+from trainrun.data.readers.reader_protocol import Info, ReadFiles, build_splits
 
 class JsonLines:
     """Samples `(x, y)` of .jsonl files."""
@@ -37,7 +37,7 @@ class JsonLines:
 
 def load(path, val_path=None, test_path=None, val_fraction=0.25, seed=0):
     found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files((".jsonl",))
-    return splits_of_files(found, lambda files: ReadFiles(JsonLines(files)))
+    return build_splits(found, lambda files: ReadFiles(JsonLines(files)))
 '''
 NODES = ["data.train._target_=my_format.load", "data.train.path=rows.jsonl", "data.val=${data.train}"]
 

@@ -17,10 +17,10 @@ import torch
 from approved import refused
 
 from trainrun.data.cache import room
-from trainrun.data.cache.room import caches_in, known_folders
+from trainrun.data.cache.room import list_cache_folders, list_caches
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers import column_store, mapped_rows
-from trainrun.data.readers.column_store import ColumnWriter, draft_folder, load_columns, open_columns
+from trainrun.data.readers.column_store import ColumnWriter, load_columns, make_draft_folder, open_columns
 from trainrun.data.readers.tables import csv_files
 from trainrun.data.readers.tables.csv_files import load
 from trainrun.data.stream_options import StreamOptions
@@ -46,7 +46,7 @@ ARGUMENTS: dict[str, Any] = {"inputs": ["a", "b"], "target": "kind", "groups": "
 
 
 def folders() -> list[Path]:
-    return [cache.path for cache in caches_in(known_folders())]
+    return [cache.path for cache in list_caches(list_cache_folders())]
 
 
 def tensors_of(source: Any) -> list[torch.Tensor]:
@@ -232,7 +232,7 @@ def test_two_processes_build_once(tmp_path):
 
 def test_columns_in_use_are_not_removed_to_make_room():
     columns = load_columns("key", "a source", 1, build_small)
-    (cache,) = caches_in(known_folders())
+    (cache,) = list_caches(list_cache_folders())
     assert cache.source == "a source"
     assert cache.is_in_use()
     assert not cache.remove()
@@ -244,7 +244,7 @@ def test_columns_in_use_are_not_removed_to_make_room():
 
 
 def test_a_draft_is_locked_while_it_is_built(tmp_path):
-    with draft_folder(tmp_path / "key") as draft:
+    with make_draft_folder(tmp_path / "key") as draft:
         room.remove_unfinished(tmp_path)
         os.utime(draft, (0, 0))
         room.remove_unfinished(tmp_path)

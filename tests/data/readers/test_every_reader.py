@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from trainrun.data.cache.cached import with_cache
+from trainrun.data.cache.cached import open_cache
 from trainrun.data.map_style import thread_safe
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers import column_store
@@ -86,7 +86,7 @@ def lmdb_environment(folder):
         environment.begin(write=True) as transaction,
     ):
         for i, content in enumerate(ENCODED):
-            transaction.put(lmdb_file.key_of(i), content)
+            transaction.put(lmdb_file.build_key(i), content)
         transaction.put(META_KEY, encode_facts(Facts(N, ())))
     return lmdb_file.load(str(folder / "a"), val_fraction=0.0)["train"]
 
@@ -117,9 +117,9 @@ MADE = {
     "parquet": parquet_file, "hdf5": hdf5_file, "image_folder": pictures, "tfrecord": tfrecord_files,
     "webdataset": tar_files, "lmdb": lmdb_environment, "text lines": text_lines, "text blocks": text_blocks,
     "arrays": picked_rows, "pieces": pieces,
-    "memory cache": lambda folder: with_cache(pictures(folder), "memory", "data.train"),
-    "pool": lambda folder: with_cache(text_lines(folder), "pool:6kB", "data.train"),
-    "disk cache": lambda folder: with_cache(text_lines(folder), f"disk:{folder}/kept", "data.train"),
+    "memory cache": lambda folder: open_cache(pictures(folder), "memory", "data.train"),
+    "pool": lambda folder: open_cache(text_lines(folder), "pool:6kB", "data.train"),
+    "disk cache": lambda folder: open_cache(text_lines(folder), f"disk:{folder}/kept", "data.train"),
 }  # fmt: skip
 
 

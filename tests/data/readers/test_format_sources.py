@@ -13,7 +13,7 @@ from approved import refused
 
 from trainrun.data.readers.arrays import hdf5
 from trainrun.data.readers.open_files import Kept
-from trainrun.data.readers.parts import held_out
+from trainrun.data.readers.parts import divide_rows
 from trainrun.data.readers.tables import parquet
 from trainrun.errors import DataError
 
@@ -79,16 +79,16 @@ def test_a_missing_extra_names_itself(tmp_path, monkeypatch, module, load, file,
 
 def test_numbers_are_divided_at_random_and_classes_in_proportion():
     labels = torch.tensor([0] * 90 + [1] * 10)
-    assert labels[held_out(labels, 0.2, 0)[1]].sum() == 2
-    assert held_out(torch.arange(30) % 4, 0.25, 5)[1].tolist() == [1, 7, 10, 15, 17, 20, 26, 28], "as ever"
-    train, val = held_out(np.linspace(0, 1, 50), 0.2, 0)
+    assert labels[divide_rows(labels, 0.2, 0)[1]].sum() == 2
+    assert divide_rows(torch.arange(30) % 4, 0.25, 5)[1].tolist() == [1, 7, 10, 15, 17, 20, 26, 28], "as ever"
+    train, val = divide_rows(np.linspace(0, 1, 50), 0.2, 0)
     assert (len(train), len(val)) == (40, 10)
     assert val.tolist() != [*range(10)]
-    assert len(held_out(np.arange(50), 0.2, 0)[1]) == 10, "too many different numbers to be classes"
-    assert len(held_out(np.zeros((50, 2), np.int64), 0.2, 0)[1]) == 10
-    assert len(held_out(np.arange(50, dtype=np.uint64) % 2, 0.2, 0)[1]) == 10
+    assert len(divide_rows(np.arange(50), 0.2, 0)[1]) == 10, "too many different numbers to be classes"
+    assert len(divide_rows(np.zeros((50, 2), np.int64), 0.2, 0)[1]) == 10
+    assert len(divide_rows(np.arange(50, dtype=np.uint64) % 2, 0.2, 0)[1]) == 10
     for fraction in (0.001, 0.999):
         with refused(DataError, f"val_fraction={fraction}"):
-            held_out(np.zeros(50), fraction, 0)
+            divide_rows(np.zeros(50), fraction, 0)
     with refused(DataError, "val_fraction=1.5"):
-        held_out(np.zeros(50), 1.5, 0)
+        divide_rows(np.zeros(50), 1.5, 0)

@@ -16,10 +16,10 @@ from approved import refused
 from PIL import Image
 
 import trainrun
-from trainrun.data.facts import describe_classes, facts_of
-from trainrun.data.order.training_set import fold_of
+from trainrun.data.facts import describe_classes, describe_source
+from trainrun.data.order.training_set import divide_into_fold
 from trainrun.data.readers.arrays import hdf5, numpy_files
-from trainrun.data.readers.parts import held_rows
+from trainrun.data.readers.parts import choose_held_rows
 from trainrun.data.readers.pictures import image_folder
 from trainrun.data.readers.tables import csv_files, huggingface, parquet
 from trainrun.data.tensor_dataset import Arrays
@@ -135,7 +135,7 @@ def test_folds_keep_groups_together(load: Callable[..., Any]):
     mine = Arrays((torch.arange(len(groups)),), groups=groups)
     seen = []
     for fold in range(5):
-        inside, held, _ = fold_of(mine, 5, fold, False, "groups")
+        inside, held, _ = divide_into_fold(mine, 5, fold, False, "groups")
         assert not set(groups[inside]) & set(groups[held])
         seen += held.tolist()
     assert sorted(seen) == list(range(len(groups)))
@@ -159,20 +159,20 @@ class Patients(torch.utils.data.Dataset[int]):
 def test_folds_keep_together_what_the_setting_names():
     mine = Patients()
     for fold in range(4):
-        held = fold_of(mine, 4, fold, False)[1]
+        held = divide_into_fold(mine, 4, fold, False)[1]
         assert len(held) == 5, "an attribute that is merely there changes nothing"
-        inside, held, _ = fold_of(mine, 4, fold, False, "patients")
+        inside, held, _ = divide_into_fold(mine, 4, fold, False, "patients")
         assert not set(mine.patients[inside]) & set(mine.patients[held])
     for name in ("short", "missing", "__getitem__"):
         with refused(DataError, f"data.fold_groups={name}"):
-            fold_of(mine, 4, 0, False, name)
+            divide_into_fold(mine, 4, 0, False, name)
 
 
 def test_groups_of_unequal_size_come_near_the_fraction():
     groups = np.repeat(np.arange(30), np.arange(1, 31))
-    held = held_rows(len(groups), 0.2, 3, groups, is_last=False)
+    held = choose_held_rows(len(groups), 0.2, 3, groups, is_last=False)
     assert 0.15 < held.mean() < 0.25
-    two = held_rows(10, 0.01, 0, np.arange(10) // 5, is_last=False)
+    two = choose_held_rows(10, 0.01, 0, np.arange(10) // 5, is_last=False)
     assert two.sum() == 5, "at least one group is on each side"
 
 
@@ -206,11 +206,11 @@ def test_the_first_lines_name_the_classes(tmp_path: Path):
     rows = [*["1,a", "2,b", "3,c"] * 5, "4,1O"]
     (tmp_path / "t.csv").write_text("\n".join(["x,y", *rows]))
     source = csv_files.load(str(tmp_path / "t.csv"), val_fraction=0.0)["train"]
-    assert describe_classes(facts_of(source)) == "4: 1O (1), a (5), b (5), c (5)"
+    assert describe_classes(describe_source(source)) == "4: 1O (1), a (5), b (5), c (5)"
     labels = torch.tensor([0] * 5 + [2] * 3)
-    assert describe_classes(facts_of((torch.zeros(8, 2), labels))) == "2: 0 (5), 2 (3)"
+    assert describe_classes(describe_source((torch.zeros(8, 2), labels))) == "2: 0 (5), 2 (3)"
     many = torch.arange(100).repeat_interleave(2)[1:]
-    told = describe_classes(facts_of((torch.zeros(199, 1), many)))
+    told = describe_classes(describe_source((torch.zeros(199, 1), many)))
     assert told.startswith("100: 0 (1), 1 (2), ")
     assert told.endswith("rarest 0 (1)")
-    assert describe_classes(facts_of((torch.zeros(8, 2), torch.zeros(8, 1)))) == ""
+    assert describe_classes(describe_source((torch.zeros(8, 2), torch.zeros(8, 1)))) == ""

@@ -18,7 +18,7 @@ from trainrun.data.readers.tables import arrow_files
 from trainrun.data.readers.tables.huggingface import load
 from trainrun.data.same_samples import digest_of
 from trainrun.data.sequences.collate import Padded
-from trainrun.data.sequences.fields import Cut, fields_of
+from trainrun.data.sequences.fields import Cut, list_fields
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
@@ -153,7 +153,7 @@ def test_rows_padded_together_are_the_batch_of_their_samples(tmp_path, columns, 
     pq.write_table(pa.table(ROWS), tmp_path / "set.parquet")
     source = whole(tmp_path / "set.parquet", columns=columns)
     ragged = {"tokens", "labels", "waves", "flags"}
-    fields = fields_of(source[1])
+    fields = list_fields(source[1])
     named = dict(zip(fields, columns or ROWS, strict=True))
     names = tuple(field for field, column in named.items() if column in ragged)
     cut = Cut(*options["cut"], names) if "cut" in options else None
@@ -283,5 +283,5 @@ def test_stored_columns_are_not_parsed_again(tmp_path, place, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"x": 1}')
     assert whole(tmp_path / "a.jsonl", columns=["x"])[0] == 1
     if place == "store":
-        monkeypatch.setattr(arrow_files.JsonFile, "_tables", None)
+        monkeypatch.setattr(arrow_files.JsonFile, "_iterate_tables", None)
         assert whole(tmp_path / "a.jsonl", columns=["x"])[0] == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.paths import list_files
 from trainrun.data.readers.pictures import image_folder
 
 
@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("pattern", ["", "**/*.csv", "**/**/*.csv", "../d*/**"])
 def test_each_folder_is_read_once(root: Path, pattern: str) -> None:
-    found = files_of(str(root / pattern), "data.path", [".csv"])
+    found = list_files(str(root / pattern), "data.path", [".csv"])
     names = [file.resolve().relative_to(root.parent).as_posix() for file in found if file.suffix == ".csv"]
     assert names == ["data/0.csv", "data/a/1.csv", "data/b/[c]/2.csv", "outside/4.csv"]
 

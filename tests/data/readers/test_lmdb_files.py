@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from approved import refused
 
-from trainrun.data.readers.records.lmdb_file import key_of, load
+from trainrun.data.readers.records.lmdb_file import build_key, load
 from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, encode_sample
 from trainrun.errors import DataError
 
@@ -18,7 +18,7 @@ def write(path, values, subdir=False) -> None:
 
 
 def samples(number: int, facts: bool = True, start: int = 0) -> dict[bytes, bytes]:
-    found = {key_of(i): encode_sample((np.full(3, i + start, np.uint8), i + start)) for i in range(number)}
+    found = {build_key(i): encode_sample((np.full(3, i + start, np.uint8), i + start)) for i in range(number)}
     return found | ({META_KEY: encode_facts(Facts(number, ("a", "b")))} if facts else {})
 
 

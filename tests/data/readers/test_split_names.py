@@ -16,7 +16,7 @@ from PIL import Image
 from things import write_tar
 
 from trainrun.data.readers.arrays import hdf5, numpy_files
-from trainrun.data.readers.parts import files_by_split
+from trainrun.data.readers.parts import sort_files_by_split
 from trainrun.data.readers.pictures import image_folder
 from trainrun.data.readers.records import tfrecord, webdataset
 from trainrun.data.readers.tables import csv_files, huggingface, parquet
@@ -193,7 +193,7 @@ def test_pictures_in_a_folder_of_validation_data_are_no_class(tmp_path: Path):
 )  # fmt: skip
 def test_which_files_train(tmp_path: Path, names: str, train: str):
     files = [tmp_path / name for name in names.split()]
-    assert files_by_split(files)["train"] == tuple(tmp_path / name for name in train.split())
+    assert sort_files_by_split(files)["train"] == tuple(tmp_path / name for name in train.split())
 
 
 def test_arguments_that_a_format_has_no_use_for_are_named(tmp_path: Path):

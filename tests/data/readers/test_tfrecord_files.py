@@ -6,10 +6,10 @@ from approved import refused
 
 from trainrun.data.readers.records.record import Facts, encode_facts, encode_sample
 from trainrun.data.readers.records.tfrecord import (
+    compute_masked_crc,
     encode_example,
     frame_record,
     load,
-    masked_crc32c,
     parse_example,
 )
 from trainrun.errors import DataError
@@ -98,7 +98,7 @@ def test_a_file_that_is_cut_short_is_refused(tmp_path, cut):
 
 def test_a_huge_length_with_a_right_checksum_is_refused(tmp_path):
     length = struct.pack("<Q", 2**63)
-    content = length + masked_crc32c(length) + b"\0" * 8
+    content = length + compute_masked_crc(length) + b"\0" * 8
     (tmp_path / "a.tfrecord").write_bytes(content)
     with refused(DataError):
         whole(tmp_path / "a.tfrecord")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.data.readers.text.text import load, tokenizer_file
+from trainrun.data.readers.text.text import find_tokenizer, load
 from trainrun.data.readers.text.tokenizer import open_tokenizer
 
 SPEC = "bpe:300"
@@ -34,7 +34,7 @@ def test_validation_text_is_not_seen_and_none_is_in_both_parts(
         "val_fraction": 0.25,
         "cache_dir": str(tmp_path / "c"),
     }
-    file = tokenizer_file(node)
+    file = find_tokenizer(node)
     vocabulary = json.loads(Path(file).read_text("utf-8"))["model"]["vocab"]
     assert any("ha" in token for token in vocabulary)
     assert not any("zeb" in token for token in vocabulary)
@@ -54,7 +54,7 @@ def test_the_same_text_gives_the_same_tokenizer_from_whatever_place(tmp_path: Pa
         (tmp_path / name).mkdir()
         (tmp_path / name / "t.txt").write_text("one two three\n" * 50 + "four five\n" * 20, "utf-8")
         files.append(
-            tokenizer_file(
+            find_tokenizer(
                 {"path": str(tmp_path / name), "tokenizer": SPEC, "cache_dir": str(tmp_path / name)}
             )
         )

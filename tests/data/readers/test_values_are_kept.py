@@ -15,8 +15,8 @@ from approved import refused
 from PIL import Image
 
 from trainrun.data import batch
-from trainrun.data.batch import Preparation, changed_wholes, of_numbers
-from trainrun.data.readers.pictures.decode import Form, decode_picture, pixels_of_16_bits
+from trainrun.data.batch import Preparation, convert_numbers, mask_changed_integers
+from trainrun.data.readers.pictures.decode import Form, decode_16_bits, decode_picture
 from trainrun.data.readers.pictures.image_folder import load as load_pictures
 from trainrun.data.readers.tables.csv_files import load as load_csv
 from trainrun.data.readers.tables.parquet import load as load_parquet
@@ -59,7 +59,7 @@ def values_of(channels: int, height: int = 7, width: int = 5, largest: int = 655
 def test_all_16_bits_of_every_kind_of_pixel_are_read(channels: int) -> None:
     values = values_of(channels)
     content = png_of(values)
-    assert np.array_equal(pixels_of_16_bits(content), values)
+    assert np.array_equal(decode_16_bits(content), values)
     found = Form(None, dtype="float32").decode(content)
     colors = values[..., [0] * 3] if channels < 3 else values[..., :3]
     expected = torch.from_numpy(colors.astype(np.float32)).movedim(2, 0) / 65535
@@ -142,7 +142,7 @@ def test_ids_in_a_parquet_table_too(tmp_path: Path) -> None:
 )
 def test_which_numbers_count_as_whole(values: Any, changed: bool) -> None:
     wide = np.asarray(values)
-    assert bool(changed_wholes(wide, wide.astype(np.float32)).any()) == changed
+    assert bool(mask_changed_integers(wide, wide.astype(np.float32)).any()) == changed
 
 
 @pytest.mark.parametrize("as_batch", [False, True])
@@ -163,10 +163,10 @@ def test_whole_numbers_stay_whole_in_lists_and_in_64_bits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(batch, "_told", set())
-    assert of_numbers(IDS.tolist()).tolist() == IDS.tolist()
+    assert convert_numbers(IDS.tolist()).tolist() == IDS.tolist()
     assert torch.equal(
         Preparation(torch.float64).column(torch.from_numpy(IDS).double()).long(), torch.from_numpy(IDS)
     )
     assert not caplog.records
-    of_numbers([2**24 + 1, 0.0])
+    convert_numbers([2**24 + 1, 0.0])
     assert "16777217" in caplog.text

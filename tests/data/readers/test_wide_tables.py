@@ -60,6 +60,6 @@ def test_wide_rows_are_read_in_short_blocks(tmp_path, monkeypatch):
     path, dialect = written(tmp_path, 50, ".csv", rows=40), csv_files.Dialect()
     whole = csv_files.load(path, val_fraction=0.0)["train"].tensors
     monkeypatch.setattr(csv_files, "CELLS_AT_ONCE", 500)
-    assert [len(rows) for rows, _ in csv_files._blocks(Path(path), dialect, 50)] == [10, 10, 10, 10]
+    assert [len(rows) for rows, _ in csv_files._iterate_blocks(Path(path), dialect, 50)] == [10, 10, 10, 10]
     short = csv_files.load(path, val_fraction=0.0)["train"].tensors
     assert all(one.equal(other) for one, other in zip(whole, short, strict=True))

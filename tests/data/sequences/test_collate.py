@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from trainrun.data.sequences.collate import plain_columns, stack_samples
+from trainrun.data.sequences.collate import list_plain_columns, stack_samples
 
 Pair = namedtuple("Pair", "x y")
 
@@ -34,7 +34,7 @@ def same(one: Any, other: Any) -> bool:
     ],
 )
 def test_columns_of_plain_tuples_are_collated_as_torch_does(samples: list[Any]) -> None:
-    assert plain_columns(samples)
+    assert list_plain_columns(samples)
     batch = stack_samples(samples)
     assert type(batch) is tuple
     assert same(batch, default_collate(samples))
@@ -54,7 +54,7 @@ def test_columns_of_plain_tuples_are_collated_as_torch_does(samples: list[Any]) 
     ],
 )
 def test_other_samples_have_no_plain_columns(samples: list[Any]) -> None:
-    assert plain_columns(samples) == []
+    assert list_plain_columns(samples) == []
     assert type(stack_samples(samples)) is type(samples[0]) or isinstance(samples[0], torch.Tensor)
 
 

@@ -16,7 +16,7 @@ from trainrun.data.readers.text.text import TextSamples
 from trainrun.data.readers.text.text import load as load_text
 from trainrun.data.sequences.fields import Pieces, map_fields
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import Columns, columns_of
+from trainrun.data.tensor_dataset import Columns, find_columns
 
 SIZE = 4
 
@@ -128,7 +128,7 @@ def test_rows_of_columns_are_cut_before_they_are_copied(names: tuple[str, ...]) 
         "y": np.arange(30, 60).reshape(3, 10),
         "label": np.arange(3),
     }
-    columns = columns_of(arrays, "data.train")
+    columns = find_columns(arrays, "data.train")
     assert isinstance(columns, Columns)
     found = Pieces(columns, np.full(3, 10), SIZE, names)[4]
     assert found["x"].tolist() == [14, 15, 16, 17]

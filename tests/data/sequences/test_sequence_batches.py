@@ -9,7 +9,7 @@ import torch
 from approved import refused
 from torch import nn
 
-from trainrun.data.batch import fields_apart, fields_back, map_leaves, with_fields
+from trainrun.data.batch import attach_fields, detach_fields, map_leaves, reattach_fields
 from trainrun.data.sequences.collate import Packed, Padded
 from trainrun.data.sequences.fields import Cut, Pieces
 from trainrun.data.split_batch import repeat_rows, select_rows
@@ -94,7 +94,7 @@ def with_doubled(batch):
 
 
 def pickled(batch):
-    return fields_back(ForkingPickler.loads(ForkingPickler.dumps(fields_apart(batch))))
+    return reattach_fields(ForkingPickler.loads(ForkingPickler.dumps(detach_fields(batch))))
 
 
 @pytest.mark.parametrize("bare", [False, True])
@@ -110,11 +110,11 @@ def test_what_lies_beside_a_batch_goes_its_ways_with_it(way, bare):
 
 
 def test_fields_come_to_a_batch_and_leave_the_tensors_of_a_data_set_alone():
-    batch = with_fields((A, B), {"noise": C})
+    batch = attach_fields((A, B), {"noise": C})
     assert batch_fields(batch)["noise"] is C
     assert batch[0].data_ptr() == A.data_ptr()
     assert not batch_fields((A, B))
-    assert with_fields({"x": A, "noise": B}, {"noise": C})["noise"] is B
+    assert attach_fields({"x": A, "noise": B}, {"noise": C})["noise"] is B
 
 
 def test_dicts_lists_and_arrays():

@@ -9,10 +9,10 @@ import torch
 from approved import refused
 from torch.utils.data import IterableDataset, Subset
 
-from trainrun.data.facts import facts_of
+from trainrun.data.facts import describe_source
 from trainrun.data.order.sampler import Plan
 from trainrun.data.pipeline import open_batches
-from trainrun.data.sequences.choose import sequence_plan
+from trainrun.data.sequences.choose import plan_sequences
 from trainrun.data.sequences.collate import Padded
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns
@@ -49,7 +49,7 @@ class Stream(IterableDataset):
 
 def chosen(source, batch_size=2, **options):
     base = Plan(len(source) if hasattr(source, "__len__") else 0, batch_size)
-    return sequence_plan(source, base, StreamOptions("data.train", True, 1, 1, **options))
+    return plan_sequences(source, base, StreamOptions("data.train", True, 1, 1, **options))
 
 
 def refuses(source, key, **options):
@@ -126,7 +126,7 @@ def test_lists_of_numbers_are_rows_where_they_are_equally_long_too(numbers):
     batches, _ = open_batches(equal, StreamOptions("data.train", True, 4, 1))
     first = next(iter(batches.epoch(0))).data
     assert first["x"].tolist() == [numbers] * 4
-    assert facts_of(equal).shape == (3,)
+    assert describe_source(equal).shape == (3,)
     assert Padded()([(numbers, 1), (numbers, 0)])[0].tolist() == [numbers] * 2
 
 
@@ -161,7 +161,7 @@ def test_waves_of_unequal_length_are_padded_in_validation_too():
     source = Text(lambda length, index: (torch.ones(length), index % 2))
     training = StreamOptions("data.train", True, 1, 1, padding="bucket")
     for options in (replace(training, padding="longest"), training, replace(training, training=False)):
-        found = sequence_plan(source, Plan(12, 2), options)
+        found = plan_sequences(source, Plan(12, 2), options)
         batch = found.collate([source[1], source[3]])
         assert batch[0].tolist() == [[1, 1, 1], [1, 0, 0]]
         assert batch_fields(batch)["attention_mask"].tolist() == [[True] * 3, [True, False, False]]

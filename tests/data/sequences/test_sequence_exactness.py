@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from trainrun.data.order.sampler import Plan
-from trainrun.data.sequences.choose import sequence_plan
+from trainrun.data.sequences.choose import plan_sequences
 from trainrun.data.sequences.collate import Packed, Padded
 from trainrun.data.stream_options import StreamOptions
 from trainrun.task.classification import Classification
@@ -123,7 +123,7 @@ def reference(model, source, indices=None):
 
 
 def stream(source, batch_size=5, **options):
-    found = sequence_plan(
+    found = plan_sequences(
         source, Plan(len(source), batch_size, seed=1), StreamOptions("data.train", True, 1, 1, **options)
     )
     for share in found.plan.shares(1, 0):

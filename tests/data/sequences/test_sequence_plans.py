@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_order import global_batches, joined, shares
 
 from trainrun.data.order.sampler import Plan
-from trainrun.data.sequences.choose import sequence_plan
-from trainrun.data.sequences.collate import next_fit
+from trainrun.data.sequences.choose import plan_sequences
+from trainrun.data.sequences.collate import place_in_rows
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
@@ -54,7 +54,7 @@ def planned(lengths, mode, batch_size=3, training=True, **changes):
     names = ("truncate", "max_sequence_length", "pad_multiple", "max_tokens")
     own = {name: changes.pop(name) for name in names if name in changes}
     base = Plan(len(lengths), batch_size, shuffle=training, training=training, **changes)
-    return sequence_plan(Tokens(lengths), base, options_of(mode, training=training, **own))
+    return plan_sequences(Tokens(lengths), base, options_of(mode, training=training, **own))
 
 
 def plan_or_skip(lengths, mode, **changes):
@@ -207,7 +207,7 @@ def test_next_fit_finds_the_rows_again(lengths, batch_size, world_size, epoch):
     known = {frozenset(rows.group(number).tolist()) for number in range(len(rows))}
     for plan in plans:
         for indices, real, _ in shares(plan, epoch):
-            places = next_fit([lengths[index] for index in indices], LONGEST)
+            places = place_in_rows([lengths[index] for index in indices], LONGEST)
             found = [
                 frozenset(i for i, (row, _) in zip(indices, places, strict=True) if row == number)
                 for number in range(places[-1][0] + 1)

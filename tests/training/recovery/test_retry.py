@@ -15,7 +15,7 @@ import torch
 from exact_parts import FEATURES, parts_of
 from torch import Tensor, nn
 
-from trainrun.data.split_batch import num_rows, split_micro_batch
+from trainrun.data.split_batch import count_rows, split_micro_batch
 from trainrun.interfaces import MicroBatch, StepOutput
 from trainrun.parallel.single import Single
 from trainrun.seeding import random_state, set_random_state
@@ -302,7 +302,7 @@ Named = namedtuple("Named", "x y")
 @pytest.mark.parametrize("pieces", [1, 3, 9])
 def test_cuts_lose_and_repeat_nothing(data: Any, pieces: int) -> None:
     run = split_micro_batch(MicroBatch(data, last=True), pieces)
-    sizes = [num_rows(part.data) for part in run]
+    sizes = [count_rows(part.data) for part in run]
     assert len(run) == min(pieces, 7)
     assert max(sizes) - min(sizes) <= 1
     assert type(run[0].data) is type(data)
@@ -340,7 +340,7 @@ def test_the_averages_of_batch_norm_are_put_back() -> None:
 
 def limited(model: nn.Module, task: Any, rows: int) -> Callable[[MicroBatch], StepOutput]:
     def compute(batch: MicroBatch) -> StepOutput:
-        if num_rows(batch.data) > rows:
+        if count_rows(batch.data) > rows:
             raise RuntimeError(NO_MEMORY)
         out: StepOutput = task.step(model, batch.data)
         return out

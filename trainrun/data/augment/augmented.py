@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.batch import with_fields
+from trainrun.data.batch import attach_fields
 from trainrun.data.engines.stream import Around
-from trainrun.data.split_batch import tensors_in
+from trainrun.data.split_batch import list_tensors
 from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import Batches, MicroBatch, fields_beside
 
@@ -61,7 +61,7 @@ class Augmented(Around):
     def _augment(self, batch: MicroBatch, epoch: int) -> Any:
         assert batch.indices is not None, "every engine says which samples are in a batch"
         data = batch.data
-        device = next((tensor.device for tensor in tensors_in(data)), None)
+        device = next((tensor.device for tensor in list_tensors(data)), None)
         draws = Draws(self._seed, epoch, batch.indices, device, self._float_dtype, number=self._number)
         for key, apply, _ in self._augmentations:
             fields = dict(fields_beside(data))
@@ -72,5 +72,5 @@ class Augmented(Around):
             if data is None:
                 raise PluginError(f"{key}: returned nothing; an augmentation returns the batch")
             if fields:  # its tensors are new ones
-                data = with_fields(data, fields)
+                data = attach_fields(data, fields)
         return data

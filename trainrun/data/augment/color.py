@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.augment.images import images_of, with_images
+from trainrun.data.augment.images import get_images, replace_images
 from trainrun.limits import Fraction
 
 
@@ -30,7 +30,7 @@ class ColorJitter:
         self.brightness, self.contrast = brightness, contrast
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        images = images_of(batch)
+        images = get_images(batch)
         pixels = images if images.is_floating_point() else images.to(draws.float_dtype)
         pixels = pixels * draw_factors(draws, "brightness", self.brightness, pixels)
         mean = pixels.mean(dim=(1, 2, 3), keepdim=True)
@@ -38,7 +38,7 @@ class ColorJitter:
         if not images.is_floating_point():
             limits = torch.iinfo(images.dtype)
             pixels = pixels.round().clamp(limits.min, limits.max).to(images.dtype)
-        return with_images(batch, pixels)
+        return replace_images(batch, pixels)
 
 
 def draw_factors(draws: Draws, name: str, amount: float, like: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from torch.nn.functional import pad
 
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.images import (
-    images_of,
-    in_memory_order,
+    as_contiguous,
+    get_images,
+    get_target_map,
     is_channels_last,
-    map_of,
+    replace_images,
+    replace_target,
     restore_layout,
-    with_images,
-    with_target,
 )
 from trainrun.errors import DataError
 from trainrun.limits import Count
@@ -38,17 +38,17 @@ class RandomCrop:
         self.padding, self.ignored = padding, ignored
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        images = images_of(batch)
+        images = get_images(batch)
         places = draws.integers("place", 0, 2 * self.padding + 1, n=2)
-        target = map_of(batch, images)
+        target = get_target_map(batch, images)
         if target is not None and (target.is_floating_point() or target.ndim != 3):
             raise DataError(
                 "has nothing to fill a map of numbers with; leave it out, or give classes (B, H, W)"
             )
         if target is not None:  # what comes in from outside counts nothing
             moved = cut_out(target[:, None].long() - self.ignored, places, self.padding)[:, 0] + self.ignored
-            batch = with_target(batch, moved)
-        return with_images(batch, cut_out(images, places, self.padding))
+            batch = replace_target(batch, moved)
+        return replace_images(batch, cut_out(images, places, self.padding))
 
 
 def cut_out(images: Tensor, places: Tensor, padding: int) -> Tensor:
@@ -68,5 +68,5 @@ def cut_out(images: Tensor, places: Tensor, padding: int) -> Tensor:
     at = at + torch.arange(height, device=images.device) + places[:, :1, None]
     starts = at * line + places[:, 1:, None] * item
     windows = padded.as_strided((padded.numel() - width * item + 1, width * item), (1, 1))
-    ordered = in_memory_order(images)
+    ordered = as_contiguous(images)
     return restore_layout(images, windows.index_select(0, starts.flatten()).view(ordered.shape))

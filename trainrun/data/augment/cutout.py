@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.augment.images import box_mask, images_of, with_images
+from trainrun.data.augment.images import build_box_mask, get_images, replace_images
 from trainrun.limits import Count
 
 
@@ -24,9 +24,9 @@ class Cutout:
         self.size = size
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        images = images_of(batch)
+        images = get_images(batch)
         height, width = images.shape[2:]
         top = draws.integers("row", 0, height) - self.size // 2
         left = draws.integers("column", 0, width) - self.size // 2
-        inside = box_mask(torch.cat((top, top + self.size, left, left + self.size), 1), height, width)
-        return with_images(batch, images * ~inside)  # 3 times as fast as masked_fill on a CPU
+        inside = build_box_mask(torch.cat((top, top + self.size, left, left + self.size), 1), height, width)
+        return replace_images(batch, images * ~inside)  # 3 times as fast as masked_fill on a CPU

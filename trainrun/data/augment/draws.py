@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.order.permutation import STEP, Words, mixed_words
+from trainrun.data.order.permutation import STEP, Words, mix_words
 from trainrun.seeding import derive_seed
 
 EVERY_EPOCH = -1  # in the place of the epoch's number
@@ -45,21 +45,21 @@ class Draws:
         """Return draws with random streams of their own, for example for one of several augmentations."""
         return replace(self, stream=f"{self.stream}{name}/")
 
-    def of_every_epoch(self) -> Draws:
+    def ignore_epoch(self) -> Draws:
         """Return draws whose streams are the same in all epochs."""
         return replace(self, epoch=EVERY_EPOCH)
 
     def numbers(self) -> Tensor:
         """Return the sample numbers, (B,) int64 on `device`."""
         numbers = self.indices.cpu().numpy()
-        return self._moved(numbers if self.number is None else numbers % self.number)
+        return self._copy_to_device(numbers if self.number is None else numbers % self.number)
 
     def words(self, name: str, n: int = 1) -> Words:
         """Draw (B, n) words of 64 random bits."""
         stream = int.from_bytes(f"{self.stream}{name}".encode(), "big")
         keys = np.array(sample_keys(self.seed, self.epoch, stream, n), np.uint64)
         x = self.indices.cpu().numpy().astype(np.uint64)[:, None] * np.uint64(STEP) + keys
-        return mixed_words(x)
+        return mix_words(x)
 
     def bits(self, name: str, n: int = 1) -> Tensor:
         """Draw (B, n) int64 with 64 random bits each, the same on the host."""
@@ -67,32 +67,32 @@ class Draws:
 
     def uniform(self, name: str, n: int = 1) -> Tensor:
         """Draw (B, n) float32 in [0, 1), multiples of 2^-24."""
-        return self._moved((self.words(name, n) >> 40).astype(np.float32) * np.float32(2.0**-24))
+        return self._copy_to_device((self.words(name, n) >> 40).astype(np.float32) * np.float32(2.0**-24))
 
     def normal(self, name: str, n: int = 1) -> Tensor:
         """Draw (B, n) of `float_dtype` with mean 0 and variance 1: the inverse distribution at 2^24 places, up to
         5.4.
         """
         places = torch.from_numpy(((self.words(name, n) >> 40).astype(np.float64) + 0.5) * 2.0**-24)
-        return self._moved(torch.special.ndtri(places).to(self.float_dtype).numpy())
+        return self._copy_to_device(torch.special.ndtri(places).to(self.float_dtype).numpy())
 
     def integers(self, name: str, low: int, high: int, n: int = 1) -> Tensor:
         """Draw (B, n) int64 in low..high-1. No value is likelier than another by more than (high - low) / 2^32."""
         assert 0 < high - low <= 2**31, f"integers from {low} below {high}: one to 2^31 values"
         scaled = ((self.words(name, n) >> 32) * np.uint64(high - low)) >> 32
-        return self._moved(scaled.astype(np.int64) + low)
+        return self._copy_to_device(scaled.astype(np.int64) + low)
 
     def beta(self, name: str, alpha: float, n: int = 1) -> Tensor:
         """Draw (B, n) float32 in [0, 1] of Beta(alpha, alpha): the inverse distribution, linear between 4096
         values.
         """
         place = self.words(name, n) >> 40  # 12 bits choose two values, 12 bits stand between them
-        quantiles = beta_quantiles(alpha)
+        quantiles = compute_beta_quantiles(alpha)
         cell, between = (place >> 12).astype(np.int64), (place & 4095).astype(np.float32) / np.float32(4096)
         left = quantiles[cell]
-        return self._moved(left + between * (quantiles[cell + 1] - left))
+        return self._copy_to_device(left + between * (quantiles[cell + 1] - left))
 
-    def _moved(self, array: np.ndarray[Any, Any]) -> Tensor:
+    def _copy_to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
         """Copy an array to the device from pinned memory, so that the host does not wait."""
         numbers, device = torch.from_numpy(array), self.device or self.indices.device
         if device.type == "cpu":
@@ -109,7 +109,7 @@ def sample_keys(seed: int, epoch: int, stream: int, n: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16)
-def beta_quantiles(alpha: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def compute_beta_quantiles(alpha: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """Return the quantiles i/4096 of Beta(alpha, alpha), (4097,) float32, for alpha up to 8.
 
     The density of s = (2 x)^alpha on the lower half is (1 - x)^(alpha - 1), up to a factor. It is bounded, where that

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.images import (
-    images_of,
-    in_memory_order,
+    as_contiguous,
+    change_images_and_map,
+    get_images,
     is_channels_last,
     restore_layout,
-    with_both,
 )
 from trainrun.limits import Fraction
 
@@ -32,9 +32,9 @@ class RandomFlip:
         self.p = p
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        images = images_of(batch)
+        images = get_images(batch)
         which = draws.uniform("side")[:, 0] < self.p
-        return with_both(batch, images, lambda each: flip_images(each, which))
+        return change_images_and_map(batch, images, lambda each: flip_images(each, which))
 
 
 class AlternatingFlip:
@@ -43,9 +43,11 @@ class AlternatingFlip:
     random = True
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        images = images_of(batch)
-        first = draws.of_every_epoch().integers("side", 0, 2)[:, 0]
-        return with_both(batch, images, lambda each: flip_images(each, (first + draws.epoch) % 2 == 1))
+        images = get_images(batch)
+        first = draws.ignore_epoch().integers("side", 0, 2)[:, 0]
+        return change_images_and_map(
+            batch, images, lambda each: flip_images(each, (first + draws.epoch) % 2 == 1)
+        )
 
 
 def flip_images(images: Tensor, which: Tensor) -> Tensor:
@@ -53,7 +55,7 @@ def flip_images(images: Tensor, which: Tensor) -> Tensor:
 
     Whole images are picked from both versions, which is up to 4 times as fast on a CPU as `torch.where`.
     """
-    ordered = in_memory_order(images)
+    ordered = as_contiguous(images)
     both = torch.cat((ordered, ordered.flip(2 if is_channels_last(images) else 3)))
     chosen = torch.arange(len(images), device=images.device) + which * len(images)
     return restore_layout(images, both.index_select(0, chosen))

@@ -13,12 +13,12 @@ from trainrun.errors import DataError
 from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, input_key, target_key
 
 
-def images_of(batch: Any) -> Tensor:
+def get_images(batch: Any) -> Tensor:
     """Return the images (B, C, H, W): the batch itself, the first element of a tuple or list, or a field of a dict.
 
     Raise DataError, without the key, if it has none.
     """
-    place = place_of_images(batch)
+    place = find_images_key(batch)
     inputs = batch if isinstance(batch, Tensor) else None if place is None else batch[place]
     if isinstance(inputs, Tensor) and inputs.ndim == 4:
         return inputs
@@ -32,7 +32,7 @@ def images_of(batch: Any) -> Tensor:
     )
 
 
-def place_of_images(batch: Any) -> Any:
+def find_images_key(batch: Any) -> Any:
     """Return where the images lie in a batch: 0, or a key. None: nowhere, or the batch itself is the images.
 
     Of several inputs in a dict (pixel_values beside input_ids) those are meant that have the shape of images.
@@ -43,26 +43,26 @@ def place_of_images(batch: Any) -> Any:
     return 0 if isinstance(batch, tuple | list) and batch else None
 
 
-def with_images(batch: Any, images: Tensor) -> Any:
+def replace_images(batch: Any, images: Tensor) -> Any:
     """Return the batch in the same containers with other images. The batch itself is not changed."""
-    return _replaced(batch, place_of_images(batch), images)
+    return _replace_part(batch, find_images_key(batch), images)
 
 
-def place_of_target(batch: Any) -> Any:
+def find_target_key(batch: Any) -> Any:
     """Return where the target lies in a batch: 1, or the key that the loss reads too. None: it has none."""
     if isinstance(batch, Mapping):
         return target_key(batch)
     return 1 if isinstance(batch, tuple | list) and len(batch) > 1 else None
 
 
-def target_of(batch: Any) -> Tensor:
+def get_target(batch: Any) -> Tensor:
     """Return the targets of a batch. Raise DataError, without the key, if it has none or several."""
     if isinstance(batch, Mapping) and len(several := [key for key in TARGET_KEYS if key in batch]) > 1:
         raise DataError(
             f"mixes the target, and this batch has {len(several)} fields that may be it: {', '.join(several)}; "
             f"leave out or rename all but one (the loss reads {several[0]})"
         )
-    place = place_of_target(batch)
+    place = find_target_key(batch)
     target = None if place is None else batch[place]
     if not isinstance(target, Tensor):
         raise DataError(
@@ -72,30 +72,30 @@ def target_of(batch: Any) -> Tensor:
     return target
 
 
-def map_of(batch: Any, images: Tensor) -> Tensor | None:
+def get_target_map(batch: Any, images: Tensor) -> Tensor | None:
     """Return targets that are pictures of the same height and width, (B, H, W) or (B, C, H, W); else None."""
-    place = place_of_target(batch)
+    place = find_target_key(batch)
     target = None if place is None else batch[place]
     if not isinstance(target, Tensor) or target.ndim not in (3, 4):
         return None
     return target if target.shape[:1] + target.shape[-2:] == images.shape[:1] + images.shape[2:] else None
 
 
-def with_both(batch: Any, images: Tensor, move: Callable[[Tensor], Tensor]) -> Any:
+def change_images_and_map(batch: Any, images: Tensor, move: Callable[[Tensor], Tensor]) -> Any:
     """`move_seconds` of the images, and of a map of targets, channels or not."""
-    target = map_of(batch, images)
+    target = get_target_map(batch, images)
     if target is not None:
-        batch = with_target(
+        batch = replace_target(
             batch, move(target if target.ndim == 4 else target[:, None]).reshape(target.shape)
         )
-    return with_images(batch, move(images))
+    return replace_images(batch, move(images))
 
 
-def with_target(batch: Any, target: Tensor) -> Any:
-    return _replaced(batch, place_of_target(batch), target)
+def replace_target(batch: Any, target: Tensor) -> Any:
+    return _replace_part(batch, find_target_key(batch), target)
 
 
-def _replaced(batch: Any, place: Any, tensor: Tensor) -> Any:
+def _replace_part(batch: Any, place: Any, tensor: Tensor) -> Any:
     if isinstance(batch, Tensor):
         return tensor
     if isinstance(batch, Mapping):
@@ -112,22 +112,22 @@ def is_channels_last(images: Tensor) -> bool:
     return not images.is_contiguous() and images.is_contiguous(memory_format=torch.channels_last)
 
 
-def in_memory_order(images: Tensor) -> Tensor:
+def as_contiguous(images: Tensor) -> Tensor:
     """Return the images as a contiguous tensor: (B, C, H, W), or (B, H, W, C) if they are channels-last."""
     return images.permute(0, 2, 3, 1) if is_channels_last(images) else images.contiguous()
 
 
 def restore_layout(images: Tensor, ordered: Tensor) -> Tensor:
-    """Return what was made from `in_memory_order(images)` as (B, C, H, W) again."""
+    """Return what was made from `as_contiguous(images)` as (B, C, H, W) again."""
     return ordered.permute(0, 3, 1, 2) if is_channels_last(images) else ordered
 
 
-def image_rows(images: Tensor, positions: Tensor) -> Tensor:
+def select_images(images: Tensor, positions: Tensor) -> Tensor:
     """Return images[positions], channels-last if the images are."""
-    return restore_layout(images, in_memory_order(images).index_select(0, positions))
+    return restore_layout(images, as_contiguous(images).index_select(0, positions))
 
 
-def box_mask(corners: Tensor, height: int, width: int) -> Tensor:
+def build_box_mask(corners: Tensor, height: int, width: int) -> Tensor:
     """Return a mask (B, 1, H, W), True inside the box. corners: (B, 4) int64: top, bottom, left, right; bottom and
     right are the first outside.
     """

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.augment.images import box_mask, image_rows, images_of, target_of, with_images, with_target
+from trainrun.data.augment.images import (
+    build_box_mask,
+    get_images,
+    get_target,
+    replace_images,
+    replace_target,
+    select_images,
+)
 from trainrun.errors import DataError
 from trainrun.limits import Fraction, Limits
 
@@ -40,15 +47,17 @@ class MixUp:
         self.mixture = Mixture(alpha, num_classes, p)
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        images = images_of(batch)
+        images = get_images(batch)
         if not images.is_floating_point():
             raise DataError(
                 f"needs floating-point images, not {images.dtype}; let "
                 "trainrun.data.augment.normalize.Normalize come before it"
             )
         weight = self.mixture.weight(draws).to(images.dtype)
-        mixed = torch.lerp(image_rows(images, partner_positions(images)), images, weight[:, None, None, None])
-        return with_images(self.mixture.mix_targets(batch, weight, draws.float_dtype), mixed)
+        mixed = torch.lerp(
+            select_images(images, partner_positions(images)), images, weight[:, None, None, None]
+        )
+        return replace_images(self.mixture.mix_targets(batch, weight, draws.float_dtype), mixed)
 
 
 class CutMix:
@@ -69,16 +78,16 @@ class CutMix:
         self.mixture = Mixture(alpha, num_classes, p)
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        images = images_of(batch)
-        corners = self._corners(images, draws)
+        images = get_images(batch)
+        corners = self._draw_boxes(images, draws)
         height, width = images.shape[2:]
-        partners = image_rows(images, partner_positions(images))
-        mixed = torch.where(box_mask(corners, height, width), partners, images)
+        partners = select_images(images, partner_positions(images))
+        mixed = torch.where(build_box_mask(corners, height, width), partners, images)
         area = (corners[:, 1] - corners[:, 0]) * (corners[:, 3] - corners[:, 2])
         weight = 1 - area.to(draws.float_dtype) / (height * width)
-        return with_images(self.mixture.mix_targets(batch, weight, draws.float_dtype), mixed)
+        return replace_images(self.mixture.mix_targets(batch, weight, draws.float_dtype), mixed)
 
-    def _corners(self, images: Tensor, draws: Draws) -> Tensor:
+    def _draw_boxes(self, images: Tensor, draws: Draws) -> Tensor:
         """Draw boxes (B, 4) int64 inside the image: top, bottom, left, right."""
         side = (1 - self.mixture.weight(draws)).sqrt()
         corners = []
@@ -103,14 +112,14 @@ class Mixture:
 
     def mix_targets(self, batch: Any, weight: Tensor, dtype: torch.dtype) -> Any:
         """Return the batch with mixed targets. weight: (B,), of the image's own target."""
-        target = target_of(batch)
+        target = get_target(batch)
         if not target.is_floating_point():
-            target = self._probabilities(target, dtype)
+            target = self._convert_to_probabilities(target, dtype)
         own = weight.to(target.dtype).view(-1, *[1] * (target.ndim - 1))
         partners = target.index_select(0, partner_positions(target))
-        return with_target(batch, torch.lerp(partners, target, own))
+        return replace_target(batch, torch.lerp(partners, target, own))
 
-    def _probabilities(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+    def _convert_to_probabilities(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """Return class numbers (B,) as probabilities (B, num_classes)."""
         if self.num_classes is None or target.ndim != 1:
             raise DataError(

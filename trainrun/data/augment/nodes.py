@@ -16,10 +16,12 @@ def build_augmentations(nodes: Mapping[str, Any]) -> tuple[NamedAugmentation, ..
     Raise PluginError if an object is not an augmentation. A ConfigError of a constructor begins with its argument
     (`padding=-1: ...`) and gets the key before it.
     """
-    return tuple(_named(f"data.augment.{name}", node) for name, node in nodes.items() if node is not None)
+    return tuple(
+        _build_named(f"data.augment.{name}", node) for name, node in nodes.items() if node is not None
+    )
 
 
-def _named(key: str, node: Any) -> NamedAugmentation:
+def _build_named(key: str, node: Any) -> NamedAugmentation:
     try:
         built = build(node, key)
     except ConfigError as error:

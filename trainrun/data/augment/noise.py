@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.batch import with_fields
-from trainrun.data.split_batch import tensors_in
+from trainrun.data.batch import attach_fields
+from trainrun.data.split_batch import list_tensors
 from trainrun.errors import DataError
 from trainrun.limits import Count, Fraction
 
@@ -33,7 +33,7 @@ class LatentNoise:
     def __call__(self, batch: Any, draws: Draws) -> Any:
         if self.size is None:
             return batch
-        return with_fields(batch, {"noise": draws.normal("noise", self.size)})
+        return attach_fields(batch, {"noise": draws.normal("noise", self.size)})
 
 
 class SampleNumbers:
@@ -42,7 +42,7 @@ class SampleNumbers:
     random = False
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        return with_fields(batch, {"index": draws.numbers()})
+        return attach_fields(batch, {"index": draws.numbers()})
 
 
 class WordDropout:
@@ -57,11 +57,11 @@ class WordDropout:
     def __call__(self, batch: Any, draws: Draws) -> Any:
         if not self.rate:
             return batch
-        tokens = next(filter(is_tokens, tensors_in(batch)), None)
+        tokens = next(filter(is_tokens, list_tensors(batch)), None)
         if tokens is None:
             raise DataError("drops tokens, and this batch has no whole numbers (B, T)")
         dropped = draws.uniform("words", tokens.shape[1] + 1) < self.rate
-        return with_fields(batch, {"word_dropout": dropped})
+        return attach_fields(batch, {"word_dropout": dropped})
 
 
 def is_tokens(value: Any) -> bool:

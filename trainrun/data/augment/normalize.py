@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.augment.images import images_of, with_images
+from trainrun.data.augment.images import get_images, replace_images
 from trainrun.errors import ConfigError, DataError
 from trainrun.limits import Number, Positive
 
@@ -30,7 +30,7 @@ class Normalize:
         self._constants: dict[tuple[torch.device, torch.dtype, bool], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
-        images = images_of(batch)
+        images = get_images(batch)
         whole = images.dtype is torch.uint8
         if not whole and not images.is_floating_point():
             raise DataError(f"needs uint8 or floating-point images, not {images.dtype}")
@@ -39,10 +39,10 @@ class Normalize:
                 f"mean has {len(self.mean)} values, but the images have {images.shape[1]} channels"
             )
         dtype = draws.float_dtype if whole else images.dtype
-        mean, scale = self._on(images.device, dtype, whole)
-        return with_images(batch, torch.sub(images, mean).mul_(scale))  # uint8 minus a float is a float
+        mean, scale = self._constants_on(images.device, dtype, whole)
+        return replace_images(batch, torch.sub(images, mean).mul_(scale))  # uint8 minus a float is a float
 
-    def _on(self, device: torch.device, dtype: torch.dtype, whole: bool) -> tuple[Tensor, Tensor]:
+    def _constants_on(self, device: torch.device, dtype: torch.dtype, whole: bool) -> tuple[Tensor, Tensor]:
         """Return mean and 1 / deviation in units of the pixels, (C, 1, 1), copied to a device once."""
         if (device, dtype, whole) not in self._constants:
             unit = 255 if whole else 1

@@ -23,22 +23,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from trainrun.data.cache.fingerprint import content_key, own_fingerprint
-from trainrun.data.cache.probe import Probe, look_at, random_because, random_refused
+from trainrun.data.cache.fingerprint import build_content_key, fingerprint_source
+from trainrun.data.cache.probe import Probe, build_randomness_error, explain_randomness, look_at
 from trainrun.data.cache.samples import (
     Leaf,
     NotKept,
     SampleForm,
+    flatten_sample,
     pack_values,
-    put_together,
+    rebuild_sample,
     sample_kind,
-    take_apart,
     view_column,
 )
 from trainrun.data.cache.shared import share_columns
 from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.engines.choice import MAX_AUTO_WORKERS
-from trainrun.data.engines.generators import generator_marks, seed_globals
+from trainrun.data.engines.generators import read_generator_states, seed_globals
 from trainrun.data.engines.workers import LoaderWorkers
 from trainrun.data.look import in_child
 from trainrun.data.map_style import describe, name_of, thread_safe
@@ -49,9 +49,9 @@ from trainrun.data.readers.column_store import (
     build_in_memory,
     open_or_build,
 )
-from trainrun.data.readers.mapped_files import check_lengths, map_array, mappings_of, path_of
+from trainrun.data.readers.mapped_files import check_lengths, find_mapped_path, find_mappings, map_array
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import Columns, columns_of
+from trainrun.data.tensor_dataset import Columns, find_columns
 from trainrun.errors import DataError
 from trainrun.limits import CacheSpec, parse_cache
 from trainrun.output import counted, quantity
@@ -69,7 +69,7 @@ Gather = Callable[[Any], list[Any]]
 Say = Callable[[str], None]
 
 
-def with_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Gather | None = None,
+def open_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Gather | None = None,
            options: StreamOptions | None = None) -> Any:  # fmt: skip
     """Return the source with the cache that `spec` asks for in front; as it is if it is in memory already.
 
@@ -87,9 +87,9 @@ def with_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
         raise DataError(f"{where} is an IterableDataset, whose samples have no numbers; use data.cache=none")
     indexed = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     readable_source = indexed and not isinstance(source, type | str | bytes)
-    if not readable_source or columns_of(source, key) is not None or not len(source):
+    if not readable_source or find_columns(source, key) is not None or not len(source):
         return source  # in memory already, or opening it says what is wrong
-    own = own_fingerprint(source, wanted.folder, say) if wanted.folder is not None else ""
+    own = fingerprint_source(source, wanted.folder, say) if wanted.folder is not None else ""
     probe = in_child(partial(look_at, source, where), options)
     build = partial(write_cache, source, probe, wanted.num_bytes, where, options)
     if wanted.folder is None:
@@ -101,7 +101,7 @@ def with_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
         return build(writer)
 
     named = f"{key}: {name_of(source)}, {counted(len(source), 'sample')}{describe(source, 0)}"
-    content = content_key(source, own, probe.digest)
+    content = build_content_key(source, own, probe.digest)
     try:
         stored = open_or_build(wanted.folder, content, named, expected, build_on_disk, say)
     except OSError as error:
@@ -110,11 +110,11 @@ def with_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
             "folder, or keep a part in memory with data.cache=pool:<size>"
         ) from error
     story = "built" if built else "found"
-    note = f"cache on disk, {quantity(num_bytes_of(stored))}B ({story})"
+    note = f"cache on disk, {quantity(count_stored_bytes(stored))}B ({story})"
     return Cached(source, stored.arrays, stored.facts, probe.form, probe.leaves, where, note)
 
 
-def num_bytes_of(stored: StoredColumns) -> int:
+def count_stored_bytes(stored: StoredColumns) -> int:
     return sum(array.nbytes for array in stored.arrays.values())
 
 
@@ -149,7 +149,7 @@ def cache_in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe,
     num_kept = stored.facts["num_samples"]
     part = "" if num_kept == number else f", {num_kept / number:.0%} of the samples"
     shared = "" if ranks == 1 else f", one for {ranks} ranks"
-    note = f"cache in memory, {quantity(num_bytes_of(stored))}B{part}{shared}"
+    note = f"cache in memory, {quantity(count_stored_bytes(stored))}B{part}{shared}"
     return Cached(source, stored.arrays, stored.facts, probe.form, probe.leaves, where, note)
 
 
@@ -186,7 +186,7 @@ class SampleBlock(NamedTuple):
         return SampleBlock(values, shapes, self.is_kept[:number], self.num_unlike, self.random)
 
 
-def block_of(samples: Sequence[Any], form: SampleForm, leaves: Sequence[Leaf]) -> SampleBlock:
+def build_block(samples: Sequence[Any], form: SampleForm, leaves: Sequence[Leaf]) -> SampleBlock:
     """Return samples as bytes. form, leaves: of the first; samples of another kind stay out."""
     kind, num_unlike, is_kept = sample_kind(form, tuple(leaves)), 0, []
     buffers: list[list[Array]] = [[EMPTY] for _ in leaves]
@@ -195,7 +195,7 @@ def block_of(samples: Sequence[Any], form: SampleForm, leaves: Sequence[Leaf]) -
         parts: list[tuple[Leaf, Array]] = []
         if not isinstance(sample, NotRead):
             with suppress(NotKept):
-                own_form, own_leaves, own_buffers = take_apart(sample)
+                own_form, own_leaves, own_buffers = flatten_sample(sample)
                 if sample_kind(own_form, own_leaves) == kind:
                     parts = list(zip(own_leaves, own_buffers, strict=True))
             num_unlike += not parts
@@ -224,24 +224,24 @@ class BlockReader:
     seeds_itself: bool = False
 
     def __getitem__(self, indices: range) -> SampleBlock:
-        return block_of(self._samples(indices), self.form, self.leaves)
+        return build_block(self._read_samples(indices), self.form, self.leaves)
 
-    def _samples(self, indices: range) -> list[Any]:
-        before = generator_marks()
-        samples = self._at_once(list(indices)) or [self._tried(index) for index in indices]
-        if self.seeds_itself or generator_marks() == before:
+    def _read_samples(self, indices: range) -> list[Any]:
+        before = read_generator_states()
+        samples = self._read_in_one_call(list(indices)) or [self._try_to_read(index) for index in indices]
+        if self.seeds_itself or read_generator_states() == before:
             return samples
         seed_globals(0)
-        before = generator_marks()
+        before = read_generator_states()
         for place, index in enumerate(indices):  # one of them drew
             with suppress(Exception):  # it is tried again when it is asked for
-                if why := random_because(partial(self._one, index), index):
+                if why := explain_randomness(partial(self._read_sample, index), index):
                     samples[place] = NotRead(why)
         whole = not any(isinstance(sample, NotRead) for sample in samples)
-        self.seeds_itself = whole and generator_marks() != before
+        self.seeds_itself = whole and read_generator_states() != before
         return samples
 
-    def _at_once(self, indices: list[int]) -> list[Any]:
+    def _read_in_one_call(self, indices: list[int]) -> list[Any]:
         """Read samples in one call; return an empty list if the source cannot, if one of them fails, or is left out."""
         at_once = getattr(self.source, "__getitems__", None)
         samples: list[Any] = []
@@ -249,10 +249,10 @@ class BlockReader:
             samples = list(at_once(indices)) if callable(at_once) else []
         return samples if len(samples) == len(indices) else []
 
-    def _one(self, index: int) -> Any:
-        return (self._at_once([index]) or [self.source[index]])[0]
+    def _read_sample(self, index: int) -> Any:
+        return (self._read_in_one_call([index]) or [self.source[index]])[0]
 
-    def _tried(self, index: int) -> Any:
+    def _try_to_read(self, index: int) -> Any:
         try:
             return self.source[index]
         except Exception:
@@ -271,12 +271,12 @@ def write_cache(
     is_long = total * probe.seconds > LONG_SECONDS
     num_workers = min(MAX_AUTO_WORKERS, count_usable_cores()) if is_long else 1
     reader = BlockReader(source, probe.form, leaves)
-    report_progress = progress_lines(options.key, options.report)
+    report_progress = build_progress_printer(options.key, options.report)
     blocks: list[SampleBlock] = []  # without their values
     with closing(read_blocks(reader, chunks, num_workers, options.key)) as read:  # ends workers after a fault
-        for chunk, block in zip(chunks, fitting_blocks(read, leaves, limit), strict=False):
+        for chunk, block in zip(chunks, limit_blocks(read, leaves, limit), strict=False):
             if block.random:
-                raise random_refused(source, block.random, where)
+                raise build_randomness_error(source, block.random, where)
             for number, values in enumerate(block.values):
                 writer.add(f"leaf.{number}", values)
             blocks.append(block._replace(values=[]))
@@ -289,7 +289,7 @@ def write_cache(
     return write_shapes(blocks, writer)
 
 
-def fitting_blocks(
+def limit_blocks(
     blocks: Iterable[SampleBlock], leaves: Sequence[Leaf], limit: int | None
 ) -> Iterator[SampleBlock]:
     """Yield blocks until their samples take `limit` bytes; of the last block the samples that fit."""
@@ -325,12 +325,12 @@ def read_blocks(
     try:
         for chunk, block in zip(chunks, workers, strict=True):
             lost = [NotRead()] * len(chunk)
-            yield block_of(lost, reader.form, reader.leaves) if isinstance(block, WorkerFailure) else block
+            yield build_block(lost, reader.form, reader.leaves) if isinstance(block, WorkerFailure) else block
     finally:
         workers.close()
 
 
-def progress_lines(key: str, say: Callable[[str], Any]) -> Callable[[int, int], None]:
+def build_progress_printer(key: str, say: Callable[[str], Any]) -> Callable[[int, int], None]:
     """Return a function that prints the progress of a slow cache build, each time after twice the time."""
     started, next_line = time.monotonic(), FIRST_LINE_SECONDS
 
@@ -361,7 +361,7 @@ class Cached:
         self.num_stored: int = facts["num_samples"]
         self._fixed = None if facts["shapes"] is None else list(map(tuple, facts["shapes"]))
         self._values = [arrays.get(f"leaf.{number}", EMPTY).view(np.ndarray) for number in range(len(leaves))]
-        self._mappings = mappings_of(arrays.values())
+        self._mappings = find_mappings(arrays.values())
         self._is_kept, self._shapes, self._ends = EMPTY, [], []
         if self._fixed is None:
             self._is_kept = np.array(arrays["is_kept"])
@@ -418,7 +418,7 @@ class Cached:
         for number, leaf in enumerate(leaves):
             begin = int(self._ends[number][index]) if self._ends else index * leaf.num_bytes
             buffers.append(self._values[number][begin : begin + leaf.num_bytes].copy())
-        return put_together(self._form, iter(leaves), iter(buffers))
+        return rebuild_sample(self._form, iter(leaves), iter(buffers))
 
     def as_columns(self) -> Columns | None:
         """Return all samples as mapped columns; None if one is missing or shapes differ."""
@@ -427,19 +427,21 @@ class Cached:
             return None
         leaves = [leaf._replace(shape=shape) for leaf, shape in zip(self._leaves, self._fixed, strict=True)]
         return (
-            columns_from(self.arrays, self._form, leaves) if all(leaf.is_plain for leaf in leaves) else None
+            build_columns_from_arrays(self.arrays, self._form, leaves)
+            if all(leaf.is_plain for leaf in leaves)
+            else None
         )
 
     @property
     def thread_safe(self) -> bool:
-        return self.num_kept() == len(self) or thread_safe(self.source)
+        return self.count_cached() == len(self) or thread_safe(self.source)
 
     @property
     def name_of_source(self) -> str:
         """For messages: a sample that cannot be read is no fault of the cache."""
         return type(self.source).__name__
 
-    def num_kept(self) -> int:
+    def count_cached(self) -> int:
         """Return how many samples are in the cache."""
         return self.num_stored if self._fixed is not None else int(np.count_nonzero(self._is_kept))
 
@@ -451,12 +453,14 @@ class Cached:
         return position
 
 
-def columns_from(arrays: Mapping[str, Array], form: SampleForm, leaves: Sequence[Leaf]) -> Columns:
+def build_columns_from_arrays(
+    arrays: Mapping[str, Array], form: SampleForm, leaves: Sequence[Leaf]
+) -> Columns:
     """Return stored leaves as columns, mapped a second time: who writes to them changes a private copy."""
-    stored = [map_array(path_of(arrays[f"leaf.{number}"])) for number in range(len(leaves))]
+    stored = [map_array(find_mapped_path(arrays[f"leaf.{number}"])) for number in range(len(leaves))]
     values = [view_column(raw.view(np.ndarray), leaf) for raw, leaf in zip(stored, leaves, strict=True)]
     rows = tuple(value.reshape(-1, *leaf.shape) for value, leaf in zip(values, leaves, strict=True))
-    again = partial(columns_from, arrays, form, leaves)
+    again = partial(build_columns_from_arrays, arrays, form, leaves)
     return Columns(
-        rows, form.keys, partial(pack_values, form), in_place=True, again=again, files=mappings_of(stored)
+        rows, form.keys, partial(pack_values, form), in_place=True, again=again, files=find_mappings(stored)
     )

@@ -2,8 +2,8 @@
 
 A source with `fingerprint()` says it itself. Of others: the class and its code, and what pickle would send to another
 process, so no open handles; arrays by content, functions by their code, paths by the version of the file,
-see `version_of`: of a folder those of all files below it but hidden ones, the cache's own, and those of runs. A folder
-that holds the working directory is a project, in which files come and go, and counts by its own.
+see `describe_version`. A folder has the versions of all files below it but hidden ones, those of the cache and those of
+runs. A folder that holds the working directory is a project, in which files come and go: it has its own version alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainrun.data.cache.samples import NotKept, take_apart
-from trainrun.data.readers.paths import version_of
+from trainrun.data.cache.samples import NotKept, flatten_sample
+from trainrun.data.readers.paths import describe_version
 from trainrun.errors import DataError
 
 LOG = logging.getLogger(__name__)
@@ -35,14 +35,16 @@ OF_A_RUN, COMPILED = "RUN.json", "__pycache__"
 MOST_FILES = 100_000  # below the folders that a source names; looking at so many takes about half a second
 
 
-def content_key(source: Any, own: str, samples: str) -> str:
-    """own: from `own_fingerprint`. samples: a digest of the decoded ones."""
+def build_content_key(source: Any, own: str, samples: str) -> str:
+    """own: from `fingerprint_source`. samples: a digest of the decoded ones."""
     kind = type(source)
     text = repr((FORMAT_VERSION, kind.__module__, kind.__qualname__, len(source), own, samples))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def own_fingerprint(source: Any, cache: Path | None = None, say: Callable[[str], None] = LOG.warning) -> str:
+def fingerprint_source(
+    source: Any, cache: Path | None = None, say: Callable[[str], None] = LOG.warning
+) -> str:
     """Return a text that changes with the samples of a source. Call it before a sample is read, which may change
     attributes.
 
@@ -76,8 +78,8 @@ class _Parts(pickle.Pickler):
         self._known: dict[tuple[int, int], str] = {}
         self._stamps: dict[str, str] = {}
         here = Path.cwd()
-        self._projects = {_place(folder.stat()) for folder in (here, *here.parents)}
-        self._apart = None if cache is None or not cache.exists() else _place(cache.stat())
+        self._projects = {_find_offset(folder.stat()) for folder in (here, *here.parents)}
+        self._apart = None if cache is None or not cache.exists() else _find_offset(cache.stat())
         super().__init__(self, 5)
 
     def write(self, data: Any) -> None:
@@ -91,41 +93,41 @@ class _Parts(pickle.Pickler):
         if isinstance(value, str | Path):
             text = str(value)
             if text not in self._stamps:
-                self._stamps[text] = self._stamp(text)
+                self._stamps[text] = self._describe_version(text)
             return f"{type(value).__name__} {text}{self._stamps[text]}".encode("utf-8", "surrogatepass")
         if isinstance(value, bytes | bytearray):
             return b"bytes " + value
         if isinstance(value, set | frozenset):
             return repr(sorted(map(repr, value))).encode()
         if isinstance(value, Tensor | np.ndarray | np.generic):
-            return _array(value)
+            return _describe_array(value)
         if isinstance(value, types.FunctionType | type):
             known = value in self._seen
             self._seen.add(value)
-            return [value.__qualname__, None if known else _code_of(value)]
+            return [value.__qualname__, None if known else _find_code(value)]
         return None
 
-    def _stamp(self, text: str) -> str:
+    def _describe_version(self, text: str) -> str:
         """Return the version of a path and of the files below it; empty if the text is not a path."""
         if not text.strip("./"):
             return ""
         try:
             found = os.stat(text)
             if not stat.S_ISDIR(found.st_mode):
-                return f" {version_of(found)}"
-            if not (inside := self._below(text, found)):
+                return f" {describe_version(found)}"
+            if not (inside := self._describe_folder(text, found)):
                 self.unseen = self.unseen or f"{text} holds runs alone"
             return inside
         except (OSError, ValueError):  # no path, or not one of this machine
             return ""
 
-    def _below(self, folder: str, found: os.stat_result) -> str:
+    def _describe_folder(self, folder: str, found: os.stat_result) -> str:
         """Look at each folder once, however often it is named, or linked; "" if all that it holds is left out."""
-        if (place := _place(found)) in self._known:
+        if (place := _find_offset(found)) in self._known:
             return self._known[place]
         if place in self._projects:
             self.unseen = self.unseen or f"{folder} holds the working directory"
-            return f" {version_of(found)}"
+            return f" {describe_version(found)}"
         self._known[place], lines = "", []
         with os.scandir(folder) as all_of_it:
             kept = (one for one in all_of_it if one.name[0] != "." and one.name != COMPILED)
@@ -136,12 +138,16 @@ class _Parts(pickle.Pickler):
             self._left -= 1
             if self._left < 0:
                 self.unseen = self.unseen or f"{folder} has more than {MOST_FILES:,} files"
-                return f" {version_of(found)}"
+                return f" {describe_version(found)}"
             with suppress(OSError):  # a link to nothing
                 about = entry.stat()
-                if _place(about) != self._apart:
+                if _find_offset(about) != self._apart:
                     is_folder = stat.S_ISDIR(about.st_mode)
-                    inside = self._below(entry.path, about) if is_folder else f" {version_of(about)}"
+                    inside = (
+                        self._describe_folder(entry.path, about)
+                        if is_folder
+                        else f" {describe_version(about)}"
+                    )
                     lines += [entry.name + inside] if inside else []
         if lines or not entries:
             whole = "\n".join(lines).encode("utf-8", "surrogateescape")
@@ -157,29 +163,35 @@ class _Parts(pickle.Pickler):
             return repr, (f"{type(value).__qualname__} {getattr(value, '__name__', '')}",)
 
 
-def _code_of(value: Any) -> Any:
+def _find_code(value: Any) -> Any:
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return [_code(value.__code__), value.__defaults__, value.__kwdefaults__, cells]
+        return [_describe_code(value.__code__), value.__defaults__, value.__kwdefaults__, cells]
     kinds = [kind for kind in value.__mro__ if kind.__module__ != "builtins"]
     methods = [pair for kind in kinds for pair in sorted(vars(kind).items())]
-    return [(name, _code(part.__code__)) for name, part in methods if isinstance(part, types.FunctionType)]
+    return [
+        (name, _describe_code(part.__code__))
+        for name, part in methods
+        if isinstance(part, types.FunctionType)
+    ]
 
 
-def _code(code: types.CodeType) -> list[Any]:
+def _describe_code(code: types.CodeType) -> list[Any]:
     """Return what a function does, without its place in a file."""
-    constants = [_code(part) if isinstance(part, types.CodeType) else part for part in code.co_consts]
+    constants = [
+        _describe_code(part) if isinstance(part, types.CodeType) else part for part in code.co_consts
+    ]
     return [code.co_code, list(code.co_names), constants]
 
 
-def _place(found: os.stat_result) -> tuple[int, int]:
+def _find_offset(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _array(value: Any) -> list[Any] | None:
+def _describe_array(value: Any) -> list[Any] | None:
     """Return type, shape and digest of an array; None if it holds objects, which pickle looks at."""
     try:
-        raw = take_apart(value.detach().cpu() if isinstance(value, Tensor) else value)[2][0]
+        raw = flatten_sample(value.detach().cpu() if isinstance(value, Tensor) else value)[2][0]
     except NotKept:
         return None
     step, block = 2**20, 2**20

@@ -10,10 +10,10 @@ from itertools import product
 from operator import getitem
 from typing import Any, NamedTuple
 
-from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, sample_kind, take_apart
+from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, flatten_sample, sample_kind
 from trainrun.data.engines.batch_reader import has_epochs
-from trainrun.data.engines.generators import generator_marks, has_parameter
-from trainrun.data.tensor_dataset import parts_of
+from trainrun.data.engines.generators import has_parameter, read_generator_states
+from trainrun.data.tensor_dataset import list_parts
 from trainrun.errors import DataError
 from trainrun.runtime.child_process import send_sign
 from trainrun.user_code import line_of
@@ -53,8 +53,8 @@ def look_at(source: Any, where: str) -> Probe:
     fault: Exception | None = None
     for row in rows:  # a data set may begin with a damaged sample
         try:
-            look = _look(source[row])
-            why = random_because(partial(getitem, source, row), row, look)
+            look = _digest_sample(source[row])
+            why = explain_randomness(partial(getitem, source, row), row, look)
         except Exception as error:
             if isinstance(error, NotKept) and not looks:
                 raise DataError(
@@ -65,7 +65,7 @@ def look_at(source: Any, where: str) -> Probe:
             fault = fault or error
             continue
         if why:
-            raise random_refused(source, why, where)
+            raise build_randomness_error(source, why, where)
         looks.append(look)
         send_sign()
     if not looks:
@@ -82,9 +82,9 @@ def look_at(source: Any, where: str) -> Probe:
     return Probe(form, leaves, sum(sizes) / len(sizes), repr([look.digest for look in looks]), seconds)
 
 
-def _look(sample: Any) -> SampleDigest:
+def _digest_sample(sample: Any) -> SampleDigest:
     """Return the digest of a sample, without keeping its buffers: a source may reuse them for its next sample."""
-    form, leaves, buffers = take_apart(sample)
+    form, leaves, buffers = flatten_sample(sample)
     digest = hashlib.blake2b(repr((form, leaves)).encode(), digest_size=16)
     for buffer in buffers:
         digest.update(buffer.data)
@@ -94,7 +94,7 @@ def _look(sample: Any) -> SampleDigest:
 def _refuse_generators(source: Any, where: str) -> None:
     """Raise DataError if a source takes generators or epochs: behind a cache no reader would see that it draws."""
     methods = {"__getitem__": "generator", "__getitems__": "generators"}
-    for part, (method, name) in product(parts_of(source), methods.items()):
+    for part, (method, name) in product(list_parts(source), methods.items()):
         if has_parameter(getattr(part, method, None), name):
             told = f"{type(part).__name__}.{method} takes `{name}`, so it draws random numbers"
             raise DataError(f"{where}: {told}, {RANDOM}")
@@ -103,17 +103,17 @@ def _refuse_generators(source: Any, where: str) -> None:
             raise DataError(f"{where}: {told}, {RANDOM}")
 
 
-def random_because(read: Callable[[], Any], row: int, look: SampleDigest | None = None) -> str:
+def explain_randomness(read: Callable[[], Any], row: int, look: SampleDigest | None = None) -> str:
     """Return why a sample is random; empty if a second read gives the same and draws from no global generator.
 
     The first read, which made `look`, may draw: to prepare something once, or because it seeds the generators itself.
     """
-    look = _look(read()) if look is None else look
-    before = generator_marks()
-    if _look(read()).digest != look.digest:
+    look = _digest_sample(read()) if look is None else look
+    before = read_generator_states()
+    if _digest_sample(read()).digest != look.digest:
         return f"sample {row} is another one each time it is read"
-    return "" if generator_marks() == before else f"random numbers are drawn while sample {row} is read"
+    return "" if read_generator_states() == before else f"random numbers are drawn while sample {row} is read"
 
 
-def random_refused(source: Any, why: str, where: str) -> DataError:
+def build_randomness_error(source: Any, why: str, where: str) -> DataError:
     return DataError(f"{where}: {why} (by {type(source).__name__}), {RANDOM}")

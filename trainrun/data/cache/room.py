@@ -35,11 +35,11 @@ class DiskCache(NamedTuple):
     source: str
 
     def is_in_use(self) -> bool:
-        return not _with_lock(self.path, lambda: None)
+        return not _run_locked(self.path, lambda: None)
 
     def remove(self) -> bool:
         """Remove the cache unless a living process reads it. Return whether it was removed."""
-        return _with_lock(self.path, lambda: _delete(self.path))
+        return _run_locked(self.path, lambda: _delete(self.path))
 
 
 def cache_home() -> Path:
@@ -56,7 +56,7 @@ def note_folder(folder: Path) -> None:
             note.write_text(path, encoding="utf-8")
 
 
-def known_folders() -> list[Path]:
+def list_cache_folders() -> list[Path]:
     """Return the folders that hold caches, and still exist."""
     found = {cache_home() / name for name in ("text", "columns", "stored")}
     for note in (cache_home() / "folders").glob("*"):
@@ -65,13 +65,13 @@ def known_folders() -> list[Path]:
     return sorted(folder for folder in found if folder.is_dir())
 
 
-def caches_in(folders: Iterable[Path]) -> list[DiskCache]:
+def list_caches(folders: Iterable[Path]) -> list[DiskCache]:
     """Return the finished caches of some folders, the least recently used first."""
-    found = {cache.path.resolve(): cache for folder in folders for cache in _caches_in(folder)}
+    found = {cache.path.resolve(): cache for folder in folders for cache in _iterate_caches(folder)}
     return sorted(found.values(), key=lambda cache: cache.used)
 
 
-def _caches_in(folder: Path) -> Iterator[DiskCache]:
+def _iterate_caches(folder: Path) -> Iterator[DiskCache]:
     with suppress(OSError):
         for path in sorted(folder.iterdir()):
             with suppress(OSError):  # gone meanwhile
@@ -84,7 +84,7 @@ def remove_unfinished(folder: Path) -> None:
     """Remove unfinished folders of builders that were killed. A running builder holds a lock on its folder."""
     with suppress(OSError):
         for path in folder.glob(f"{DRAFT}*"):
-            _with_lock(path, lambda path=path: _delete(path))  # type: ignore[misc]
+            _run_locked(path, lambda path=path: _delete(path))  # type: ignore[misc]
 
 
 def open_shared(path: Path) -> int | None:
@@ -109,7 +109,7 @@ def open_shared(path: Path) -> int | None:
     return None
 
 
-def limit_on(folder: Path) -> int:
+def read_limit(folder: Path) -> int:
     """Return how many bytes all caches on the disk of a folder may take. DataError: no number."""
     text = os.environ.get(LIMIT, "").strip()
     if not text:
@@ -129,14 +129,14 @@ def make_room(folder: Path, needed: int, where: str, say: Callable[[str], object
     One that a living process uses stays. where: begins messages. OSError: the new one alone is above the limit, or the
     disk is too full.
     """
-    needs, limit = f"it needs about {quantity(needed)}B", limit_on(folder)
+    needs, limit = f"it needs about {quantity(needed)}B", read_limit(folder)
     if needed > limit:
         raise OSError(f"{needs}, and caches on this disk may take {quantity(limit)}B ({LIMIT})")
     note_folder(folder)
     remove_unfinished(folder)
     device = folder.stat().st_dev
-    here = [other for other in {*known_folders(), folder.resolve()} if other.stat().st_dev == device]
-    caches = caches_in(here)
+    here = [other for other in {*list_cache_folders(), folder.resolve()} if other.stat().st_dev == device]
+    caches = list_caches(here)
     total = sum(cache.num_bytes for cache in caches)
     for cache in caches:
         if total + needed <= limit and needed <= shutil.disk_usage(folder).free:
@@ -154,7 +154,7 @@ def make_room(folder: Path, needed: int, where: str, say: Callable[[str], object
         raise OSError(f"{needs}, {quantity(free)}B are free")
 
 
-def _with_lock(path: Path, action: Callable[[], None]) -> bool:
+def _run_locked(path: Path, action: Callable[[], None]) -> bool:
     """Lock a file, or a folder with all its files, and run the action. Return False without running it if another
     process holds one of the locks."""
     try:

@@ -54,24 +54,24 @@ class Leaf(NamedTuple):
         return self.dtype.char in NUMBERS and self.dtype.isnative
 
 
-def take_apart(sample: Any) -> tuple[SampleForm, tuple[Leaf, ...], list[Buffer]]:
+def flatten_sample(sample: Any) -> tuple[SampleForm, tuple[Leaf, ...], list[Buffer]]:
     """Flatten a sample into (form, leaves, buffers). Buffers may share memory with the sample. Raise NotKept."""
     found: list[tuple[Leaf, Buffer]] = []
-    form = _form(sample, found)
+    form = _flatten_value(sample, found)
     return form, tuple(leaf for leaf, _ in found), [buffer for _, buffer in found]
 
 
-def _form(value: Any, found: list[tuple[Leaf, Buffer]]) -> SampleForm:
+def _flatten_value(value: Any, found: list[tuple[Leaf, Buffer]]) -> SampleForm:
     container = type(value)
     if container in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_make")):
-        return SampleForm(container, (), tuple(_form(part, found) for part in value))
+        return SampleForm(container, (), tuple(_flatten_value(part, found) for part in value))
     if container is dict:
-        return SampleForm(dict, tuple(value), tuple(_form(part, found) for part in value.values()))
-    found.append(_leaf(value))
+        return SampleForm(dict, tuple(value), tuple(_flatten_value(part, found) for part in value.values()))
+    found.append(_encode_leaf(value))
     return SampleForm()
 
 
-def _leaf(value: Any) -> tuple[Leaf, Buffer]:
+def _encode_leaf(value: Any) -> tuple[Leaf, Buffer]:
     kind = type(value)
     name, array = kind.__name__, value
     if kind is Tensor:
@@ -104,11 +104,11 @@ def sample_kind(form: SampleForm, leaves: tuple[Leaf, ...]) -> Any:
     return form, [(leaf.kind, leaf.dtype, len(leaf.shape)) for leaf in leaves]
 
 
-def put_together(form: SampleForm, leaves: Iterator[Leaf], buffers: Iterator[Buffer]) -> Any:
+def rebuild_sample(form: SampleForm, leaves: Iterator[Leaf], buffers: Iterator[Buffer]) -> Any:
     """Build a sample from its form, leaves and buffers. It owns the buffers: nothing else may write to them."""
     if form.container is None:
-        return _value(next(leaves), next(buffers))
-    return pack_values(form, [put_together(part, leaves, buffers) for part in form.parts])
+        return _decode_leaf(next(leaves), next(buffers))
+    return pack_values(form, [rebuild_sample(part, leaves, buffers) for part in form.parts])
 
 
 def pack_values(form: SampleForm, values: list[Any]) -> Any:
@@ -120,7 +120,7 @@ def pack_values(form: SampleForm, values: list[Any]) -> Any:
     return form.container(values) if form.container in (list, tuple) else form.container._make(values)
 
 
-def _value(leaf: Leaf, buffer: Buffer) -> Any:
+def _decode_leaf(leaf: Leaf, buffer: Buffer) -> Any:
     if leaf.kind == "NoneType":
         return None
     if leaf.kind in ("bytes", "str"):

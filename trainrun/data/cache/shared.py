@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.data.readers.column_store import StoredColumns, map_open_file
-from trainrun.data.readers.mapped_files import path_of
+from trainrun.data.readers.mapped_files import find_mapped_path
 from trainrun.errors import DataError
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -26,16 +26,18 @@ def share_columns(
     """
     own = os.memfd_create("trainrun-cache")
     fcntl.flock(own, fcntl.LOCK_EX)
-    address = (os.getpid(), own, *identity_of(own))
+    address = (os.getpid(), own, *identify_file(own))
     offers = gather((samples, address))
     first = next(offer for others, offer in offers if others == samples)
     reached = None if first == address else open_address(first)
     file = own if reached is None else reached
-    num_ranks = gather(identity_of(file)).count(identity_of(file))  # until then all offers stay open
+    num_ranks = gather(identify_file(file)).count(identify_file(file))  # until then all offers stay open
     try:
         if reached is None:
             columns = build()
-            paths = {name: str(path_of(array)) for name, array in columns.arrays.items() if array.size}
+            paths = {
+                name: str(find_mapped_path(array)) for name, array in columns.arrays.items() if array.size
+            }
             os.write(own, json.dumps([paths, columns.facts]).encode())
             fcntl.flock(own, fcntl.LOCK_UN)
             gather(None)  # until then the files are kept for the others
@@ -62,13 +64,13 @@ def open_address(address: Any) -> int | None:
         descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
-    if list(identity_of(descriptor)) == identity:
+    if list(identify_file(descriptor)) == identity:
         return descriptor
     os.close(descriptor)
     return None
 
 
-def identity_of(descriptor: int) -> tuple[str, int, int]:
+def identify_file(descriptor: int) -> tuple[str, int, int]:
     """Return what tells an open file from others of all machines."""
     state = os.fstat(descriptor)
     return BOOT.read_text(), state.st_dev, state.st_ino

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.data.cache.room import META, SOURCE, cache_home, make_room, open_shared
-from trainrun.data.readers.column_store import draft_folder, sync_folder
+from trainrun.data.readers.column_store import make_draft_folder, sync_folder
 from trainrun.data.readers.records.record import META_NAME
 from trainrun.errors import DataError
 from trainrun.output import counted, quantity, say_note
@@ -37,7 +37,7 @@ TRIES = 3
 _held: dict[Path, int] = {}  # locks of the folders that this process reads; workers inherit them
 
 
-def local_files(url: str, names: Sequence[str], key: str, endings: Sequence[str]) -> tuple[Path, ...]:
+def fetch_files(url: str, names: Sequence[str], key: str, endings: Sequence[str]) -> tuple[Path, ...]:
     """Return local copies of the files of a URL, in the order of their names.
 
     names: what the braces of the URL stand for; the URL itself without any. key: the setting. endings: of the files of
@@ -50,13 +50,13 @@ def local_files(url: str, names: Sequence[str], key: str, endings: Sequence[str]
         if missing := [name for name, files in zip(names, found, strict=True) if not files]:
             raise DataError(f"{key}={missing[0]}: no file is there, or none with {' or '.join(endings)}")
         listed = {path: info for files in found for path, info in files.items()}
-        folder = downloaded(store, url, listed)
+        folder = open_download(store, url, listed)
     except DataError:
         raise
     except Exception as error:  # each store has its own
         text = " ".join(str(error).split())[:300]
         raise DataError(f"{key}={url}: cannot be read ({type(error).__name__}: {text})") from error
-    inside = relative_names(list(listed))
+    inside = shorten_names(list(listed))
     shown = [path for files in found for path in sorted(files, key=lambda path: Path(path).parts)]
     return tuple(folder / FOLDER / inside[path] for path in shown if not path.endswith(META_NAME))
 
@@ -75,21 +75,21 @@ def list_files(store: Any, root: str, endings: Sequence[str]) -> dict[str, dict[
     }
 
 
-def relative_names(paths: Sequence[str]) -> dict[str, str]:
+def shorten_names(paths: Sequence[str]) -> dict[str, str]:
     """Return the names of files below the folder in which all of them lie."""
     together = os.path.commonpath([os.path.dirname(path) for path in paths])
     return {path: os.path.relpath(path, together) for path in paths}
 
 
-def downloaded(store: Any, url: str, listed: dict[str, dict[str, Any]]) -> Path:
+def open_download(store: Any, url: str, listed: dict[str, dict[str, Any]]) -> Path:
     """Return the folder of the cache that holds the files, downloaded if it is not there."""
     versions = [(path, info["size"], *map(info.get, VERSION_NAMES)) for path, info in sorted(listed.items())]
     path = cache_home() / "stored" / hashlib.sha256(repr(versions).encode()).hexdigest()[:24]
     path.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(TRIES):
-        if path in _held or is_held(path):
+        if path in _held or hold_folder(path):
             return path
-        with draft_folder(path) as draft:
+        with make_draft_folder(path) as draft:
             if not path.is_dir():
                 download(store, url, listed, draft)
                 os.rename(draft, path)
@@ -97,7 +97,7 @@ def downloaded(store: Any, url: str, listed: dict[str, dict[str, Any]]) -> Path:
     raise OSError(f"{path} is removed again and again")
 
 
-def is_held(path: Path) -> bool:
+def hold_folder(path: Path) -> bool:
     """Lock a finished folder against removal while this process lives; return whether it is there."""
     descriptor = open_shared(path / META) if path.is_dir() else None
     if descriptor is not None:
@@ -110,7 +110,7 @@ def download(store: Any, url: str, listed: dict[str, dict[str, Any]], folder: Pa
     num_bytes = sum(info["size"] for info in listed.values())
     make_room(folder.parent, num_bytes, url, say_note)
     say_note(f"{url}: downloading {counted(len(listed), 'file')}, {quantity(num_bytes)}B, to {folder.parent}")
-    targets = {path: folder / FOLDER / name for path, name in relative_names(list(listed)).items()}
+    targets = {path: folder / FOLDER / name for path, name in shorten_names(list(listed)).items()}
     for target in targets.values():
         target.parent.mkdir(parents=True, exist_ok=True)
     store.get(list(targets), [str(target) for target in targets.values()])

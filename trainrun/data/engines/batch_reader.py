@@ -10,28 +10,28 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
-from trainrun.data.batch import Preparation, fields_apart, fields_back, map_leaves
+from trainrun.data.batch import Preparation, detach_fields, map_leaves, reattach_fields
 from trainrun.data.engines.generators import (
     GLOBAL_GENERATORS,
     LeaveGlobals,
     SeedGlobals,
     SeedsCalls,
-    generator_marks,
-    generator_of,
     has_parameter,
+    new_generator,
+    read_generator_states,
     seed_globals,
 )
 from trainrun.data.map_style import (
-    batch_method,
     copy_shallow,
     describe,
+    find_batch_method,
     find_innermost,
     name_of,
     reads_at_once,
 )
 from trainrun.data.scale import Scale
 from trainrun.data.stream_options import Collate
-from trainrun.data.tensor_dataset import Columns, parts_of
+from trainrun.data.tensor_dataset import Columns, list_parts
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import MicroBatch
 from trainrun.user_code import line_of
@@ -67,7 +67,7 @@ def failure_or_raise(error: DataError) -> WorkerFailure:
 class Reading(NamedTuple):
     """A batch on its way to the main process.
 
-    data: None if no sample could be read, and none has to stand in; its fields stand apart (`fields_apart`).
+    data: None if no sample could be read, and none has to stand in; its fields stand apart (`detach_fields`).
     indices: of the samples in it, as a list, because a tensor would take shared memory and an open file. faults: of the
     samples left out. state: where an iterable source then stands. whole: see `MicroBatch`.
     """
@@ -80,9 +80,9 @@ class Reading(NamedTuple):
     state: Any = None
     whole: str = ""
 
-    def micro_batch(self) -> MicroBatch:
+    def as_micro_batch(self) -> MicroBatch:
         indices = torch.tensor(self.indices, dtype=torch.int64)
-        return MicroBatch(fields_back(self.data), self.real, self.last, indices, whole=self.whole)
+        return MicroBatch(reattach_fields(self.data), self.real, self.last, indices, whole=self.whole)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Recipe:
     drawn_from: tuple[str, ...] = GLOBAL_GENERATORS
 
 
-def of_whole(sample: Any, error: BaseException) -> str:
+def hint_at_whole_sample(sample: Any, error: BaseException) -> str:
     """Return a hint for a transform that fails because it gets the whole sample and not the picture alone."""
     if not (isinstance(sample, tuple | list | dict) and isinstance(error, TypeError | AttributeError)):
         return ""
@@ -128,14 +128,14 @@ class Transform:
     def __call__(self, sample: Any, epoch: int, index: int, calls: SeedsCalls) -> Any:
         recipe = self._recipe
         if recipe.scale is not None:
-            sample = recipe.scale.first_of(sample)
+            sample = recipe.scale.scale_first(sample)
         if recipe.transform is None:
             return sample
         parts = (recipe.seed, epoch, index, TRANSFORM)
         try:
             calls.before(recipe.transform_key, *parts)
             if self._takes_generator:
-                sample = recipe.transform(sample, generator=generator_of(*parts))
+                sample = recipe.transform(sample, generator=new_generator(*parts))
             else:
                 sample = recipe.transform(sample)
             calls.after(recipe.transform_key)
@@ -145,7 +145,7 @@ class Transform:
             place = describe(self._dataset, row)
             raise DataError(
                 f"{recipe.transform_key}: sample {row}{place} of {recipe.key} cannot be transformed: "
-                f"{type(error).__name__}: {error}{line_of(error)}{of_whole(sample, error)}"
+                f"{type(error).__name__}: {error}{line_of(error)}{hint_at_whole_sample(sample, error)}"
             ) from error
 
 
@@ -168,11 +168,11 @@ class BatchReader:
         self._calls: SeedsCalls = SeedGlobals(recipe.drawn_from) if calls is None else calls
         self._transform = Transform(recipe, dataset, len(dataset))
         self.number = len(dataset)
-        parts = parts_of(dataset)
+        parts = list_parts(dataset)
         self._at_once = reads_at_once(dataset) and not recipe.one_by_one
         self._is_columns = isinstance(dataset, Columns)
         is_plain = recipe.transform is None and (self._is_columns or recipe.scale is None)
-        self._read_batch = batch_method(dataset, recipe.collate) if is_plain else None
+        self._read_batch = find_batch_method(dataset, recipe.collate) if is_plain else None
         self._drawing = {
             type(one) for one in parts if has_parameter(getattr(one, "__getitem__", None), "generator")
         }
@@ -199,10 +199,10 @@ class BatchReader:
     def read(self, key: Key) -> Reading:
         """Read a batch. Raise DataError, which names the sample that cannot be read."""
         if self._read_batch is not None:
-            batch = self._whole_batch(self._read_batch, self._rows(key.indices))
+            batch = self._read_whole_batch(self._read_batch, self._find_rows(key.indices))
             if batch is not None:
                 return Reading(batch, *key[1:])
-        self._begin(key.epoch)
+        self._begin_epoch(key.epoch)
         calls = self._calls
         if not isinstance(calls, SeedGlobals) or not calls.others:
             return self._read_samples(key)
@@ -210,12 +210,12 @@ class BatchReader:
 
     def _read_unseeded(self, key: Key, generators: tuple[str, ...]) -> Reading:
         """Read a batch without seeding these generators; if it moves one, read it again with all of them seeded."""
-        before, reading, fault = generator_marks(generators), None, None
+        before, reading, fault = read_generator_states(generators), None, None
         try:
             reading = self._read_samples(key)
         except DataError as error:
             fault = error
-        if generator_marks(generators) != before:
+        if read_generator_states(generators) != before:
             self._calls = SeedGlobals()  # from here on
             if self._at_once and not self._takes_generators:  # what it draws must not depend on the batch
                 self.recipe, self._at_once = replace(self.recipe, one_by_one=True), False
@@ -230,17 +230,17 @@ class BatchReader:
         samples, faults = self._samples(key.epoch, key.indices)
         if samples:
             indices = [index for index, _ in samples]
-            data = self._collated(key, [sample for _, sample in samples])
+            data = self._collate(key, [sample for _, sample in samples])
             return Reading(data, indices, key.real, key.last, faults)
         if not self.recipe.training:
             return Reading(None, [], False, key.last, faults)
-        index, sample = self._filler(key)
-        return Reading(self._collated(key, [sample]), [index], False, key.last, faults)
+        index, sample = self._read_filler(key)
+        return Reading(self._collate(key, [sample]), [index], False, key.last, faults)
 
-    def _rows(self, indices: list[int]) -> list[int]:
+    def _find_rows(self, indices: list[int]) -> list[int]:
         return [index % self.number for index in indices]
 
-    def _whole_batch(self, read_batch: Callable[[list[int]], Any], indices: list[int]) -> Any:
+    def _read_whole_batch(self, read_batch: Callable[[list[int]], Any], indices: list[int]) -> Any:
         """Read a batch in one call; None if that fails: then each sample is read alone, which finds the faulty one."""
         try:
             batch = read_batch(indices)
@@ -248,34 +248,34 @@ class BatchReader:
             if self._is_columns:  # a file was cut short, which no sample alone is to blame for
                 raise
             return None
-        return None if batch is None else fields_apart(map_leaves(batch, self.recipe.preparation.column))
+        return None if batch is None else detach_fields(map_leaves(batch, self.recipe.preparation.column))
 
     def read_sample(self, epoch: int, index: int) -> Any:
         """Return one sample as the data set gives it."""
-        self._begin(epoch)
-        return self._read(epoch, index)
+        self._begin_epoch(epoch)
+        return self._read_seeded(epoch, index)
 
     def transform_sample(self, sample: Any, epoch: int, index: int) -> Any:
         """Return one sample as a batch gets it."""
         return self._transform(sample, epoch, index, self._calls)
 
-    def _begin(self, epoch: int) -> None:
+    def _begin_epoch(self, epoch: int) -> None:
         if not self._has_epochs or epoch == self._epoch:
             return
         try:
             if not isinstance(self._calls, LeaveGlobals):
                 seed_globals(self.recipe.seed, epoch)
-            for part in parts_of(self.dataset):
+            for part in list_parts(self.dataset):
                 getattr(part, "set_epoch", lambda epoch: None)(epoch)
         except ANY_FAULT as error:
-            raise self._fault(f"epoch {epoch}", "", error) from error
+            raise self._build_error(f"epoch {epoch}", "", error) from error
         self._epoch = epoch
 
-    def beside_training(self) -> BatchReader:
+    def copy_for_thread(self) -> BatchReader:
         """Return the same reader for a thread during the training."""
         return BatchReader(self.dataset, self.recipe, LeaveGlobals())
 
-    def _collated(self, key: Key, samples: list[Any]) -> Any:
+    def _collate(self, key: Key, samples: list[Any]) -> Any:
         if self.recipe.collate is None:
             return collate_samples(samples, self.recipe)
         self._calls.before(COLLATE_KEY, self.recipe.seed, key.epoch, key.indices[0], COLLATE)
@@ -291,12 +291,12 @@ class BatchReader:
                 return [(index, dataset[index % number]) for index in indices], ()
             except ANY_FAULT:
                 pass  # one by one, the fault gets the number of its sample
-        at_once = self._read_at_once(epoch, indices) if self._at_once else None
+        at_once = self._read_in_one_call(epoch, indices) if self._at_once else None
         changes = self.recipe.transform is not None or self.recipe.scale is not None
         samples, faults = [], []
         for place, index in enumerate(indices):
             try:
-                sample = self._read(epoch, index) if at_once is None else at_once[place]
+                sample = self._read_seeded(epoch, index) if at_once is None else at_once[place]
                 samples.append((index, self.transform_sample(sample, epoch, index) if changes else sample))
             except DataError as error:
                 if not self.recipe.skips:
@@ -304,7 +304,7 @@ class BatchReader:
                 faults.append(str(error))
         return samples, tuple(faults)
 
-    def _filler(self, key: Key) -> tuple[int, Any]:
+    def _read_filler(self, key: Key) -> tuple[int, Any]:
         """Return the next sample of the data set that can be read."""
         number = self.number
         for step in range(1, min(number, FILLERS_TRIED) + 1):
@@ -316,7 +316,7 @@ class BatchReader:
             f"{self.recipe.key}: neither sample {key.indices[-1]} nor the {FILLERS_TRIED} after it can be read"
         )
 
-    def _read(self, epoch: int, index: int) -> Any:
+    def _read_seeded(self, epoch: int, index: int) -> Any:
         row = index % self.number
         try:
             if self._is_columns:
@@ -332,29 +332,29 @@ class BatchReader:
             calls.after(SAMPLE)
             return sample
         except ANY_FAULT as error:
-            raise self._fault(f"sample {row}", describe(self.dataset, row), error) from error
+            raise self._build_error(f"sample {row}", describe(self.dataset, row), error) from error
 
     def _read_drawing(self, row: int, *parts: int) -> Any:
         """Read a sample of a data set that takes a generator, or of parts of which one does."""
         base, place = find_innermost(self.dataset, row)
         if type(base) in self._drawing:
-            return base.__getitem__(place, generator=generator_of(*parts))
+            return base.__getitem__(place, generator=new_generator(*parts))
         return base[place]
 
-    def _read_at_once(self, epoch: int, indices: list[int]) -> list[Any] | None:
+    def _read_in_one_call(self, epoch: int, indices: list[int]) -> list[Any] | None:
         """Return the samples that `__getitems__` gives; None if it failed, but each sample can be read alone.
 
         If a sample cannot be read and may not be left out, raise the fault of that sample.
         """
-        seed, rows = self.recipe.seed, self._rows(indices)
+        seed, rows = self.recipe.seed, self._find_rows(indices)
         try:
             self._calls.before(AT_ONCE, seed, epoch, indices[0])
             if not self._takes_generators:
                 samples = self.dataset.__getitems__(rows)
             else:
                 places = [find_innermost(self.dataset, row)[1] for row in rows]
-                generators = [generator_of(seed, epoch, index) for index in indices]
-                samples = parts_of(self.dataset)[0].__getitems__(places, generators=generators)
+                generators = [new_generator(seed, epoch, index) for index in indices]
+                samples = list_parts(self.dataset)[0].__getitems__(places, generators=generators)
             self._calls.after(AT_ONCE)
             assert len(samples) == len(indices), f"{len(samples)} samples for {len(indices)} indices"
             return list(samples)
@@ -362,10 +362,10 @@ class BatchReader:
             if self.recipe.skips:
                 return None
             for index in indices:
-                self._read(epoch, index)
-            raise self._fault(f"one of the samples {_listed(rows)}", "", error) from error
+                self._read_seeded(epoch, index)
+            raise self._build_error(f"one of the samples {_format_list(rows)}", "", error) from error
 
-    def _fault(self, which: str, place: str, error: BaseException) -> DataError:
+    def _build_error(self, which: str, place: str, error: BaseException) -> DataError:
         return DataError(
             f"{self.recipe.key}: {which}{place} of {name_of(self.dataset)} cannot be read: "
             f"{type(error).__name__}: {error}{line_of(error)}"
@@ -373,10 +373,10 @@ class BatchReader:
 
 
 def has_epochs(dataset: Any) -> bool:
-    return any(callable(getattr(part, "set_epoch", None)) for part in parts_of(dataset))
+    return any(callable(getattr(part, "set_epoch", None)) for part in list_parts(dataset))
 
 
-def _listed(indices: list[int]) -> str:
+def _format_list(indices: list[int]) -> str:
     return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
 
 
@@ -387,7 +387,7 @@ def collate_samples(samples: list[Any], recipe: Recipe) -> Any:
         if preparation.max_sequence_length is not None:
             samples = [preparation.sample(sample) for sample in samples]
         if recipe.collate is not None:
-            return fields_apart(preparation.batch(recipe.collate(samples)))
+            return detach_fields(preparation.batch(recipe.collate(samples)))
         from trainrun.data.sequences.collate import stack_samples
 
         return preparation.batch(stack_samples(samples))

@@ -21,7 +21,7 @@ from trainrun.data.engines.iterable import (
 from trainrun.data.engines.loader import LoaderBatches
 from trainrun.data.engines.stream import ReadBy
 from trainrun.data.engines.threads import ThreadBatches
-from trainrun.data.look import reading_recipe
+from trainrun.data.look import build_recipe
 from trainrun.data.order.sampler import Plan, StreamPlan
 from trainrun.data.same_samples import refuse_divided
 from trainrun.data.stream_options import (
@@ -73,11 +73,11 @@ def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, Read
     (engine, number), reason = choice
     if engine == "resident":
         return finish(ResidentBatches(prepared)), choice.read_by, reason
-    reader = _reader_of(prepared)
+    reader = _build_reader(prepared)
     reader, note = check_randomness(reader, options)
     kind = ThreadBatches if engine == "threads" else LoaderBatches
-    on_host = kind(reader, plan, number, options, _skips(options, plan))
-    return finish(_fed(on_host, options)), choice.read_by, reason + note
+    on_host = kind(reader, plan, number, options, _build_skips(options, plan))
+    return finish(_feed_device(on_host, options)), choice.read_by, reason + note
 
 
 def check_randomness(reader: BatchReader, options: StreamOptions) -> tuple[BatchReader, str]:
@@ -105,12 +105,12 @@ def check_randomness(reader: BatchReader, options: StreamOptions) -> tuple[Batch
     return BatchReader(reader.dataset, recipe), note
 
 
-def _skips(options: StreamOptions, plan: StreamPlan) -> Skips:
+def _build_skips(options: StreamOptions, plan: StreamPlan) -> Skips:
     samples = plan.num_seen / options.world_size
     return Skips(options.key, options.max_skipped_fraction, options.report, samples, plan.num_batches)
 
 
-def _fed(batches: Batches, options: StreamOptions) -> Batches:
+def _feed_device(batches: Batches, options: StreamOptions) -> Batches:
     if options.device.type == "cpu":
         return batches
     from trainrun.data.engines.device_feed import DeviceFeed
@@ -118,19 +118,19 @@ def _fed(batches: Batches, options: StreamOptions) -> Batches:
     return DeviceFeed(batches, options.device, options.copying, options.sizes)
 
 
-def _reader_of(prepared: PreparedStream) -> BatchReader:
+def _build_reader(prepared: PreparedStream) -> BatchReader:
     options, columns = prepared.options, prepared.columns
     scale = prepared.scale if prepared.users_code else None
-    recipe = reading_recipe(options, scale)
+    recipe = build_recipe(options, scale)
     recipe = replace(recipe, preparation=prepared.preparation, collate=prepared.collate)
-    return BatchReader(prepared.dataset if columns is None else columns.on_host(), recipe)
+    return BatchReader(prepared.dataset if columns is None else columns.move_to_host(), recipe)
 
 
 def open_iterable(
     source: Any, options: StreamOptions, sequences: SequencePlanner
 ) -> tuple[Batches, Collate | None, ReadBy, str]:
     """Open an IterableDataset. Return its stream, its collate function, who reads it, and a line about that."""
-    number, reason = _workers_for_iterable(source, options)
+    number, reason = _choose_iterable_workers(source, options)
     parts = options.world_size * max(1, number)
     divided = options.training and parts > 1 and has_parts(source, parts)
     _check_iterable(source, 1 if divided else number, options)
@@ -139,7 +139,7 @@ def open_iterable(
     except TypeError:  # it has no __len__
         length = None
     plan = plan_of(length, options) if length is not None else new_plan(0, options.batch_size, options)
-    most = _most(plan, length, options)
+    most = _count_batches(plan, length, options)
     found = sequences(plan)
     collate = options.collate_fn if found is None else found.collate
     preparation = Preparation(options.float_dtype, options.max_sequence_length if found is None else None)
@@ -149,7 +149,7 @@ def open_iterable(
         source, plan, length, most, recipe, options.shuffle_buffer or 0, max(1, number) * divided
     )
     options.places.parts = reader.parts
-    on_host: Batches = LoaderBatches(reader, plan, number, options, _skips(options, plan))
+    on_host: Batches = LoaderBatches(reader, plan, number, options, _build_skips(options, plan))
     if options.training and options.world_size > 1 and options.gather is not None:
         on_host = (InStep if divided else Alike)(on_host, options.gather, options.key)
     if divided:
@@ -157,14 +157,14 @@ def open_iterable(
     if length is most is None and not options.training:
         reason += f" of unknown length; {limit_key(options)} ends one that is endless"
     return (
-        _fed(on_host, options),
+        _feed_device(on_host, options),
         collate,
         ReadBy("workers", number),
         f"{describe_workers(number)} ({reason})",
     )
 
 
-def _workers_for_iterable(source: Any, options: StreamOptions) -> tuple[int, str]:
+def _choose_iterable_workers(source: Any, options: StreamOptions) -> tuple[int, str]:
     """Return how many loader workers read the source, and why.
 
     With `auto` one, if the training data is read by workers, or a pass over the source goes on from the pass before
@@ -213,7 +213,7 @@ def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:
             raise DataError(f"{setting}: {key} is an IterableDataset{why}")
 
 
-def _most(plan: Plan, length: int | None, options: StreamOptions) -> int | None:
+def _count_batches(plan: Plan, length: int | None, options: StreamOptions) -> int | None:
     """Return how many micro-batches (in evaluation: samples) of an IterableDataset are read; None reads to its end."""
     if isinstance(options.limit, float) and options.limit == 1:
         return None

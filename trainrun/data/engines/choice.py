@@ -13,11 +13,11 @@ import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from trainrun.data.engines.in_memory import resident_bytes, resident_reason, size_in_memory
+from trainrun.data.engines.in_memory import count_resident_bytes, explain_resident, resident_bytes
 from trainrun.data.engines.stream import ReadBy
-from trainrun.data.map_style import batch_method, name_of, thread_safe
+from trainrun.data.map_style import find_batch_method, name_of, thread_safe
 from trainrun.data.stream_options import PreparedStream, StreamOptions, describe_unused
-from trainrun.data.tensor_dataset import parts_of
+from trainrun.data.tensor_dataset import list_parts
 from trainrun.errors import DataError
 from trainrun.output import counted, duration, quantity
 from trainrun.runtime.machine import count_usable_cores
@@ -44,25 +44,25 @@ class Choice(NamedTuple):
 def choose_engine(prepared: PreparedStream) -> Choice:
     """Return who reads the stream. Raise DataError if that cannot be as the settings ask."""
     options = prepared.options
-    if reason := resident_reason(prepared):
+    if reason := explain_resident(prepared):
         return Choice(ReadBy("resident", 0), reason)
     if options.engine == "threads" or (options.engine == "auto" and options.num_threads != "auto"):
-        return _asked_threads(prepared)
-    batch_bytes = _sample_bytes(prepared) * options.batch_size
+        return _check_threads(prepared)
+    batch_bytes = _count_sample_bytes(prepared) * options.batch_size
     if options.num_workers != "auto" or (options.engine == "workers" and not _reads_columns(prepared)):
         return limit_workers(
-            loader_workers(options.num_workers, options.local_world_size), batch_bytes, options
+            choose_workers(options.num_workers, options.local_world_size), batch_bytes, options
         )
     beside = options.beside
     if beside is not None and beside.in_this_process and not _reads_columns(prepared):
-        return _as_training(prepared, beside)
-    choice = _by_look(prepared)
+        return _follow_training(prepared, beside)
+    choice = _choose_by_look(prepared)
     if beside is not None and beside.engine == "workers" and beside.number and choice.read_by.in_this_process:
         choice = Choice(ReadBy("workers", 1), f"{describe_workers(1)} (as data.train is read by workers)")
     return limit_workers(choice, batch_bytes, options)
 
 
-def _sample_bytes(prepared: PreparedStream) -> int:
+def _count_sample_bytes(prepared: PreparedStream) -> int:
     """Return the bytes of a sample in a batch; 0 if that is not known."""
     if prepared.look is not None:
         return prepared.look.sample_bytes
@@ -74,27 +74,27 @@ def _reads_columns(prepared: PreparedStream) -> bool:
     return prepared.columns is not None and not prepared.users_code
 
 
-def _as_training(prepared: PreparedStream, beside: ReadBy) -> Choice:
+def _follow_training(prepared: PreparedStream, beside: ReadBy) -> Choice:
     """Return the choice for a stream whose training samples are read in the main process."""
     if beside.engine == "threads" and _allows_threads(prepared):
         return Choice(beside, f"{counted(beside.number, 'loader thread')} (as data.train)")
     return Choice(ReadBy("workers", 0), f"{describe_workers(0)} (as data.train)")
 
 
-def _by_look(prepared: PreparedStream) -> Choice:
+def _choose_by_look(prepared: PreparedStream) -> Choice:
     options, look = prepared.options, prepared.look
     main = ReadBy("workers", 0)
     if _reads_columns(prepared):
         why = "data.engine=workers" if options.engine == "workers" else prepared.single
         why = why or f"too much to be resident on {options.device}"
-        return Choice(main, f"{describe_workers(0)} ({size_in_memory(prepared)}; {why})")
+        return Choice(main, f"{describe_workers(0)} ({count_resident_bytes(prepared)}; {why})")
     if (
         not prepared.users_code
         and prepared.collate is not None
-        and batch_method(prepared.dataset, prepared.collate) is not None
+        and find_batch_method(prepared.dataset, prepared.collate) is not None
     ):
         return Choice(main, f"{describe_workers(0)} (stored columns, of which a batch is padded at once)")
-    by_cores = loader_workers("auto", options.local_world_size)
+    by_cores = choose_workers("auto", options.local_world_size)
     if look is None or not look.seconds:
         return by_cores
     seconds = look.seconds * options.batch_size
@@ -126,7 +126,7 @@ def _allows_threads(prepared: PreparedStream) -> bool:
     return thread_safe(prepared.dataset) and not prepared.users_code
 
 
-def _asked_threads(prepared: PreparedStream) -> Choice:
+def _check_threads(prepared: PreparedStream) -> Choice:
     """Return as many threads as the settings ask for. Raise DataError for a source that threads must not read.
 
     One thread is as many as two, since the main process may read the same source for a validation meanwhile.
@@ -134,7 +134,7 @@ def _asked_threads(prepared: PreparedStream) -> Choice:
     options = prepared.options
     number = options.num_threads
     asked = "data.engine=threads" if options.engine == "threads" else f"data.num_threads={number}"
-    unsafe = [part for part in parts_of(prepared.dataset) if not thread_safe(part)]
+    unsafe = [part for part in list_parts(prepared.dataset) if not thread_safe(part)]
     if unsafe:
         raise DataError(
             f"{asked}: {name_of(unsafe[0])} ({options.key}) does not say `thread_safe = True`; use "
@@ -158,7 +158,7 @@ def _asked_threads(prepared: PreparedStream) -> Choice:
     )
 
 
-def loader_workers(num_workers: int | Literal["auto"], local_world_size: int) -> Choice:
+def choose_workers(num_workers: int | Literal["auto"], local_world_size: int) -> Choice:
     """Return workers for data that has to be read or computed: as many as there are spare cores."""
     if num_workers != "auto":
         return Choice(ReadBy("workers", num_workers), f"{describe_workers(num_workers)} (asked for)")
@@ -175,9 +175,9 @@ def describe_workers(number: int) -> str:
     return counted(number, "loader worker") if number else "read in the main process"
 
 
-def most_workers(batch_bytes: int, prefetch_factor: int) -> float:
+def count_possible_workers(batch_bytes: int, prefetch_factor: int) -> float:
     """Return how many workers can run here. In a container, shared memory is often too small for their batches."""
-    free = shared_free_bytes()
+    free = measure_free_shared_memory()
     return math.inf if free is None else max(0, (free // max(batch_bytes, 1) - 1) // prefetch_factor)
 
 
@@ -186,22 +186,23 @@ def limit_workers(choice: Choice, batch_bytes: int, options: StreamOptions) -> C
     engine, number = choice.read_by
     if engine != "workers":
         return choice
-    most, ahead = most_workers(batch_bytes, options.prefetch_factor), options.prefetch_factor
+    most, ahead = count_possible_workers(batch_bytes, options.prefetch_factor), options.prefetch_factor
     if number <= most:
         return choice
     if options.num_workers == "auto" and (most >= 1 or options.beside is None):
         reason = f"{describe_workers(int(most))} (more do not fit into {SHARED})"
         return Choice(ReadBy("workers", int(most)), reason)
     need = (number * ahead + 1) * batch_bytes
+    free = measure_free_shared_memory() or 0
     raise DataError(
         f"data.num_workers={number}: {number} x data.prefetch_factor={ahead} batches of {quantity(batch_bytes)}B need "
-        f"{quantity(need)}B of shared memory, but {SHARED} has {quantity(shared_free_bytes() or 0)}B free; make it "
-        "larger (docker run --shm-size), or use fewer data.num_workers, a smaller data.prefetch_factor or "
+        f"{quantity(need)}B of shared memory, but {SHARED} has {quantity(free)}B free; make it larger "
+        "(docker run --shm-size), or use fewer data.num_workers, a smaller data.prefetch_factor or "
         "data.engine=threads"
     )
 
 
-def shared_free_bytes() -> int | None:
+def measure_free_shared_memory() -> int | None:
     """Return the free shared memory; None if there is no limit to it, as on macOS, or far more than is needed."""
     try:
         place = os.statvfs(SHARED)

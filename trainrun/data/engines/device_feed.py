@@ -72,9 +72,9 @@ class DeviceFeed(Around):
                         batch, fault = None, error
                     more = batch is not None
                     if batch is not None:
-                        waiting.append(self._send(batch))
+                        waiting.append(self._start_copy(batch))
                 if waiting:
-                    yield self._receive(waiting.popleft())
+                    yield self._finish_copy(waiting.popleft())
             if fault is not None:
                 raise fault
         finally:
@@ -82,7 +82,7 @@ class DeviceFeed(Around):
             if close is not None:  # a generator: its threads end now, not when it is collected
                 close()
 
-    def _send(self, batch: MicroBatch) -> OnTheWay:
+    def _start_copy(self, batch: MicroBatch) -> OnTheWay:
         if self._stream is None:
             with self._copying():
                 return OnTheWay(batch, map_leaves(batch.data, self._move), None)
@@ -99,7 +99,7 @@ class DeviceFeed(Around):
         """
         return leaf.to(self._device, non_blocking=True) if hasattr(leaf, "record_stream") else leaf
 
-    def _receive(self, item: OnTheWay) -> MicroBatch:
+    def _finish_copy(self, item: OnTheWay) -> MicroBatch:
         if item.copied is None:
             return item.host._replace(data=item.data)
         current = torch.cuda.current_stream(self._device)

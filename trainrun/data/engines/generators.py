@@ -33,7 +33,7 @@ def has_parameter(function: Any, name: str) -> bool:
         return False
 
 
-def generator_of(*parts: int) -> torch.Generator:
+def new_generator(*parts: int) -> torch.Generator:
     """Return a new generator whose numbers depend on `parts` alone."""
     return torch.Generator().manual_seed(derive_seed(*parts))
 
@@ -115,21 +115,21 @@ class RecordDraws:
 
     def before(self, what: str, *parts: int) -> None:
         seed_globals(*parts)
-        self._before = generator_marks()
-        self._began_pauses = _pauses()
+        self._before = read_generator_states()
+        self._began_pauses = _count_pauses()
         self._began, self._began_busy = perf_counter(), process_time()
 
     def after(self, what: str) -> None:
         self.seconds += perf_counter() - self._began
         self.busy_seconds += process_time() - self._began_busy
-        self.pauses += _pauses() - self._began_pauses
-        pairs = zip(GLOBAL_GENERATORS, self._before, generator_marks(), strict=True)
+        self.pauses += _count_pauses() - self._began_pauses
+        pairs = zip(GLOBAL_GENERATORS, self._before, read_generator_states(), strict=True)
         changed = {name for name, before, after in pairs if after != before}
         if changed:
             self.moved.setdefault(what, set()).update(changed)
 
 
-def _pauses() -> int:
+def _count_pauses() -> int:
     """Return how often this process has given the processor up."""
     return psutil.Process().num_ctx_switches().voluntary
 
@@ -146,6 +146,6 @@ MARKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def generator_marks(names: tuple[str, ...] = GLOBAL_GENERATORS) -> list[Any]:
+def read_generator_states(names: tuple[str, ...] = GLOBAL_GENERATORS) -> list[Any]:
     """Return values that differ once one of these generators has been drawn from."""
     return [MARKS[name]() for name in names]

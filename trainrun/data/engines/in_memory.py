@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.batch import Preparation, as_tensor
+from trainrun.data.batch import Preparation, convert_to_tensor
 from trainrun.data.order.sampler import Share
 from trainrun.data.readers.mapped_files import check_lengths
 from trainrun.data.stream_options import PreparedStream, Sizes, describe_unused
-from trainrun.data.tensor_dataset import Column, Columns, is_mapped, tensor_view
+from trainrun.data.tensor_dataset import Column, Columns, is_mapped, view_as_tensor
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
 from trainrun.runtime.machine import read_free_bytes
@@ -29,7 +29,7 @@ ROOMY_BATCH_BYTES = 2**20
 SPLIT: Any = torch.split_with_sizes_copy  # its types know only the form that fills given tensors
 
 
-def resident_reason(prepared: PreparedStream) -> str:
+def explain_resident(prepared: PreparedStream) -> str:
     """Return why the resident engine reads the data; empty if another engine does."""
     options, columns, device = prepared.options, prepared.columns, prepared.options.device
     if options.engine == "resident" and columns is None:
@@ -42,22 +42,22 @@ def resident_reason(prepared: PreparedStream) -> str:
             f"data.engine=resident: {prepared.single} needs single samples; leave one of them out, "
             "or use data.engine=workers"
         )
-    in_place = gathered_in_place(prepared)
+    in_place = gathers_in_place(prepared)
     name = "mapped files, read in the page cache" if in_place else f"resident on {device}"
     if options.engine == "resident":
         return f"{name} (asked for{describe_unused(options, 'num_workers', 'num_threads')})"
     open_number = options.num_workers in ("auto", 0) and options.num_threads == "auto"
     if options.engine != "auto" or not open_number or columns is None or prepared.single:
         return ""
-    return f"{name} ({size_in_memory(prepared)})" if fits_in_memory(prepared) else ""
+    return f"{name} ({count_resident_bytes(prepared)})" if fits_in_memory(prepared) else ""
 
 
-def gathered_in_place(prepared: PreparedStream) -> bool:
+def gathers_in_place(prepared: PreparedStream) -> bool:
     """Return whether rows are gathered from mapped files when they are asked for."""
     return prepared.columns is not None and prepared.options.device.type == "cpu" and prepared.columns.mapped
 
 
-def size_in_memory(prepared: PreparedStream) -> str:
+def count_resident_bytes(prepared: PreparedStream) -> str:
     return f"in memory, {resident_bytes(prepared) / 1e6:.1f} MB"
 
 
@@ -72,19 +72,19 @@ def fits_in_memory(prepared: PreparedStream) -> bool:
     """Return whether the columns may be resident: they fit into half of the free memory, or nothing is copied."""
     options, columns = prepared.options, prepared.columns
     assert columns is not None
-    if gathered_in_place(prepared) or (columns.in_place and options.device.type == "cpu"):
+    if gathers_in_place(prepared) or (columns.in_place and options.device.type == "cpu"):
         return True
     copies = 1 if options.device.type == "cuda" else options.local_world_size
     return resident_bytes(prepared) * copies <= read_free_bytes(options.device) / 2
 
 
-def roomy_batch_size(columns: Columns, batch_size: int, scaled: bool) -> int:
+def choose_evaluation_batch_size(columns: Columns, batch_size: int, scaled: bool) -> int:
     """Return a batch size for evaluation: twice that of training, and up to 32 times if the inputs stay below 1 MiB.
 
     A batch then takes less memory and time than a training step, and a signal does not wait longer. Integers that are
     not scaled may be tokens, whose outputs are far larger than the inputs: their batch size stays.
     """
-    inputs = as_tensor(columns.values[0][:1])
+    inputs = convert_to_tensor(columns.values[0][:1])
     if not (inputs.is_floating_point() or scaled):
         return batch_size
     sample_bytes = max(4 * inputs.numel(), 1)
@@ -105,10 +105,12 @@ class ResidentBatches:
         assert columns is not None
         self._sizes = None
         if options.sizes is not None and options.device.type != "cpu":
-            self._sizes = _sizes_of(columns, preparation, options.sizes)
+            self._sizes = _count_items(columns, preparation, options.sizes)
         gathers = [_gather(columns, value, preparation, options.device) for value in columns.values]
         self._row_numbers = list_row_numbers(columns.row_numbers) if options.device.type == "cpu" else None
-        self._gathers = gathers if columns.int_dtype is None else [_widening(columns, g) for g in gathers]
+        self._gathers = (
+            gathers if columns.int_dtype is None else [_choose_widening(columns, g) for g in gathers]
+        )
         self._pack = columns.pack
         self._mappings = columns.mapped_files() if options.device.type == "cpu" else ()
         self._plan = prepared.plan
@@ -135,23 +137,25 @@ class ResidentBatches:
         gathers, pack = self._gathers, self._pack
         if self._device.type == "cpu":
             shares = self._plan.shares(epoch, start)
-            yield from self._several_at_once(shares) if self._together > 1 else self._one_by_one(shares)
+            yield from (
+                self._copy_several_batches(shares) if self._together > 1 else self._copy_batches(shares)
+            )
             return
         # the order is made once more on the host, where it is asked for: a copy back would wait for the device
         both = zip(
             self._plan.shares(epoch, start, self._device), self._plan.shares(epoch, start), strict=True
         )
         for (indices, real, last), (on_host, _, _) in both:
-            items = None if self._sizes is None else int(self._sizes[self._rows(on_host)].sum())
-            rows = self._rows(indices)
+            items = None if self._sizes is None else int(self._sizes[self._select_rows(on_host)].sum())
+            rows = self._select_rows(indices)
             yield MicroBatch(pack([gather(rows) for gather in gathers]), real, last, on_host, items)
 
-    def _one_by_one(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
+    def _copy_batches(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
         """Make the batches of these shares, each in one copy."""
         gathers, pack, mappings = self._gathers, self._pack, self._mappings
         if self._row_numbers is None:
             with_rows: Iterator[tuple[Share, Tensor]] = (
-                (share, self._rows(share.indices)) for share in shares
+                (share, self._select_rows(share.indices)) for share in shares
             )
         else:
             with_rows = self._look_up_rows(shares)
@@ -159,15 +163,15 @@ class ResidentBatches:
             check_lengths(mappings)
             yield MicroBatch(pack([gather(rows) for gather in gathers]), real, last, indices)
 
-    def _several_at_once(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
+    def _copy_several_batches(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
         """Make the batches of these shares. The rows of `together` of them are gathered in one call."""
         pack, together = self._pack, self._together
-        for block, rows in self._blocks(shares):
+        for block, rows in self._group_shares(shares):
             sizes = [share.indices.numel() for share in block]
             begins = range(0, len(block), together)
             parts = torch.split(rows, [sum(sizes[begin : begin + together]) for begin in begins])
             for begin, part in zip(begins, parts, strict=True):
-                columns = self._gathered(part, sizes[begin : begin + together])
+                columns = self._gather(part, sizes[begin : begin + together])
                 for (indices, real, last), values in zip(
                     block[begin : begin + together], columns, strict=True
                 ):
@@ -175,20 +179,20 @@ class ResidentBatches:
 
     def _look_up_rows(self, shares: Iterator[Share]) -> Iterator[tuple[Share, Tensor]]:
         """Yield each share with its rows of the columns."""
-        for block, rows in self._blocks(shares):
+        for block, rows in self._group_shares(shares):
             parts = torch.split(rows, [share.indices.numel() for share in block])
             yield from zip(block, parts, strict=True)
 
-    def _blocks(self, shares: Iterator[Share]) -> Iterator[tuple[list[Share], Tensor]]:
+    def _group_shares(self, shares: Iterator[Share]) -> Iterator[tuple[list[Share], Tensor]]:
         """Yield the shares whose rows are looked up together, and these rows."""
         for first in shares:
             block = [first, *islice(shares, self._numbered - 1)]
-            rows = self._rows(torch.cat([share.indices for share in block]))
+            rows = self._select_rows(torch.cat([share.indices for share in block]))
             if self._row_numbers is not None:
                 rows = torch.from_numpy(self._row_numbers[rows.numpy()])
             yield block, rows
 
-    def _gathered(self, rows: Tensor, sizes: list[int]) -> Iterable[Sequence[Tensor]]:
+    def _gather(self, rows: Tensor, sizes: list[int]) -> Iterable[Sequence[Tensor]]:
         """Return the columns of each batch. rows: of all of them; sizes: how many each batch has."""
         check_lengths(self._mappings)
         columns = [gather(rows) for gather in self._gathers]
@@ -196,7 +200,7 @@ class ResidentBatches:
             return [columns]
         return zip(*[SPLIT(column, sizes) for column in columns], strict=True)
 
-    def _rows(self, indices: Tensor) -> Tensor:
+    def _select_rows(self, indices: Tensor) -> Tensor:
         return indices if self._number is None else indices % self._number
 
     def close(self) -> None:
@@ -214,12 +218,12 @@ def list_row_numbers(row_numbers: Any) -> Any:
     return np.concatenate(blocks)  # of 8 bytes each if one of them needs it
 
 
-def _sizes_of(columns: Columns, preparation: Preparation, sizes: Sizes) -> Tensor | None:
+def _count_items(columns: Columns, preparation: Preparation, sizes: Sizes) -> Tensor | None:
     """Return the number of items of every sample, (N,) on the host; None if counting does not need their values."""
     found: list[Tensor] = []
     for begin in range(0, len(columns), BLOCK_ROWS):
         blocks = (preparation.column(_block(columns, value, begin, BLOCK_ROWS)) for value in columns.values)
-        part = sizes(columns.pack([columns.widened(block) for block in blocks]))
+        part = sizes(columns.pack([columns.widen(block) for block in blocks]))
         if part is None:
             return None
         found.append(part.cpu())
@@ -230,7 +234,7 @@ def _block(columns: Columns, value: Column, begin: int, size: int) -> Column:
     """Return `size` samples of a column from `begin` on; fewer at the end."""
     if columns.row_numbers is None:
         return value[begin : begin + size]
-    return columns.samples_of(value, np.arange(begin, min(begin + size, len(columns))))
+    return columns.copy_samples(value, np.arange(begin, min(begin + size, len(columns))))
 
 
 def _gather(
@@ -238,25 +242,27 @@ def _gather(
 ) -> Callable[[Tensor], Tensor]:
     """Return a function from row numbers (on a GPU: sample numbers) to the prepared values of one column."""
     if columns.in_place or is_mapped(value):
-        view = tensor_view(value)
+        view = view_as_tensor(value)
         if device.type == "cpu" and view is not None:
             first = preparation.column(view[:1])
             if first.dtype == view.dtype and first.shape[1:] == view.shape[1:]:
                 return lambda indices: view.index_select(0, indices)  # 2 us less for each batch
             return lambda indices: preparation.column(view.index_select(0, indices))
-        tensor = _in_blocks(columns, value, preparation, device)
+        tensor = _copy_in_blocks(columns, value, preparation, device)
     elif columns.row_numbers is not None and device.type != "cpu":
-        tensor = _in_blocks(columns, value, preparation, device)
+        tensor = _copy_in_blocks(columns, value, preparation, device)
     else:
         tensor = preparation.column(value).to(device)
     return lambda indices: tensor.index_select(0, indices)
 
 
-def _widening(columns: Columns, gather: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda indices: columns.widened(gather(indices))
+def _choose_widening(columns: Columns, gather: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda indices: columns.widen(gather(indices))
 
 
-def _in_blocks(columns: Columns, value: Column, preparation: Preparation, device: torch.device) -> Tensor:
+def _copy_in_blocks(
+    columns: Columns, value: Column, preparation: Preparation, device: torch.device
+) -> Tensor:
     """Copy a column to the device block by block, without a copy of the whole column on the host."""
     first = preparation.column(value[:1])
     tensor = torch.empty((len(columns), *first.shape[1:]), dtype=first.dtype, device=device)

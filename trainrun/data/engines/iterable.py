@@ -26,9 +26,9 @@ from trainrun.data.engines.batch_reader import (
     collate_samples,
     failure_or_raise,
 )
-from trainrun.data.engines.generators import SeedGlobals, generator_of, has_parameter, seed_globals
+from trainrun.data.engines.generators import SeedGlobals, has_parameter, new_generator, seed_globals
 from trainrun.data.engines.stream import Around
-from trainrun.data.order.sampler import Plan, batch_too_large, behind_the_end, share_bounds
+from trainrun.data.order.sampler import Plan, build_batch_size_error, build_end_error, share_bounds
 from trainrun.data.same_samples import check_same, digest_of
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
@@ -85,7 +85,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     def at(self, epoch: int, start: int, known: Any) -> StreamReader:
         """Return the reader of another epoch and position.
 
-        known: what `in_turns` stored for that position. Without it the earlier samples are read and dropped, which is
+        known: what `take_turns` stored for that position. Without it the earlier samples are read and dropped, which is
         O(start).
         """
         turn, found = known or (0, ())
@@ -107,8 +107,8 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         try:
             if self.readers > 1:
                 forget_worker()
-            batches = self._batches(role)
-            yield from batches if self.readers else with_last(batches)
+            batches = self._iterate_batches(role)
+            yield from batches if self.readers else mark_last(batches)
         except DataError as error:
             if info is None:
                 raise
@@ -116,16 +116,16 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         while self.readers > 1:  # the others go on, and each has its turn
             yield Reading(None, [role], False, False)
 
-    def _batches(self, role: int) -> Iterator[Reading]:
+    def _iterate_batches(self, role: int) -> Iterator[Reading]:
         """Yield the batches that a reader makes of its part of the source, from its start on."""
         part, plan = self.plan.rank * self.readers + role, self._plan_of_part
         start, place = self.begun.get(role, (0 if self.readers > 1 else self.start, SourcePlace()))
         place, position, number = replace(place), place.taken, start
         most = self.most if plan.training and not self.readers else None
-        samples = islice(self._samples(place, part), None if plan.training else self.most)
+        samples = islice(self._iterate_samples(place, part), None if plan.training else self.most)
         skipped = islice(samples, start * plan.global_size - position)  # they are read, but not collated
         position += sum(1 for _ in skipped)
-        while (most is None or number < most) and (chunk := self._next_chunk(samples, number)):
+        while (most is None or number < most) and (chunk := self._take_chunk(samples, number)):
             whole = digest_of(chunk) if plan.world_size > 1 and number == start else ""
             first, position, number = position, position + len(chunk), number + 1
             if not self.buffer:
@@ -135,14 +135,14 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             if reading is not None:
                 yield reading._replace(state=state, whole=whole)
         if number == start:
-            yield from self._without_batch(part, start, position)
+            yield from self._yield_filler(part, start, position)
 
     @property
     def _plan_of_part(self) -> Plan:
         """Return the plan of the batches: a rank with a part of its own makes them alone."""
         return replace(self.plan, rank=0, world_size=1) if self.readers else self.plan
 
-    def _next_chunk(self, samples: Iterator[Any], number: int) -> list[Any]:
+    def _take_chunk(self, samples: Iterator[Any], number: int) -> list[Any]:
         """Return the samples of global micro-batch `number`; none at the end of the source.
 
         Raise DataError if the source of a training has fewer samples than a batch.
@@ -152,7 +152,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         if not chunk or len(chunk) == plan.global_size:
             return chunk
         if number == 0 and plan.training and not self.readers:
-            raise batch_too_large(self.recipe.key, len(chunk), plan)
+            raise build_batch_size_error(self.recipe.key, len(chunk), plan)
         return [] if plan.drop_last else chunk
 
     def _share_of(self, chunk: list[Any], first: int, part: int) -> Reading | None:
@@ -164,17 +164,17 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         begin, end = share_bounds(len(chunk), plan.rank, plan.world_size)
         if begin < end:
             numbers = [position * self.parts + part for position in range(first + begin, first + end)]
-            return self._reading(chunk[begin:end], numbers, True)
-        return self._reading(chunk[:1], [first], False) if plan.training else None
+            return self._build_reading(chunk[begin:end], numbers, True)
+        return self._build_reading(chunk[:1], [first], False) if plan.training else None
 
-    def _without_batch(self, part: int, start: int, position: int) -> Iterator[Reading]:
+    def _yield_filler(self, part: int, start: int, position: int) -> Iterator[Reading]:
         """Yield a filler if other readers may have batches; raise DataError if there are none from `start` on.
 
         position: the number of samples that were read.
         """
         if self.readers:
-            for sample in islice(self._samples(SourcePlace(), part), 1):
-                yield self._reading([sample], [part], False)
+            for sample in islice(self._iterate_samples(SourcePlace(), part), 1):
+                yield self._build_reading([sample], [part], False)
             return
         if not position:
             raise DataError(
@@ -184,22 +184,22 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         num_batches = position // size if self.plan.drop_last else -(-position // size)
         if self.plan.training and self.most is not None:
             num_batches = min(num_batches, self.most)
-        raise behind_the_end(start, num_batches)
+        raise build_end_error(start, num_batches)
 
-    def _samples(self, place: SourcePlace, part: int) -> Iterator[Any]:
+    def _iterate_samples(self, place: SourcePlace, part: int) -> Iterator[Any]:
         """Yield the samples from `place` on. With a shuffle buffer, `place` is the start of the current block."""
-        raw, taken = self._raw(place, part), place.taken
+        raw, taken = self._iterate_source(place, part), place.taken
         if not self.buffer:
             yield from raw
             return
         while block := list(islice(raw, self.buffer)):
             key = (self.plan.seed, self.epoch, taken // self.buffer * self.parts + part, SHUFFLE)
-            for index in torch.randperm(len(block), generator=generator_of(*key)).tolist():
+            for index in torch.randperm(len(block), generator=new_generator(*key)).tolist():
                 yield block[index]
             taken += len(block)
             place.ask(taken)
 
-    def _raw(self, place: SourcePlace, part: int) -> Iterator[Any]:
+    def _iterate_source(self, place: SourcePlace, part: int) -> Iterator[Any]:
         """Yield every sample in the order of the source."""
         seed, epoch, position, parts = self.plan.seed, self.epoch, place.taken, self.parts
         source, end = self.dataset, object()
@@ -235,7 +235,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
                 f"gave {position}; correct __len__ or leave it out"
             )
 
-    def _reading(self, samples: list[Any], indices: list[int], real: bool) -> Reading:
+    def _build_reading(self, samples: list[Any], indices: list[int], real: bool) -> Reading:
         """Transform and collate samples into a reading. indices: the sample numbers in the epoch."""
         transform, calls = Transform(self.recipe, self.dataset), SeedGlobals()
         changed = [
@@ -251,7 +251,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     def _exhausted(self) -> str:
         return "; each call of its __iter__ must begin anew" if self.epoch else ""
 
-    def in_turns(self, items: Iterator[Reading], keep: Keep) -> Iterator[Reading]:
+    def take_turns(self, items: Iterator[Reading], keep: Keep) -> Iterator[Reading]:
         """Yield a batch of each reader in turn, from `start` on, until no reader has another one.
 
         keep: called with the number of batches so far and with what `at` needs to continue there.
@@ -297,22 +297,22 @@ def continues_where_left(source: Any) -> bool | None:
     if not can_fork():
         return False if hasattr(source, "set_epoch") else None
 
-    def passes_differ() -> bool:
+    def compare_passes() -> bool:
         end_pipes_and_sockets()
-        first = first_samples(source, PASS_SAMPLES, PASS_SECONDS / 4)
+        first = read_first_samples(source, PASS_SAMPLES, PASS_SECONDS / 4)
         half = max(1, len(first) // 2)
-        others = [first_samples(source, number, PASS_SECONDS) for number in (half, len(first))]
+        others = [read_first_samples(source, number, PASS_SECONDS) for number in (half, len(first))]
         return any(digest_of(first[: len(other)]) != digest_of(other) for other in others)
 
     try:
-        return run_in_child(passes_differ, PASS_SECONDS, computes=False)
+        return run_in_child(compare_passes, PASS_SECONDS, computes=False)
     except ChildLate:
         return None
     except ANY_FAULT:  # the run reads it too, and reports what is wrong
         return False
 
 
-def first_samples(source: Any, number: int, seconds: float) -> list[Any]:
+def read_first_samples(source: Any, number: int, seconds: float) -> list[Any]:
     """Return the first samples of a pass over epoch 0: `number` of them, or what comes in so many seconds."""
     seed_globals(0)
     if hasattr(source, "set_epoch"):
@@ -412,7 +412,7 @@ def forget_worker() -> None:
     module._worker_info = None
 
 
-def with_last(batches: Iterator[Reading]) -> Iterator[Reading]:
+def mark_last(batches: Iterator[Reading]) -> Iterator[Reading]:
     """Yield batches, one behind, and mark the last of them."""
     waiting = next(batches, None)
     for batch in batches:

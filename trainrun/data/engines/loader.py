@@ -11,7 +11,7 @@ from typing import Any
 from trainrun.data.bad_samples import Skips
 from trainrun.data.engines.batch_reader import BatchReader, Key, Reading, WorkerFailure
 from trainrun.data.engines.device_feed import pin_batch
-from trainrun.data.engines.iterable import StreamReader, with_last
+from trainrun.data.engines.iterable import StreamReader, mark_last
 from trainrun.data.engines.workers import LoaderWorkers, WorkerDied, WorkerLate
 from trainrun.data.order.sampler import StreamPlan
 from trainrun.data.stream_options import StreamOptions
@@ -23,7 +23,7 @@ MOST_RESTARTS = 3  # of one stream
 MOST_NAMED = 32
 
 
-def batch_keys(plan: StreamPlan, epoch: int, start: int) -> Iterator[Key]:
+def iterate_keys(plan: StreamPlan, epoch: int, start: int) -> Iterator[Key]:
     """Yield the key of each batch. Raise DataError before any worker starts if the epoch has fewer than `start`
     batches.
     """
@@ -38,7 +38,7 @@ def count_skipped(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBa
         if reading.last:
             skips.end()  # now: the taker of the last batch may not ask for another
         if reading.data is not None:
-            yield reading.micro_batch()
+            yield reading.as_micro_batch()
 
 
 def raise_worker_errors(items: Iterator[Any]) -> Iterator[Any]:
@@ -92,7 +92,7 @@ class LoaderBatches:
         self._skips.begin(epoch, start)
         self._turn = mine = object()
         try:
-            for batch in count_skipped(self._readings(epoch, start), self._skips):
+            for batch in count_skipped(self._iterate_readings(epoch, start), self._skips):
                 yield batch
                 assert self._turn is mine, "another epoch was opened, or the stream was closed"
             self._skips.end()
@@ -100,7 +100,7 @@ class LoaderBatches:
             self.close()
             raise
 
-    def _readings(self, epoch: int, start: int) -> Iterator[Reading]:
+    def _iterate_readings(self, epoch: int, start: int) -> Iterator[Reading]:
         """Yield the readings of an epoch from `start` on. Workers that died are started again."""
         place, asked = start, False
         while True:
@@ -116,10 +116,10 @@ class LoaderBatches:
                 break
             except WorkerDied as error:
                 if asked:  # otherwise they died before
-                    error = WorkerDied(f"{error}; {self._in_flight(epoch, place)}")
+                    error = WorkerDied(f"{error}; {self._describe_pending(epoch, place)}")
                 self._start_again(error)
             except WorkerLate as error:
-                raise DataError(f"{error}; {self._in_flight(epoch, place)}") from error
+                raise DataError(f"{error}; {self._describe_pending(epoch, place)}") from error
         if not self._options.persistent_workers:
             self._end()
 
@@ -129,19 +129,23 @@ class LoaderBatches:
         if isinstance(reader, StreamReader):
             self._end()  # its workers hold the epoch
             reader = reader.at(epoch, place, self._options.places.at(epoch, place))
-            items = self._of_workers(reader, None) if self._number else self._read_here(iter(reader))
-            in_turns = reader.in_turns(items, partial(self._options.places.store, epoch))
-            return with_last(in_turns) if reader.readers else in_turns
-        keys, self._keys.keys = self._keys, batch_keys(self._plan, epoch, place)
+            items = (
+                self._iterate_worker_readings(reader, None) if self._number else self._read_here(iter(reader))
+            )
+            in_turns = reader.take_turns(items, partial(self._options.places.store, epoch))
+            return mark_last(in_turns) if reader.readers else in_turns
+        keys, self._keys.keys = self._keys, iterate_keys(self._plan, epoch, place)
         if self._number == 0:
             return self._read_here(map(reader.read, keys))
         if self._workers is None or not self._options.persistent_workers or not self._workers.restart_epoch():
             self._end()
-            keys.keys = batch_keys(self._plan, epoch, place)  # torch may have asked for some of them
-            return self._of_workers(reader, keys)
+            keys.keys = iterate_keys(self._plan, epoch, place)  # torch may have asked for some of them
+            return self._iterate_worker_readings(reader, keys)
         return raise_worker_errors(iter(self._workers))
 
-    def _of_workers(self, reader: BatchReader | StreamReader, keys: KeySource | None) -> Iterator[Any]:
+    def _iterate_worker_readings(
+        self, reader: BatchReader | StreamReader, keys: KeySource | None
+    ) -> Iterator[Any]:
         self._workers = LoaderWorkers(reader, keys, self._number, self._options)
         return raise_worker_errors(iter(self._workers))
 
@@ -156,12 +160,12 @@ class LoaderBatches:
                 return
             yield item._replace(data=pin_batch(item.data)) if self._options.pins else item
 
-    def _in_flight(self, epoch: int, place: int) -> str:
+    def _describe_pending(self, epoch: int, place: int) -> str:
         """Describe the samples that the workers had not delivered yet: one of them may be the cause."""
         if isinstance(self._reader, StreamReader):
             return f"it was reading on from batch {place}"
         number = max(1, self._number * self._options.prefetch_factor)
-        keys = islice(batch_keys(self._plan, epoch, place), number)
+        keys = islice(iterate_keys(self._plan, epoch, place), number)
         asked = [index % self._reader.number for key in keys for index in key.indices]
         more = len(asked) - MOST_NAMED
         shown = ", ".join(map(str, asked[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")

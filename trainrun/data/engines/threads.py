@@ -22,9 +22,9 @@ import torch
 from trainrun.data.bad_samples import Skips
 from trainrun.data.engines.batch_reader import BatchReader, Key, Reading
 from trainrun.data.engines.device_feed import pin_batch
-from trainrun.data.engines.loader import batch_keys, count_skipped
+from trainrun.data.engines.loader import count_skipped, iterate_keys
 from trainrun.data.order.sampler import StreamPlan
-from trainrun.data.stream_options import StreamOptions, num_ahead
+from trainrun.data.stream_options import StreamOptions, count_read_ahead
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
 
@@ -51,7 +51,7 @@ class Crew:
         try:
             for index in range(number):
                 thread = threading.Thread(
-                    target=_work, args=work, name=f"trainrun {options.key} {index}", daemon=True
+                    target=_read_tasks, args=work, name=f"trainrun {options.key} {index}", daemon=True
                 )
                 thread.start()
                 self._threads.append(thread)
@@ -78,7 +78,7 @@ class Crew:
                 thread.join(JOIN_SECONDS)
 
 
-def _work(tasks: Tasks, ended: threading.Event, ready: threading.Semaphore, reader: BatchReader,
+def _read_tasks(tasks: Tasks, ended: threading.Event, ready: threading.Semaphore, reader: BatchReader,
           pin_for: torch.device | None) -> None:  # fmt: skip
     torch.get_num_threads()  # takes over the default of this thread, before it is changed
     torch.set_num_threads(1)  # the other cores belong to the training
@@ -99,13 +99,13 @@ def _work(tasks: Tasks, ended: threading.Event, ready: threading.Semaphore, read
 class ThreadBatches:
     """A stream over a map-style data set or `Columns`; its batches are on the host.
 
-    At most `num_ahead` batches are read ahead. One epoch is open at a time, and its threads
+    At most `count_read_ahead` batches are read ahead. One epoch is open at a time, and its threads
     end with it, with an exception, and with `close`.
     """
 
     def __init__(self, reader: BatchReader, plan: StreamPlan, number: int, options: StreamOptions,
                  skips: Skips) -> None:  # fmt: skip
-        self._reader, self._plan, self._number = reader.beside_training(), plan, number
+        self._reader, self._plan, self._number = reader.copy_for_thread(), plan, number
         self._options, self._skips = options, skips
         self._end_crew: Callable[[], Any] | None = None
 
@@ -120,21 +120,21 @@ class ThreadBatches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         self._end()
         self._skips.begin(epoch, start)
-        keys = batch_keys(self._plan, epoch, start)
+        keys = iterate_keys(self._plan, epoch, start)
         crew = Crew(self._reader, self._number, self._options)
         self._end_crew = mine = weakref.finalize(self, crew.end)
         try:
-            for batch in count_skipped(self._readings(crew, keys), self._skips):
+            for batch in count_skipped(self._iterate_readings(crew, keys), self._skips):
                 yield batch
                 assert self._end_crew is mine, "another epoch was opened, or the stream was closed"
             self._skips.end()
         finally:
             mine()
 
-    def _readings(self, crew: Crew, keys: Iterator[Key]) -> Iterator[Reading]:
+    def _iterate_readings(self, crew: Crew, keys: Iterator[Key]) -> Iterator[Reading]:
         """Yield the readings in the order of the keys, whichever is read first."""
         ahead: deque[Task] = deque()
-        capacity = num_ahead(self._number, self._options.prefetch_factor)
+        capacity = count_read_ahead(self._number, self._options.prefetch_factor)
         while True:
             while len(ahead) < capacity and (key := next(keys, None)) is not None:
                 ahead.append(crew.ask(key))

@@ -66,7 +66,7 @@ def build_loader(reader: Any, keys: Any, number: int, options: StreamOptions) ->
     not be told from workers that died.
     """
     seed = derive_seed(options.seed)
-    with without_advice():
+    with suppress_worker_warning():
         return DataLoader(
             reader,
             sampler=keys,
@@ -102,7 +102,7 @@ def check_picklable(key: str, item: Any) -> Any:
 
 
 @contextmanager
-def without_advice() -> Iterator[None]:
+def suppress_worker_warning() -> Iterator[None]:
     """Suppress torch's warning about more workers than cores: if reading waits for a disk, more workers are faster."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
@@ -113,12 +113,12 @@ def begin_worker(owner: int, worker: int) -> None:
     """Set a worker up: it has positions of its own in open files, ignores stop requests, and ends with the training."""
     reopen_read_files()
     ignore_stop_signals()
-    sys.excepthook = shown_unless_cut_off
+    sys.excepthook = print_unless_disconnected
     if multiprocessing.get_start_method() != "forkserver":  # whose children are not the owner's
         threading.Thread(target=leave_with, args=(owner,), daemon=True).start()
 
 
-def shown_unless_cut_off(
+def print_unless_disconnected(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Print an exception of a thread, but not that a connection broke because the training was killed."""
@@ -158,7 +158,7 @@ class LoaderWorkers:
 
     def restart_epoch(self) -> bool:
         """Start idle workers on the keys that the sampler now gives. Return False if they cannot."""
-        with TimeLimit(self._seconds, self._processes) as limit, limit.waiting():
+        with TimeLimit(self._seconds, self._processes) as limit, limit.limit_wait():
             try:
                 self._iterator = iter(self._loader)
             except (RuntimeError, OSError, EOFError) as error:
@@ -171,7 +171,7 @@ class LoaderWorkers:
         """Yield the batches of an epoch. Raise WorkerDied or WorkerLate."""
         with TimeLimit(self._seconds, self._processes) as limit:
             while True:
-                with limit.waiting():
+                with limit.limit_wait():
                     try:
                         item = self._next(limit)
                     except StopIteration:
@@ -221,7 +221,9 @@ def block_signals_at_start(key: str) -> Iterator[None]:
     if getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling":
         handler = signal.SIG_DFL
     try:
-        with without_advice():  # Python 3.12+ warns of every fork in a process with threads, as torch has
+        with (
+            suppress_worker_warning()
+        ):  # Python 3.12+ warns of every fork in a process with threads, as torch has
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
             yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -260,7 +262,7 @@ class TimeLimit:
             self._thread.join()
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def limit_wait(self) -> Iterator[None]:
         self._changes += 1
         try:
             yield
@@ -311,7 +313,7 @@ def describe_exits(dead: list[BaseProcess]) -> str:
     if -signal.SIGKILL in codes:  # nobody but the system, or a person, sends it
         return (
             f"a loader worker was killed ({each}), most likely by the system for lack of memory: "
-            f"{memory_line()}; use fewer data.num_workers, a smaller data.prefetch_factor or data.batch_size, "
+            f"{describe_free_memory()}; use fewer data.num_workers, a smaller data.prefetch_factor or data.batch_size, "
             "or data.num_workers=0"
         )
     if min(codes) >= 0:
@@ -319,7 +321,7 @@ def describe_exits(dead: list[BaseProcess]) -> str:
             f"a loader worker left ({each}): code of the data set, or of a library of its, ends the process"
         )
     return (
-        f"a loader worker died ({each}); it may have crashed or used up its memory ({memory_line()}): "
+        f"a loader worker died ({each}); it may have crashed or used up its memory ({describe_free_memory()}): "
         "use fewer data.num_workers, or data.num_workers=0 to see the fault"
     )
 
@@ -328,7 +330,7 @@ def _exit_of(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def memory_line() -> str:
+def describe_free_memory() -> str:
     """Describe the free memory, for the message about a process that died."""
     import psutil
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from trainrun.data.engines.stream import Around
-from trainrun.data.tensor_dataset import columns_of, dataset_attribute
+from trainrun.data.tensor_dataset import find_attribute, find_columns
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.seeding import derive_seed
@@ -79,14 +79,14 @@ class Drawn:
         )
 
 
-def of_groups(shares: Array, sizes: Array, members: Array | None, told: str) -> Drawn:
+def build_group_plan(shares: Array, sizes: Array, members: Array | None, told: str) -> Drawn:
     begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
     return Drawn(np.concatenate([[0.0], np.cumsum(shares, dtype=np.float64)]), begins, members, told)
 
 
 def draw_classes_equally(source: Any) -> Drawn:
     """Draw every class of the training data equally often."""
-    labels, way = labels_of(source), "name weights instead: data.sampling=weighted data.weights=..."
+    labels, way = find_class_labels(source), "name weights instead: data.sampling=weighted data.weights=..."
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
         why = "has no labels in memory" if labels is None else "has no single class for each sample"
         own = (
@@ -104,7 +104,7 @@ def draw_classes_equally(source: Any) -> Drawn:
         f"data.sampling=balanced: {len(classes)} classes of {counts.min():,} to {counts.max():,} samples, about "
         f"{len(labels) / len(classes):,.0f} of each in an epoch of {len(labels):,}"
     )
-    return of_groups(np.ones(len(classes)), counts, np.argsort(labels, kind="stable"), told)
+    return build_group_plan(np.ones(len(classes)), counts, np.argsort(labels, kind="stable"), told)
 
 
 def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Tensor | None = None) -> Drawn:
@@ -114,7 +114,7 @@ def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Ten
     that
     train; None for all.
     """
-    weights, where = weights_of(named, given)
+    weights, where = find_weights(named, given)
     if weights.ndim != 1 or weights.dtype.kind not in "iufb":
         shape = list(weights.shape)
         raise DataError(
@@ -137,7 +137,7 @@ def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Ten
         f"data.sampling=weighted: in an epoch of {len(weights):,} a sample comes up to "
         f"{weights.max() / weights.mean():.3g} times on average; {int((weights == 0).sum()):,} never"
     )
-    return of_groups(weights, np.ones(len(weights)), None, told)
+    return build_group_plan(weights, np.ones(len(weights)), None, told)
 
 
 def draw_by_shares(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
@@ -150,7 +150,9 @@ def draw_by_shares(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Dra
     parts = {name: share / total * number for name, share in shares.items()}
     each = (f"{name} {part / number:.3g} ({part / sizes[name]:.3g} times)" for name, part in parts.items())
     told = f"data.mix: in an epoch of {number:,}: {', '.join(each)}"
-    return of_groups(np.array([parts[n] / number for n in sizes]), np.array(list(sizes.values())), None, told)
+    return build_group_plan(
+        np.array([parts[n] / number for n in sizes]), np.array(list(sizes.values())), None, told
+    )
 
 
 class AsInData(Around):
@@ -170,23 +172,23 @@ class AsInData(Around):
             yield batch._replace(indices=indices if self._samples is None else self._samples[indices])
 
 
-def labels_of(source: Any) -> Array | None:
+def find_class_labels(source: Any) -> Array | None:
     """Return the class of each sample, (N,), without reading a sample; None if the data set does not hold them."""
-    columns = columns_of(source, "data.train")
-    found = columns.target() if columns is not None else dataset_attribute(source, "targets")
+    columns = find_columns(source, "data.train")
+    found = columns.target() if columns is not None else find_attribute(source, "targets")
     if found is None and columns is None:
-        found = dataset_attribute(source, "labels")
+        found = find_attribute(source, "labels")
     return None if found is None else np.asarray(found)
 
 
-def weights_of(named: Mapping[str, Any], given: Any) -> tuple[Array, str]:
+def find_weights(named: Mapping[str, Any], given: Any) -> tuple[Array, str]:
     """Return the weights, and their name for messages. They are a list, a column or attribute of the data, or a
     file.
     """
     if isinstance(given, list):
         return np.asarray(given), f"[{', '.join(map(str, given[:3]))}{', ...' if len(given) > 3 else ''}]"
     try:
-        found = {name: column_of(source, given) for name, source in named.items()}
+        found = {name: find_sample_column(source, given) for name, source in named.items()}
     except DataError as error:
         raise DataError(f"data.weights={given}: must be a column of numbers; {error}") from error
     told = {name: column for name, column in found.items() if column is not None}
@@ -208,19 +210,19 @@ def weights_of(named: Mapping[str, Any], given: Any) -> tuple[Array, str]:
         raise DataError(f"data.weights={given}: cannot be read as numbers: {error}") from error
 
 
-def column_of(source: Any, name: str) -> Array | None:
+def find_sample_column(source: Any, name: str) -> Array | None:
     """Return a column of the table or arrays, or an attribute, with a value for each sample; None if there is none."""
     if type(source) is Subset:
-        whole = column_of(source.dataset, name)
+        whole = find_sample_column(source.dataset, name)
         return None if whole is None else whole[np.asarray(source.indices)]
-    columns = columns_of(source, "data.train")
+    columns = find_columns(source, "data.train")
     if columns is not None and name in columns.names:
         return np.asarray(columns.values[columns.names.index(name)])
-    of_table = dataset_attribute(source, "column")
+    of_table = find_attribute(source, "column")
     found = (
         of_table(name)
         if callable(of_table)
-        else dataset_attribute(source, name)
+        else find_attribute(source, name)
         if name.isidentifier()
         else None
     )

@@ -48,23 +48,23 @@ class KeyedPermutation:
 
     def at(self, positions: Numbers) -> Numbers:
         """Return the numbers at these positions of the permutation. positions: int64, 0 to size - 1, of any shape."""
-        flat = self._in_blocks(positions.reshape(-1))
+        flat = self._permute_in_blocks(positions.reshape(-1))
         outside = np.flatnonzero(flat >= self.size)
         while len(outside):
-            again = self._in_blocks(flat.take(outside))
+            again = self._permute_in_blocks(flat.take(outside))
             flat[outside] = again
             outside = outside.take(np.flatnonzero(again >= self.size))
         numbers: Numbers = flat.reshape(positions.shape)
         return numbers
 
-    def _in_blocks(self, numbers: Numbers) -> Numbers:
-        """Return `_once` of many numbers, of which `AT_ONCE` are computed together."""
+    def _permute_in_blocks(self, numbers: Numbers) -> Numbers:
+        """Return `_permute` of many numbers, of which `AT_ONCE` are computed together."""
         results = np.empty(len(numbers), np.int64)
         for begin in range(0, len(numbers), AT_ONCE):
-            results[begin : begin + AT_ONCE] = self._once(numbers[begin : begin + AT_ONCE])
+            results[begin : begin + AT_ONCE] = self._permute(numbers[begin : begin + AT_ONCE])
         return results
 
-    def _once(self, numbers: Numbers) -> Numbers:
+    def _permute(self, numbers: Numbers) -> Numbers:
         high, low = numbers >> self._low_bits, numbers & self._low_mask
         for number, scrambled in enumerate(self._rounds):
             if number % 2:
@@ -85,11 +85,11 @@ def round_function(key: int, largest: int, mask: int) -> Callable[[Numbers], Num
 
 
 def scramble(key: Any, mask: Any, numbers: Numbers) -> Numbers:
-    words: Words = mixed_words(numbers.astype(np.uint64) + key) & mask
+    words: Words = mix_words(numbers.astype(np.uint64) + key) & mask
     return words.astype(np.int64)
 
 
-def mixed_words(numbers: Words) -> Words:
+def mix_words(numbers: Words) -> Words:
     """Return `mixed` of each element, as a new array."""
     out: Words = numbers ^ (numbers >> np.uint64(30))
     out *= np.uint64(FIRST)

@@ -78,7 +78,7 @@ def order_of(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Lookup:
     return lambda positions: order[positions]
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
+def compute_epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
     """Return the whole order of an epoch, (num_samples,) int64."""
     return order_of(num_samples, seed, epoch, shuffle)(torch.arange(num_samples))
 
@@ -146,23 +146,23 @@ class Plan:
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
         """Yield this rank's shares from position `start` on, their indices on `device`."""
         if start and start >= self.num_batches:
-            raise behind_the_end(start, self.num_batches)
+            raise build_end_error(start, self.num_batches)
         if (
             not self.training
             and self.num_seen <= POSITIONS_AT_ONCE
             and (device is None or device.type == "cpu")
         ):
             return iter(self._evaluation_shares[start:])
-        return self._shares(epoch, start, device)
+        return self._iterate_shares(epoch, start, device)
 
     @cached_property
     def _evaluation_shares(self) -> list[Share]:
         """All shares of a small evaluation, which has the same ones every time."""
-        return list(self._shares(0, 0, None))
+        return list(self._iterate_shares(0, 0, None))
 
-    def _shares(self, epoch: int, start: int, device: torch.device | None) -> Iterator[Share]:
+    def _iterate_shares(self, epoch: int, start: int, device: torch.device | None) -> Iterator[Share]:
         order, whole = self.order(epoch), self.num_seen // self.global_size
-        tail = self._tail(order, whole)
+        tail = self._select_tail(order, whole)
         left = whole - start + len(tail)
         mine = torch.arange(self.batch_size) + self.rank * self.batch_size
         at_once = max(1, min(ROWS_AT_ONCE, POSITIONS_AT_ONCE // self.batch_size))
@@ -185,7 +185,7 @@ class Plan:
         part, _ = order_of(self.num_samples, self.seed, 0, True)(torch.arange(self.num_seen)).sort()
         return lambda positions: part[positions]
 
-    def _tail(self, order: Lookup, whole: int) -> list[tuple[Tensor, bool]]:
+    def _select_tail(self, order: Lookup, whole: int) -> list[tuple[Tensor, bool]]:
         """Return this rank's part of the last, short micro-batch; empty without one."""
         if whole == self.num_batches:
             return []
@@ -196,7 +196,7 @@ class Plan:
         return [(rest[:1], False)] if self.training else []
 
 
-def behind_the_end(start: int, num_batches: int) -> DataError:
+def build_end_error(start: int, num_batches: int) -> DataError:
     """Return the error of a resume whose data has become smaller."""
     return DataError(
         f"the run stopped at batch {start} of an epoch, but an epoch now has {num_batches} batches: "
@@ -204,7 +204,7 @@ def behind_the_end(start: int, num_batches: int) -> DataError:
     )
 
 
-def batch_too_large(key: str, num_samples: int, plan: Plan) -> DataError:
+def build_batch_size_error(key: str, num_samples: int, plan: Plan) -> DataError:
     """Return the error of a training batch that is larger than the data."""
     ranks = f" for {plan.world_size} ranks" if plan.world_size > 1 else ""
     largest = num_samples // plan.world_size
@@ -228,7 +228,7 @@ def hold_out(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor
     if not 0 <= fraction < 1:
         raise DataError(f"val_fraction={fraction}: must be at least 0 and below 1")
     held = torch.zeros(len(labels), dtype=torch.bool)
-    for label, members in members_by_class(labels):
+    for label, members in iterate_classes(labels):
         order = order_of(len(members), seed, label, shuffle=True)
         positions = torch.arange(round(fraction * len(members)))
         held[members[order(positions)]] = True
@@ -245,7 +245,7 @@ def count_different(labels: Tensor) -> int:
     return len(torch.unique(labels))
 
 
-def members_by_class(labels: Tensor) -> Iterator[tuple[int, Tensor]]:
+def iterate_classes(labels: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield each label that occurs, rising, and the indices of the samples that have it, rising."""
     if len(labels) == 0:
         return

@@ -13,17 +13,23 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from trainrun.data.order.drawn import Drawn, draw_by_shares, draw_by_weights, draw_classes_equally, labels_of
-from trainrun.data.order.sampler import epoch_order
+from trainrun.data.order.drawn import (
+    Drawn,
+    draw_by_shares,
+    draw_by_weights,
+    draw_classes_equally,
+    find_class_labels,
+)
+from trainrun.data.order.sampler import compute_epoch_order
 from trainrun.data.tensor_dataset import (
     Arrays,
     Column,
     Columns,
-    columns_of,
-    dataset_attribute,
+    find_attribute,
+    find_columns,
     gather_rows,
     is_mapped,
-    length_of,
+    measure_length,
 )
 from trainrun.errors import DataError
 
@@ -41,14 +47,16 @@ class Asked:
     groups: str | None = None
 
 
-def training_set(
+def build_training_set(
     named: Mapping[str, Any], asked: Asked, notes: list[str]
 ) -> tuple[dict[str, Any], Drawn | None]:
     """`train`, and `val` of folds. named: the source "", or several by name."""
     source = named[""] if "" in named else join_sources(named, "data.train")
     found, train = {"train": source}, None
     if asked.folds is not None:
-        train, held, told = fold_of(source, asked.folds, asked.fold or 0, asked.stratified, asked.groups)
+        train, held, told = divide_into_fold(
+            source, asked.folds, asked.fold or 0, asked.stratified, asked.groups
+        )
         notes.append(told)
         found = {
             name: select_samples(source, of, "data.train") for name, of in (("train", train), ("val", held))
@@ -71,7 +79,7 @@ def training_set(
     return found, drawn
 
 
-def fold_of(
+def divide_into_fold(
     source: Any, folds: int, fold: int, stratified: bool, groups: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Return the numbers of the samples that train and of those that validate, and a line about them.
@@ -85,11 +93,11 @@ def fold_of(
         raise DataError(
             f"data.folds={folds}: data.train has {number} samples; at most so many folds are possible"
         )
-    order = epoch_order(number, 0, 0, True).numpy()
+    order = compute_epoch_order(number, 0, 0, True).numpy()
     if groups is not None:
-        return fold_of_groups(values_of_groups(source, groups, number), folds, fold, stratified)
+        return divide_groups_into_fold(find_groups(source, groups, number), folds, fold, stratified)
     if stratified:
-        labels = labels_of(source)
+        labels = find_class_labels(source)
         if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
             raise DataError("data.stratified=true: data.train has no class for each sample in memory; leave it out, or "
                             "give your data set an attribute `targets`")  # fmt: skip
@@ -104,9 +112,9 @@ def fold_of(
     return inside, held, told
 
 
-def values_of_groups(source: Any, name: str, number: int) -> np.ndarray[Any, Any]:
+def find_groups(source: Any, name: str, number: int) -> np.ndarray[Any, Any]:
     """Return the attribute of a source as an array. DataError: it has no value for each sample."""
-    values = dataset_attribute(source, name)
+    values = find_attribute(source, name)
     groups = np.asarray([] if values is None or callable(values) else values)
     if groups.ndim != 1 or len(groups) != number:
         raise DataError(
@@ -116,11 +124,12 @@ def values_of_groups(source: Any, name: str, number: int) -> np.ndarray[Any, Any
     return groups
 
 
-def fold_of_groups(
+def divide_groups_into_fold(
     groups: np.ndarray[Any, Any], folds: int, fold: int, stratified: bool
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return what `fold_of` does, with all samples of a group in one fold. The largest group goes to the smallest
-    fold.
+    """Return what `divide_into_fold` does, with all samples of a group in one fold.
+
+    The largest group goes to the smallest fold.
     """
     if stratified:
         raise DataError(
@@ -132,7 +141,7 @@ def fold_of_groups(
         raise DataError(
             f"data.folds={folds}: data.train has {len(sizes)} groups, so at most {len(sizes)} folds are possible"
         )
-    shuffled = epoch_order(len(sizes), 0, 0, True).numpy()
+    shuffled = compute_epoch_order(len(sizes), 0, 0, True).numpy()
     fold_of_group, filled = np.empty(len(sizes), np.int64), np.zeros(folds, np.int64)
     for group in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
         smallest = int(filled.argmin())
@@ -151,8 +160,8 @@ def check_has_length(source: Any, key: str, asked: str) -> int:
         raise DataError(
             f"{asked}: {key} is an IterableDataset, whose samples cannot be chosen by number; leave it out"
         )
-    columns = columns_of(source, key)
-    return length_of(source if columns is None else columns, key)
+    columns = find_columns(source, key)
+    return measure_length(source if columns is None else columns, key)
 
 
 def join_sources(sources: Mapping[str, Any], key: str) -> Any:
@@ -160,7 +169,7 @@ def join_sources(sources: Mapping[str, Any], key: str) -> Any:
     for name, source in sources.items():
         check_has_length(source, f"{key}.{name}", f"{key} by name")
     names = {
-        name: tuple(dataset_attribute(one, "class_names") or dataset_attribute(one, "classes") or ())
+        name: tuple(find_attribute(one, "class_names") or find_attribute(one, "classes") or ())
         for name, one in sources.items()
     }
     known = {name: classes for name, classes in names.items() if classes}
@@ -171,32 +180,35 @@ def join_sources(sources: Mapping[str, Any], key: str) -> Any:
                 f"{key}.{name}: its classes ({', '.join(classes[:4])}, ...) are not those of {key}.{first} "
                 f"({', '.join(known[first][:4])}, ...): one number would mean two things; give them one list of classes"
             )
-    found = {name: columns_of(one, f"{key}.{name}") for name, one in sources.items()}
+    found = {name: find_columns(one, f"{key}.{name}") for name, one in sources.items()}
     columns = [one for one in found.values() if one is not None]
-    if len(columns) == len(found) and len({_form(one) for one in columns}) == 1:
-        return _packed(next(iter(sources.values())), columns[0],
-                       [_cat(values) for values in zip(*(one.values for one in columns), strict=True)])  # fmt: skip
+    if len(columns) == len(found) and len({_describe_columns(one) for one in columns}) == 1:
+        values_of_columns = zip(*(one.values for one in columns), strict=True)
+        joined = [_concatenate(values) for values in values_of_columns]
+        return _pack_like_source(next(iter(sources.values())), columns[0], joined)
     parts: list[Any] = [sources[name] if one is None else one for name, one in found.items()]
     return ConcatDataset(parts)
 
 
 def select_samples(source: Any, indices: torch.Tensor, key: str) -> Any:
     """Return the samples with these numbers, in this order."""
-    columns = columns_of(source, key)
+    columns = find_columns(source, key)
     if columns is None or any(is_mapped(value) for value in columns.values):
         whole: Any = source if columns is None else columns
         return Subset(whole, indices.tolist())
-    return _packed(source, columns, [gather_rows(value, indices.tolist()) for value in columns.values])
+    return _pack_like_source(
+        source, columns, [gather_rows(value, indices.tolist()) for value in columns.values]
+    )
 
 
-def _packed(source: Any, columns: Columns, values: list[Any]) -> Any:
+def _pack_like_source(source: Any, columns: Columns, values: list[Any]) -> Any:
     """Return other rows in the same container as the source."""
     if isinstance(source, Arrays):
         return replace(source, tensors=tuple(values), describe=None, column=None)
     return columns.pack(values)
 
 
-def _form(columns: Columns) -> Any:
+def _describe_columns(columns: Columns) -> Any:
     """Return what must be equal for rows of several sources to be joined. Mapped files are not joined, but kept
     apart.
     """
@@ -206,6 +218,6 @@ def _form(columns: Columns) -> Any:
     return columns.names, values, columns.scale, columns.int_dtype
 
 
-def _cat(values: tuple[Column, ...]) -> Column:
+def _concatenate(values: tuple[Column, ...]) -> Column:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return torch.cat(tensors) if tensors else np.concatenate(values)

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
 from trainrun.data.facts import SharedRows
-from trainrun.data.map_style import spread_indices
+from trainrun.data.map_style import choose_spread_indices
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import Column, Columns, columns_of, is_mapped, rows_in_memory
+from trainrun.data.tensor_dataset import Column, Columns, find_columns, find_rows_in_memory, is_mapped
 
 MOST_ROWS, MOST_TRAINING_ROWS = 1024, 2**16
 MOST_MAPPED_ROWS = 4096  # each may be a page to fetch from the disk
@@ -65,13 +65,13 @@ def count_shared_rows(train: Any, other: Any) -> SharedRows | None:
     """Count the rows of another split that are in the training data; None if no row can be compared where it lies."""
     if isinstance(train, IterableDataset) or isinstance(other, IterableDataset):
         return None
-    numbers = shared_numbers(train, other)
+    numbers = count_shared_numbers(train, other)
     if numbers is not None:
         return numbers
     if has_method(train, "sample_file") and has_method(other, "sample_file"):
-        return shared_files(train, other)
-    columns = compared_columns(train), compared_columns(other)
-    return None if columns[0] is None or columns[1] is None else shared_in_columns(columns[0], columns[1])
+        return count_shared_files(train, other)
+    columns = find_comparable_columns(train), find_comparable_columns(other)
+    return None if columns[0] is None or columns[1] is None else compare_columns(columns[0], columns[1])
 
 
 def has_method(source: Any, name: str) -> bool:
@@ -79,14 +79,14 @@ def has_method(source: Any, name: str) -> bool:
     return type(source).__module__.startswith("trainrun.data.readers.") and hasattr(source, name)
 
 
-def compared_columns(source: Any) -> Columns | None:
-    columns = columns_of(source, "data")
-    return rows_in_memory(source) if columns is None else columns
+def find_comparable_columns(source: Any) -> Columns | None:
+    columns = find_columns(source, "data")
+    return find_rows_in_memory(source) if columns is None else columns
 
 
-def shared_numbers(train: Any, other: Any) -> SharedRows | None:
+def count_shared_numbers(train: Any, other: Any) -> SharedRows | None:
     """Compare the numbers of samples, where both splits are samples of one data set."""
-    (first, rows), (second, other_rows) = source_and_rows(train), source_and_rows(other)
+    (first, rows), (second, other_rows) = find_source_and_rows(train), find_source_and_rows(other)
     if first is not second:
         if not (has_method(first, "row_numbers") and has_method(second, "row_numbers")):
             return None
@@ -94,17 +94,20 @@ def shared_numbers(train: Any, other: Any) -> SharedRows | None:
             return None
     if rows is None or other_rows is None:
         return None
-    is_in = [np.zeros(max(len_of(rows), len_of(other_rows)), np.bool_) for _ in range(2)]
+    is_in = [
+        np.zeros(max(count_source_samples(rows), count_source_samples(other_rows)), np.bool_)
+        for _ in range(2)
+    ]
     is_in[0][rows], is_in[1][other_rows] = True, True
     return SharedRows(int(np.count_nonzero(is_in[0] & is_in[1])), len(other_rows))
 
 
-def len_of(rows: Numbers) -> int:
+def count_source_samples(rows: Numbers) -> int:
     """Return the least number of samples of which these are rows."""
     return int(rows.max(initial=-1)) + 1
 
 
-def source_and_rows(source: Any) -> tuple[Any, Numbers | None]:
+def find_source_and_rows(source: Any) -> tuple[Any, Numbers | None]:
     """Return the data set behind a source, and the numbers of the samples in it."""
     if type(source) is Subset:
         return source.dataset, np.asarray(source.indices, np.int64)
@@ -113,12 +116,12 @@ def source_and_rows(source: Any) -> tuple[Any, Numbers | None]:
     return source, np.arange(len(source)) if hasattr(source, "__len__") else None
 
 
-def shared_files(train: Any, other: Any) -> SharedRows:
+def count_shared_files(train: Any, other: Any) -> SharedRows:
     """Compare files by their size, and those of one size by their content."""
-    paths = [other.sample_file(int(row)) for row in spread_indices(len(other), MOST_ROWS)]
+    paths = [other.sample_file(int(row)) for row in choose_spread_indices(len(other), MOST_ROWS)]
     sizes = {path: count_bytes_of(path) for path in paths}
     wanted = {size for size in sizes.values() if size}
-    candidates = [train.sample_file(int(row)) for row in spread_indices(len(train), MOST_FILES)]
+    candidates = [train.sample_file(int(row)) for row in choose_spread_indices(len(train), MOST_FILES)]
     known = {digest_of_content(path) for path in candidates if count_bytes_of(path) in wanted}
     shared = sum(digest_of_content(path) in known for path in paths if sizes[path]) if known else 0
     return SharedRows(shared, len(paths), is_whole=len(candidates) == len(train))
@@ -139,7 +142,7 @@ def digest_of_content(path: str) -> bytes:
         return path.encode(errors="surrogateescape")
 
 
-def shared_in_columns(train: Columns, other: Columns) -> SharedRows | None:
+def compare_columns(train: Columns, other: Columns) -> SharedRows | None:
     """Compare rows by a few of their numbers, and those that agree as a whole."""
     forms = [
         [(tuple(value.shape[1:]), str(value.dtype)) for value in columns.values] for columns in (train, other)
@@ -147,9 +150,9 @@ def shared_in_columns(train: Columns, other: Columns) -> SharedRows | None:
     if forms[0] != forms[1] or not len(train) or not len(other):
         return None
     mapped = any(is_mapped(value) for value in (*train.values, *other.values))
-    train_rows = spread_indices(len(train), MOST_MAPPED_ROWS if mapped else MOST_TRAINING_ROWS)
-    other_rows = spread_indices(len(other), MOST_ROWS)
-    keys, other_keys = row_keys(train, train_rows), row_keys(other, other_rows)
+    train_rows = choose_spread_indices(len(train), MOST_MAPPED_ROWS if mapped else MOST_TRAINING_ROWS)
+    other_rows = choose_spread_indices(len(other), MOST_ROWS)
+    keys, other_keys = compute_row_keys(train, train_rows), compute_row_keys(other, other_rows)
     order = np.argsort(keys, kind="stable")
     begins = np.searchsorted(keys[order], other_keys, "left")
     ends = np.searchsorted(keys[order], other_keys, "right")
@@ -162,11 +165,11 @@ def shared_in_columns(train: Columns, other: Columns) -> SharedRows | None:
     return SharedRows(shared, len(other_rows), repeated, len(train_rows) == len(train))
 
 
-def row_keys(columns: Columns, rows: Numbers) -> Numbers:
+def compute_row_keys(columns: Columns, rows: Numbers) -> Numbers:
     """Return a number for each row, made from a few of its numbers: (N,) int64."""
     keys = np.zeros(len(rows), np.int64)
     for value in columns.values:
-        numbers = some_numbers(value, rows)
+        numbers = select_numbers(value, rows)
         words = np.ascontiguousarray(numbers).view(np.uint8).reshape(len(rows), -1).astype(np.int64)
         factors = np.random.default_rng(0).integers(1, 2**40, words.shape[1]) * 2 + 1
         with np.errstate(over="ignore"):
@@ -174,13 +177,13 @@ def row_keys(columns: Columns, rows: Numbers) -> Numbers:
     return keys
 
 
-def some_numbers(value: Column, rows: Numbers) -> Any:
+def select_numbers(value: Column, rows: Numbers) -> Any:
     """Return a few numbers of each row, spread over it: (N, K)."""
     tensor = value if isinstance(value, Tensor) else None
     width = int(np.prod(value.shape[1:]))
     if width == 0:
         return np.zeros((len(rows), 1), np.uint8)
-    places = spread_indices(width, KEY_NUMBERS)
+    places = choose_spread_indices(width, KEY_NUMBERS)
     if tensor is None:
         flat = np.asarray(value).reshape(len(value), width)
         return flat[rows[:, None], places]

@@ -12,10 +12,10 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.engines.batch_reader import BatchReader
 from trainrun.data.facts import SharedRows
-from trainrun.data.look import looks_in_fork, reading_recipe
+from trainrun.data.look import build_recipe, uses_fork
 from trainrun.data.same_samples import digest_of
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import columns_of
+from trainrun.data.tensor_dataset import find_columns
 from trainrun.errors import DataError
 from trainrun.runtime.child_process import ChildError, run_in_child
 
@@ -32,22 +32,22 @@ def count_shared_samples(
     """
     readers = []
     for place, (source, options) in enumerate(((train, train_options), (other, other_options))):
-        if isinstance(source, IterableDataset) or not looks_in_fork(options):
+        if isinstance(source, IterableDataset) or not uses_fork(options):
             return None
-        columns = columns_of(source, options.key)
-        recipe = reading_recipe(replace(options, seed=options.seed + place))
+        columns = find_columns(source, options.key)
+        recipe = build_recipe(replace(options, seed=options.seed + place))
         readers.append(BatchReader(source if columns is None else columns, recipe))
     try:
-        return run_in_child(partial(shared_samples, *readers), CHILD_SECONDS, computes=False)
+        return run_in_child(partial(compare_samples, *readers), CHILD_SECONDS, computes=False)
     except (ChildError, DataError):  # the training reads them too, and reports what is wrong
         return None
 
 
-def shared_samples(train: BatchReader, other: BatchReader) -> SharedRows:
+def compare_samples(train: BatchReader, other: BatchReader) -> SharedRows:
     """Compare hashes of samples. They are read in turns, so that few of a slow source are as many of each."""
     known: dict[str, int] = {}
     digests = []
-    rows, other_rows = likely_rows(train.number), likely_rows(other.number)
+    rows, other_rows = choose_likely_rows(train.number), choose_likely_rows(other.number)
     end = perf_counter() + READ_SECONDS
     for place in range(max(len(rows), len(other_rows))):
         if place < len(rows):
@@ -63,7 +63,7 @@ def shared_samples(train: BatchReader, other: BatchReader) -> SharedRows:
     return SharedRows(shared, len(digests), 1 - once / number, number == train.number)
 
 
-def likely_rows(number: int) -> list[int]:
+def choose_likely_rows(number: int) -> list[int]:
     """Return row numbers at which two sources are likely to agree if one is a part of the other.
 
     The first and the last rows, and rows drawn alike for sources of one length, take turns.

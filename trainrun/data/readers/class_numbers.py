@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from trainrun.data.facts import class_names_of, input_columns_of, labels_in
+from trainrun.data.facts import find_class_names, find_labels, list_input_columns
 from trainrun.data.readers.targets import join_names
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
@@ -42,12 +42,12 @@ class RenumberedClasses(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __getitem__(self, index: int) -> Any:
-        return self._renumbered(self.dataset[index])
+        return self._renumber(self.dataset[index])
 
     @property
     def targets(self) -> Any:
         """Return the class of each sample, if the data set holds them in memory."""
-        labels = labels_in(self.dataset, self._key)
+        labels = find_labels(self.dataset, self._key)
         if labels is None and (targets := getattr(self.dataset, "targets", None)) is not None:
             labels = np.asarray(targets)
         return None if labels is None else renumber_labels(labels, self._numbers)
@@ -57,11 +57,11 @@ class RenumberedClasses(Dataset[Any]):
         return self.targets
 
     def fingerprint(self) -> str:
-        from trainrun.data.cache.fingerprint import own_fingerprint
+        from trainrun.data.cache.fingerprint import fingerprint_source
 
-        return f"{own_fingerprint(self.dataset)} {self._numbers}"
+        return f"{fingerprint_source(self.dataset)} {self._numbers}"
 
-    def _renumbered(self, sample: Any) -> Any:
+    def _renumber(self, sample: Any) -> Any:
         if isinstance(sample, Mapping):
             name = next((name for name in TARGET_KEYS if name in sample), None)
             if name is not None:
@@ -90,12 +90,12 @@ def renumber_labels(labels: Any, numbers: Sequence[int]) -> Any:
     return int(changed) if isinstance(labels, int) else changed.astype(array.dtype)
 
 
-def with_training_classes(source: Any, names: Sequence[str], key: str) -> Any:
+def use_training_classes(source: Any, names: Sequence[str], key: str) -> Any:
     """Return a source whose class numbers are the places of its classes among `names`, those of the training data.
 
     DataError: samples have a class that the training data does not have.
     """
-    own = class_names_of(source)
+    own = find_class_names(source)
     if not own or not names:
         return source
     place_of = {name: place for place, name in enumerate(names)}
@@ -118,7 +118,7 @@ def with_training_classes(source: Any, names: Sequence[str], key: str) -> Any:
 def check_unknown_classes(source: Any, own: Sequence[str], names: Sequence[str], key: str) -> None:
     """Refuse a class that the training data does not have, unless it is known that no sample has it."""
     unknown = [number for number, name in enumerate(own) if name not in names]
-    labels = labels_in(source, key)
+    labels = find_labels(source, key)
     if labels is not None:
         present = np.unique(np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels))
         unknown = [number for number in unknown if number in present]
@@ -132,7 +132,7 @@ def check_unknown_classes(source: Any, own: Sequence[str], names: Sequence[str],
 
 def check_input_columns(source: Any, expected: Mapping[str, str], key: str) -> None:
     """Refuse a source whose input columns are not those of training, by name or by type."""
-    own = input_columns_of(source)
+    own = list_input_columns(source)
     if not own or not expected:
         return
     missing = [name for name in expected if name not in own]

@@ -215,7 +215,7 @@ def open_or_build(
                 if path.is_dir():  # else another process has just removed it to make room
                     report(f"{error}; its columns are stored again")
                     shutil.rmtree(path, ignore_errors=True)
-        with draft_folder(path) as draft:
+        with make_draft_folder(path) as draft:
             if not path.is_dir():
                 make_room(folder, num_bytes, source, report)
                 build_columns(draft, source, build)
@@ -259,7 +259,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def draft_folder(path: Path) -> Iterator[Path]:
+def make_draft_folder(path: Path) -> Iterator[Path]:
     """Make the empty folder in which columns are built, locked by this process. Remove what a killed process left."""
     draft = path.with_name(f"{DRAFT}{path.name}")
     while True:

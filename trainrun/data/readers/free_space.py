@@ -22,7 +22,7 @@ def check_memory(num_bytes: int, what: str, way: str) -> None:
         )
 
 
-def in_memory(num_bytes: int, wanted: bool | str) -> bool:
+def fits_in_memory(num_bytes: int, wanted: bool | str) -> bool:
     """Return whether data of this size is loaded into memory.
 
     wanted: data.train.in_memory: true, false, or "auto", which means up to a quarter of the memory that is free now.
@@ -32,7 +32,7 @@ def in_memory(num_bytes: int, wanted: bool | str) -> bool:
     return num_bytes * SHARE <= read_host_memory().free if wanted == "auto" else bool(wanted)
 
 
-def unpacked_bytes(files: Iterable[Path]) -> int:
+def estimate_unpacked_bytes(files: Iterable[Path]) -> int:
     """Return a lower bound of the unpacked size of files: gzip stores the size of its content modulo 4 GiB at its
     end.
     """

@@ -66,7 +66,7 @@ def map_array(path: Path) -> np.ndarray[Any, Any]:
         raise DataError(f"{path}: cannot be read, or shorter than it was ({error})") from error
 
 
-def path_of(array: Any) -> Path:
+def find_mapped_path(array: Any) -> Path:
     """Return the file of a mapped array."""
     return Path(str(array.filename))
 
@@ -98,7 +98,7 @@ def map_bytes(file: str, number: int) -> np.ndarray[Any, Any]:
         raise DataError(f"{file}: cannot be read, or shorter than it was ({error})") from error
 
 
-def mapping_of(array: Any) -> MappedFile | None:
+def find_mapping(array: Any) -> MappedFile | None:
     """Return the map in which an array lies; None if it lies in none."""
     name, start, base = "a mapped file", 0, array
     while isinstance(base, np.ndarray):
@@ -109,8 +109,8 @@ def mapping_of(array: Any) -> MappedFile | None:
     return MappedFile(base, name, start + len(base)) if isinstance(base, mmap.mmap) else None
 
 
-def mappings_of(arrays: Iterable[Any]) -> tuple[MappedFile, ...]:
-    found = map(mapping_of, arrays)
+def find_mappings(arrays: Iterable[Any]) -> tuple[MappedFile, ...]:
+    found = map(find_mapping, arrays)
     return tuple(mapping for mapping in found if mapping is not None)
 
 
@@ -119,7 +119,7 @@ class LengthCheck:
 
     def __init__(self, arrays: Iterable[Any]) -> None:
         self._arrays = tuple(arrays)
-        self._mappings = mappings_of(self._arrays)
+        self._mappings = find_mappings(self._arrays)
 
     def __reduce__(self) -> Any:
         return LengthCheck, (self._arrays,)

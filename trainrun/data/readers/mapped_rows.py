@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trainrun.data.readers.mapped_files import LengthCheck
-from trainrun.data.readers.parts import rows_of
+from trainrun.data.readers.parts import select_rows_of
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles
 from trainrun.data.tensor_dataset import Arrays, Columns
 
@@ -41,7 +41,7 @@ class MappedRows:
         return samples if len(read) > 1 else [sample[0] for sample in samples]
 
 
-def rows_of_columns(
+def build_row_samples(
     arrays: Sequence[np.ndarray[Any, Any]], is_mapped: bool, info: Info, groups: Any,
     unused_arguments: Mapping[str, str] | None = None,
 ) -> ReadFiles:  # fmt: skip
@@ -53,15 +53,15 @@ def rows_of_columns(
     is_large = is_mapped and sum(array.nbytes for array in arrays) > COPIED_BYTES
     if is_large:
         return ReadFiles(reader, groups, unused_arguments or {})
-    return ReadFiles(reader, groups, unused_arguments or {}, copied_rows)
+    return ReadFiles(reader, groups, unused_arguments or {}, copy_rows)
 
 
-def copied_rows(dataset: ReaderDataset) -> Arrays:
+def copy_rows(dataset: ReaderDataset) -> Arrays:
     """Return the samples of mapped rows as tensors in memory."""
     info = dataset.reader.info
     rows = None if dataset.rows is None else dataset.row_numbers()
     assert info.columns is not None
-    copies = tuple(torch.from_numpy(np.array(rows_of(array, rows))) for array in info.columns.values)
+    copies = tuple(torch.from_numpy(np.array(select_rows_of(array, rows))) for array in info.columns.values)
     return Arrays(
         copies, info.class_names, info.num_classes, describe=dataset.describe, column=dataset.column,
         notice=dataset.notice, input_columns=info.input_columns, unused_arguments=dataset.unused_arguments,

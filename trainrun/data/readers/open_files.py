@@ -20,9 +20,9 @@ class Kept:
                  close: Callable[[Any], None] | None = None) -> None:  # fmt: skip
         self._arguments = (make, limit, per_thread, close)
         self._make, self._limit, self._per_thread, self._close = self._arguments
-        self._renew()
+        self._replace_lock()
 
-    def _renew(self) -> None:
+    def _replace_lock(self) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._values: OrderedDict[Hashable, Any] = OrderedDict()
@@ -33,7 +33,7 @@ class Kept:
 
     def __getitem__(self, key: Hashable) -> Any:
         if self._owner != os.getpid():
-            self._renew()  # a forked child: the lock may be held by a thread that is gone
+            self._replace_lock()  # a forked child: the lock may be held by a thread that is gone
         values = (
             self._local.__dict__.setdefault("values", OrderedDict()) if self._per_thread else self._values
         )

@@ -8,7 +8,7 @@ from typing import Any
 from trainrun.errors import DataError
 
 
-def extra(module: str, option: str, name: str) -> Any:
+def import_extra(module: str, option: str, name: str) -> Any:
     """Import an optional module. Raise DataError if it is missing, with `pip install trainrun[name]` in the message."""
     try:
         return importlib.import_module(module)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from trainrun.data.order.permutation import KeyedPermutation
-from trainrun.data.order.sampler import check_split, count_different, epoch_order, hold_out
-from trainrun.data.readers.paths import files_of, identity_of
-from trainrun.data.readers.targets import numbers_in, words_in
+from trainrun.data.order.sampler import check_split, compute_epoch_order, count_different, hold_out
+from trainrun.data.readers.paths import identify_path, list_files
+from trainrun.data.readers.targets import list_words, parse_cells
 from trainrun.data.tensor_dataset import SPLITS
 from trainrun.errors import DataError
 
@@ -70,7 +70,8 @@ class SplitRequest:
     path: of the training data. val_path, test_path: data of their own; null: what the names below `path` say; the path
     itself: the same, and all of it where they say nothing.
     val_fraction: where there is no validation data of its own, the part of the training data that is held out.
-    groups: a column; rows with the same cell are held out together. val_by: which rows are held out, see `held_rows`.
+    groups: a column; rows with the same cell are held out together. val_by: which rows are held out, see
+    `choose_held_rows`.
     """
 
     path: str | None
@@ -92,10 +93,10 @@ class SplitRequest:
                 "one of them out"
             )
 
-    def find_files(self, endings: Sequence[str], list_files: ListFiles = files_of) -> SplitFiles:
+    def find_files(self, endings: Sequence[str], list_files: ListFiles = list_files) -> SplitFiles:
         """Return the files of each split."""
         found = list_files(self.path, "data.path", endings)
-        by_name = {"train": found, "val": (), "test": ()} if self.path is None else files_by_split(found)
+        by_name = {"train": found, "val": (), "test": ()} if self.path is None else sort_files_by_split(found)
         typed = {
             name: list_files(path, key, endings)
             for name, path, key in (
@@ -105,8 +106,8 @@ class SplitRequest:
             if path is not None and not (path == self.path and by_name[name])
         }
         training, notice = by_name["train"], describe_sorted_files(self.path, found, by_name)
-        held = {identity_of(file) for files in typed.values() for file in files}
-        shared = [file for file in training if identity_of(file) in held] if held else []
+        held = {identify_path(file) for files in typed.values() for file in files}
+        shared = [file for file in training if identify_path(file) in held] if held else []
         if shared and len(shared) < len(training):
             training = tuple(file for file in training if file not in shared)
             names = f"{shared[0]}{'' if len(shared) == 1 else f' and {len(shared) - 1} more'}"
@@ -118,7 +119,7 @@ class SplitRequest:
 
         is_split: whether a path called like a split is one. ending: that its name may have.
         """
-        inside = folders_by_split(self.path, is_split, ending)
+        inside = find_split_folders(self.path, is_split, ending)
         found = {
             "train": inside.get("train") or self.path,
             "val": self.val_path or inside.get("val"),
@@ -137,14 +138,14 @@ class SplitRequest:
     def divide(self, labels: Any, groups: Any = None) -> dict[str, Rows]:
         """Return the rows of `train` and those that are held out for `val`, each rising.
 
-        labels: see `held_out`. groups: (N,) the cells of the column `groups`.
+        labels: see `divide_rows`. groups: (N,) the cells of the column `groups`.
         """
         if self.val_by == "last" or groups is not None:
             number = len(labels)
-            is_held = held_rows(number, self.val_fraction, self.seed, groups, self.val_by == "last")
+            is_held = choose_held_rows(number, self.val_fraction, self.seed, groups, self.val_by == "last")
             check_both_sides(number, int(is_held.sum()), self.val_fraction)
             return {"train": np.flatnonzero(~is_held), "val": np.flatnonzero(is_held)}
-        train, val = held_out(labels, self.val_fraction, self.seed)
+        train, val = divide_rows(labels, self.val_fraction, self.seed)
         return {"train": train, "val": val}
 
 
@@ -240,7 +241,7 @@ class Part:
         return unused
 
 
-def files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
+def sort_files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
     """Return the files of `train`, `val` and `test` by the names below the folder that holds them all.
 
     All of them train where their names say nothing, or name one split alone. Files without a split's name train only
@@ -252,7 +253,7 @@ def files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
     root = Path(os.path.commonpath([path.parent for path in paths]))
     splits = [split_of_path(path.relative_to(root)) for path in paths]
     if None in splits:
-        siblings = splits_of_siblings(paths)
+        siblings = find_sibling_splits(paths)
         splits = [split or sibling for split, sibling in zip(splits, siblings, strict=True)]
     known = set(splits) - {None}
     if not known & {"val", "test"} or (len(known) == 1 and None not in splits):
@@ -271,12 +272,12 @@ def split_of_path(path: Path) -> str | None:
     for folder in path.parts[:-1]:
         if split := SPLIT_OF_WORD.get(folder.lower()):
             return split
-    words = [word for word in words_of(path) if not SHARD_PART.fullmatch(word)]
+    words = [word for word in split_into_words(path) if not SHARD_PART.fullmatch(word)]
     is_code = path.suffix.lower() in SOURCE_CODE
     return SPLIT_OF_WORD.get(words[0].rstrip("0123456789")) if len(words) == 1 and not is_code else None
 
 
-def splits_of_siblings(paths: Sequence[Path]) -> list[str | None]:
+def find_sibling_splits(paths: Sequence[Path]) -> list[str | None]:
     """Return the split that each file's name begins or ends with, where files of the same name differ in it.
 
     So `iris_test.csv` is test data beside `iris.csv` or `iris_train.csv`, and `speed_test.csv` alone is not.
@@ -293,7 +294,7 @@ def splits_of_siblings(paths: Sequence[Path]) -> list[str | None]:
 
 def split_in_name(path: Path) -> str | None:
     """Return the split whose name is the first or the last word of a file name."""
-    words = [word for word in words_of(path) if not SHARD_PART.fullmatch(word)]
+    words = [word for word in split_into_words(path) if not SHARD_PART.fullmatch(word)]
     found = {SPLIT_OF_WORD[word] for word in (words[:1] + words[-1:]) if word in SPLIT_OF_WORD}
     is_code = path.suffix.lower() in SOURCE_CODE
     return found.pop() if len(found) == 1 and not is_code else None
@@ -301,13 +302,13 @@ def split_in_name(path: Path) -> str | None:
 
 def name_without_split(path: Path) -> tuple[Path, tuple[str, ...]]:
     """Return the folder of a file and the words of its name without the split: equal for files that belong together."""
-    words = [word for word in words_of(path) if not SHARD_PART.fullmatch(word)]
+    words = [word for word in split_into_words(path) if not SHARD_PART.fullmatch(word)]
     if split_in_name(path) is not None:
         words = words[1:] if words[0] in SPLIT_OF_WORD else words[:-1]
     return path.parent, tuple(words)
 
 
-def words_of(path: Path) -> list[str]:
+def split_into_words(path: Path) -> list[str]:
     """Return the lower-case words of a file name without its endings."""
     stem = path.name.lower()
     ending = os.path.splitext(stem)[1]
@@ -329,7 +330,7 @@ def describe_sorted_files(
     return f"{path}: files by their names: {counts}{more}"
 
 
-def folders_by_split(path: str | None, is_split: Callable[[Path], bool], ending: str) -> dict[str, str]:
+def find_split_folders(path: str | None, is_split: Callable[[Path], bool], ending: str) -> dict[str, str]:
     """Return the paths directly inside a folder that are called like a split, by split."""
     folder = None if path is None else Path(path).expanduser()
     if folder is None or not folder.is_dir():
@@ -350,7 +351,9 @@ def is_inside(path: Path, folders: Iterable[Path]) -> bool:
     return any(real == folder or folder in real.parents for folder in (one.resolve() for one in folders))
 
 
-def held_rows(number: int, fraction: float, seed: int, groups: Any, is_last: bool) -> np.ndarray[Any, Any]:
+def choose_held_rows(
+    number: int, fraction: float, seed: int, groups: Any, is_last: bool
+) -> np.ndarray[Any, Any]:
     """Return which of the rows are held out, (N,) bool.
 
     groups: (N,) numbers or words, of which equal ones stay together; None: each row is a group. is_last: the last rows
@@ -358,10 +361,14 @@ def held_rows(number: int, fraction: float, seed: int, groups: Any, is_last: boo
     """
     if groups is None:
         return np.arange(number) >= number - round(fraction * number)
-    numbers = numbers_in(groups)
-    cells = np.asarray(words_in(groups)) if numbers is None else numbers
+    numbers = parse_cells(groups)
+    cells = np.asarray(list_words(groups)) if numbers is None else numbers
     names, places = np.unique(cells, return_inverse=True)
-    order = np.arange(len(names))[::-1] if is_last else epoch_order(len(names), seed, 0, shuffle=True).numpy()
+    order = (
+        np.arange(len(names))[::-1]
+        if is_last
+        else compute_epoch_order(len(names), seed, 0, shuffle=True).numpy()
+    )
     sizes = np.bincount(places, minlength=len(names))[order]
     sums = np.concatenate([[0], np.cumsum(sizes)])
     num_groups = int(np.abs(sums - fraction * number).argmin())
@@ -378,14 +385,14 @@ def check_groups(groups: Any, number: int, where: str) -> None:
         )
 
 
-def group_numbers(groups: Any) -> Rows:
+def number_groups(groups: Any) -> Rows:
     """Return a number for each row, equal for rows of one group."""
-    numbers = numbers_in(groups)
-    cells = np.asarray(words_in(groups)) if numbers is None else numbers
+    numbers = parse_cells(groups)
+    cells = np.asarray(list_words(groups)) if numbers is None else numbers
     return np.unique(cells, return_inverse=True)[1].astype(np.int64)
 
 
-def rows_of(values: Any, rows: Rows | None) -> Any:
+def select_rows_of(values: Any, rows: Rows | None) -> Any:
     """Return the chosen rows of an array; None is all."""
     return values if rows is None else values[rows]
 
@@ -401,7 +408,7 @@ def check_both_sides(number: int, held: int, fraction: float) -> None:
     )
 
 
-def held_out(labels: Any, fraction: float, seed: int) -> tuple[Rows, Rows]:
+def divide_rows(labels: Any, fraction: float, seed: int) -> tuple[Rows, Rows]:
     """Return the numbers of the rows for training and of those held out, as `hold_out` divides them.
 
     labels: (N, ...) array or tensor. Integers (N,) are divided class by class. Classes too small to hold out one row

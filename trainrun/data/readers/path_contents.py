@@ -26,7 +26,7 @@ SAVED_DATASET = {"dataset_dict.json", "dataset_info.json", "state.json"}  # of H
 MOST_NAMES = 10_000  # of a folder that are looked at
 
 
-def data_options(path: str) -> list[str]:
+def list_data_options(path: str) -> list[str]:
     """Return the options of `data` that read what is at a path, sorted; empty if its files are of no known kind.
 
     path: a file, a folder or a pattern. A folder of pictures in class folders is read
@@ -34,22 +34,22 @@ def data_options(path: str) -> list[str]:
     """
     place = Path(path).expanduser()
     if not place.is_dir():
-        return options_of_endings([place.name, *islice(glob.iglob(str(place)), MOST_NAMES)])
+        return list_ending_options([place.name, *islice(glob.iglob(str(place)), MOST_NAMES)])
     if SAVED_DATASET & {child.name for child in place.iterdir()}:
         return ["datasets"]
     if has_class_folders(place):
         return ["image_folder"]
-    names = list(islice(names_below(place), MOST_NAMES))
+    names = list(islice(iterate_names(place), MOST_NAMES))
     data_names = [name for name in names if not name.lower().endswith(DESCRIPTIONS)]
-    return options_of_endings(data_names) or options_of_endings(names)
+    return list_ending_options(data_names) or list_ending_options(names)
 
 
-def options_of_endings(names: Iterable[str]) -> list[str]:
+def list_ending_options(names: Iterable[str]) -> list[str]:
     """Return the options that read files of these names, sorted."""
-    return sorted({option for name in names if (option := option_of_ending(name))})
+    return sorted({option for name in names if (option := find_ending_option(name))})
 
 
-def option_of_ending(name: str) -> str | None:
+def find_ending_option(name: str) -> str | None:
     return next((option for option, endings in ENDINGS.items() if name.lower().endswith(endings)), None)
 
 
@@ -57,13 +57,13 @@ def has_class_folders(folder: Path) -> bool:
     """Return whether pictures lie in subfolders of this folder, or of its folder `train`."""
     for place in (folder, folder / "train"):
         inner = [child for child in place.iterdir() if child.is_dir()] if place.is_dir() else []
-        names = (name for child in inner for name in islice(names_below(child), MOST_NAMES))
-        if any(option_of_ending(name) == "image_folder" for name in names):
+        names = (name for child in inner for name in islice(iterate_names(child), MOST_NAMES))
+        if any(find_ending_option(name) == "image_folder" for name in names):
             return True
     return False
 
 
-def names_below(folder: Path) -> Iterator[str]:
+def iterate_names(folder: Path) -> Iterator[str]:
     """Yield the names of files that are not hidden, at any depth, those of the folder itself first."""
     for _, folders, names in islice(os.walk(folder), MOST_NAMES):
         folders[:] = sorted(name for name in folders if name[0] != ".")

@@ -21,17 +21,17 @@ BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
-def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, ...]:
+def list_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, ...]:
     """Return the files of a path in the order of their names. key: how the user names the path (`data.path`).
 
     path: a file of any name, a pattern as `parts/*.csv`, a folder, in which files with one of the `endings` are
-        looked for at any depth (see `folders_below`), or names with braces as in a shell, `shard-{000..009}.tar`,
+        looked for at any depth (see `list_folders`), or names with braces as in a shell, `shard-{000..009}.tar`,
         all of which must exist.
     """
     if path is not None and is_url(path):
-        from trainrun.data.cache.stored_files import local_files  # needs an optional package
+        from trainrun.data.cache.stored_files import fetch_files  # needs an optional package
 
-        return local_files(path, list(itertools.islice(expand_braces(path), MAX_FILES)), key, endings)
+        return fetch_files(path, list(itertools.islice(expand_braces(path), MAX_FILES)), key, endings)
     if path is not None and BRACES.search(path) and not Path(path).expanduser().exists():
         names = list(itertools.islice(expand_braces(path), MAX_FILES + 1))
         if len(names) > MAX_FILES:
@@ -42,20 +42,20 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
         if missing:
             fault = f"{len(missing)} of {len(names)} files are missing, first {missing[0]}"
             raise DataError(f"{key}={path}: {fault}")
-        return tuple(file for name in names for file in files_of(name, key, endings))
+        return tuple(file for name in names for file in list_files(name, key, endings))
     kinds = " or ".join(f"*{ending}" for ending in endings)
     allowed = f"allowed: a file, a pattern as {key}=folder/*{endings[0]}, or a folder with {kinds}"
     if path is None:
         raise DataError(f"{key}: name the data; {allowed}")
     place = Path(os.path.expanduser(path))
-    if plain_file(place, key):
+    if is_plain_file(place, key):
         return (place,)
     if place.is_dir():
-        inside = (file for folder in folders_below(place) for file in folder.iterdir())
+        inside = (file for folder in list_folders(place) for file in folder.iterdir())
         found = [file for file in inside if file.name.lower().endswith(tuple(endings))]
         fault = f"no {kinds} in this folder"
     else:
-        found = [Path(name) for name in set(matching_names(place))]
+        found = [Path(name) for name in set(iterate_matches(place))]
         fault = "no file fits this pattern" if glob.has_magic(path) else "no such place"
     files = tuple(sorted(file for file in found if file.is_file() and not file.name.startswith(".")))
     if not files:
@@ -63,19 +63,19 @@ def files_of(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, 
     return files
 
 
-def folders_below(folder: Path) -> list[Path]:
+def list_folders(folder: Path) -> list[Path]:
     """Return a folder and those in it at any depth, but hidden ones; each once, whatever links lead to it.
 
     Links are followed after all other folders. One that leads to a folder above is left out, so there are no loops.
     """
     paths_above = {*Path(os.path.abspath(folder)).parents, *folder.resolve().parents}
-    known, found, links = {identity_of(path) for path in paths_above}, [], [folder]
+    known, found, links = {identify_path(path) for path in paths_above}, [], [folder]
     while links:
         pending = [links.pop(0)]
         while pending:
             path = pending.pop()
             with suppress(PermissionError):  # as lost+found
-                identity = identity_of(path)
+                identity = identify_path(path)
                 entries = [] if identity in known else list(os.scandir(path))
                 found += [] if identity in known else [path]
                 known.add(identity)
@@ -85,8 +85,8 @@ def folders_below(folder: Path) -> list[Path]:
     return found
 
 
-def matching_names(pattern: Path) -> Iterator[str]:
-    """Yield the names that fit a pattern, of which `**` stands for folders at any depth, as in `folders_below`."""
+def iterate_matches(pattern: Path) -> Iterator[str]:
+    """Yield the names that fit a pattern, of which `**` stands for folders at any depth, as in `list_folders`."""
     parts = pattern.parts
     if "**" not in parts:
         yield from glob.iglob(str(pattern))
@@ -94,11 +94,11 @@ def matching_names(pattern: Path) -> Iterator[str]:
     first = parts.index("**")
     rest = tuple(itertools.dropwhile("**".__eq__, parts[first:])) or ("*",)
     above = glob.glob(str(Path(*parts[:first]))) if first else ["."]
-    for folder in (path for name in above if os.path.isdir(name) for path in folders_below(Path(name))):
-        yield from matching_names(Path(glob.escape(str(folder)), *rest))
+    for folder in (path for name in above if os.path.isdir(name) for path in list_folders(Path(name))):
+        yield from iterate_matches(Path(glob.escape(str(folder)), *rest))
 
 
-def identity_of(path: Path) -> Identity:
+def identify_path(path: Path) -> Identity:
     """Return what tells a file or folder from others, whatever its path."""
     state = path.stat()
     return state.st_dev, state.st_ino
@@ -121,7 +121,7 @@ def expand_braces(path: str) -> Iterator[str]:
             yield path[: found.start()] + word + rest
 
 
-def plain_file(place: Path, key: str) -> bool:
+def is_plain_file(place: Path, key: str) -> bool:
     """Return whether a plain file exists, without opening it. Raise DataError for a pipe or a device, whose reader
     would wait.
     """
@@ -132,7 +132,7 @@ def plain_file(place: Path, key: str) -> bool:
     return place.is_file()
 
 
-def existing_folder(path: str | None, key: str) -> Path:
+def find_folder(path: str | None, key: str) -> Path:
     if path is None:
         raise DataError(f"{key}: name the folder, as {key}=my_folder")
     folder = Path(path).expanduser()
@@ -142,7 +142,7 @@ def existing_folder(path: str | None, key: str) -> Path:
     return folder
 
 
-def version_of(state: os.stat_result) -> str:
+def describe_version(state: os.stat_result) -> str:
     """Return what changes whenever a file is written or replaced.
 
     Size and time of modification alone can be equal before and after (`cp -p`, `touch -r`, unpacked archives). Nothing
@@ -151,10 +151,10 @@ def version_of(state: os.stat_result) -> str:
     return f"{state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}"
 
 
-def fingerprint_of(files: Iterable[Path | str], *arguments: Any) -> str:
+def fingerprint_files(files: Iterable[Path | str], *arguments: Any) -> str:
     """Return a digest of the names of files, of their versions, and of the arguments."""
     digest = hashlib.sha256(repr(arguments).encode())
     for file in files:
-        text = f"{Path(file).absolute()}\0{version_of(Path(file).stat())}\0"
+        text = f"{Path(file).absolute()}\0{describe_version(Path(file).stat())}\0"
         digest.update(text.encode(errors="surrogateescape"))
     return digest.hexdigest()

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainrun.data.batch import RaggedBatch
-from trainrun.data.readers.parts import RandomRows, Rows, SplitFiles, group_numbers, rows_of
-from trainrun.data.readers.paths import fingerprint_of
+from trainrun.data.readers.parts import RandomRows, Rows, SplitFiles, number_groups, select_rows_of
+from trainrun.data.readers.paths import fingerprint_files
 from trainrun.data.readers.pictures.decode import Form
 from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
@@ -93,7 +93,7 @@ class ReaderDataset:
         return self._read([self._number(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return self._read(self._numbers(indices))
+        return self._read(self._convert_indices(indices))
 
     @property
     def form(self) -> Form | None:
@@ -103,12 +103,12 @@ class ReaderDataset:
     def read_files(self, indices: Sequence[int]) -> list[Any]:
         """Return samples with the bytes of its file in place of each picture."""
         assert self._info.read_files is not None
-        return self._read(self._numbers(indices), self._info.read_files)
+        return self._read(self._convert_indices(indices), self._info.read_files)
 
     def read_batch(self, indices: Sequence[int]) -> Any:
         """Read the same batch, bit for bit, as collating the samples gives; None if the reader makes no batches."""
         columns = self._info.columns
-        return None if columns is None else columns.read_batch(self._numbers(indices))
+        return None if columns is None else columns.read_batch(self._convert_indices(indices))
 
     @property
     def read_ragged(self) -> Callable[[Sequence[int]], RaggedBatch | None] | None:
@@ -116,7 +116,7 @@ class ReaderDataset:
         has none.
         """
         of_reader = self._info.read_ragged
-        return None if of_reader is None else lambda indices: of_reader(self._rows_at(indices))
+        return None if of_reader is None else lambda indices: of_reader(self._find_rows(indices))
 
     @property
     def read_cut(self) -> Callable[[int, Callable[[str, Any], Any]], Any] | None:
@@ -136,23 +136,23 @@ class ReaderDataset:
     @property
     def labels(self) -> Any:
         """Return the target of each sample, if all are in memory."""
-        return self._of_rows(self._info.labels)
+        return self._select_rows(self._info.labels)
 
     @property
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Compute the length of each sequence, (N,) int64; at each call anew."""
         if self._info.lengths is None:
             raise AttributeError("lengths: the samples are no sequences")
-        lengths: np.ndarray[Any, np.dtype[np.int64]] = self._of_rows(self._info.lengths())
+        lengths: np.ndarray[Any, np.dtype[np.int64]] = self._select_rows(self._info.lengths())
         return lengths
 
     def column(self, name: str) -> Any:
         """Return the cells of another column, if the samples are rows of a table that has it."""
-        return self._of_rows(None if self._info.column is None else self._info.column(name))
+        return self._select_rows(None if self._info.column is None else self._info.column(name))
 
     def describe(self, index: int) -> str:
         """Return the file of a sample and its place in it, for messages."""
-        return self._where(self._number(index))
+        return self._name_sample(self._number(index))
 
     def row_numbers(self) -> Rows | None:
         """Return the numbers of the samples in the reader; None if they are computed by index."""
@@ -163,9 +163,11 @@ class ReaderDataset:
     def fingerprint(self) -> str:
         rows = None if self.rows is None else self.rows.tobytes()
         labels = None if self._info.labels is None else np.asarray(self._info.labels).tobytes()
-        return fingerprint_of(self._info.files, type(self.reader).__name__, self._info.settings, rows, labels)
+        return fingerprint_files(
+            self._info.files, type(self.reader).__name__, self._info.settings, rows, labels
+        )
 
-    def _of_rows(self, values: Any) -> Any:
+    def _select_rows(self, values: Any) -> Any:
         """Return those of the values of all samples that belong to these samples."""
         if values is None or self.rows is None:
             return values
@@ -176,7 +178,7 @@ class ReaderDataset:
             raise IndexError(index)
         return int(index) if self.rows is None else int(self.rows[index])
 
-    def _rows_at(self, indices: Sequence[int]) -> Rows:
+    def _find_rows(self, indices: Sequence[int]) -> Rows:
         """Return the numbers of samples in the reader. IndexError: there is no such sample."""
         positions = np.asarray(indices, dtype=np.int64)
         if len(positions) and not 0 <= positions.min() <= positions.max() < len(self):
@@ -184,8 +186,8 @@ class ReaderDataset:
         rows: Rows = positions if self.rows is None else self.rows[positions]
         return rows
 
-    def _numbers(self, indices: Sequence[int]) -> list[int]:
-        numbers: list[int] = self._rows_at(indices).tolist()
+    def _convert_indices(self, indices: Sequence[int]) -> list[int]:
+        numbers: list[int] = self._find_rows(indices).tolist()
         return numbers
 
     def _read(
@@ -195,10 +197,10 @@ class ReaderDataset:
             return self.reader.read(numbers) if read is None else read(numbers)
         except (ValueError, OverflowError) as error:
             if len(numbers) == 1:
-                raise DataError(f"{self._where(numbers[0])}: {error}") from error
+                raise DataError(f"{self._name_sample(numbers[0])}: {error}") from error
         return [sample for number in numbers for sample in self._read([number], read)]
 
-    def _where(self, number: int) -> str:
+    def _name_sample(self, number: int) -> str:
         return (
             f"{self._info.files[0]}, sample {number}"
             if self._info.where is None
@@ -224,10 +226,10 @@ class ReadFiles:
     @cached_property
     def group_numbers(self) -> Rows | None:
         """Return a number (N,) for each row, equal for rows of one group; None without groups."""
-        return None if self.groups is None else group_numbers(self.groups)
+        return None if self.groups is None else number_groups(self.groups)
 
 
-def splits_of_files(found: SplitFiles, read: Callable[[tuple[Path, ...]], ReadFiles]) -> Splits:
+def build_splits(found: SplitFiles, read: Callable[[tuple[Path, ...]], ReadFiles]) -> Splits:
     """Return the splits of files, each of which is read once.
 
     DataError, when a split is asked for: there is no sample, or nothing is left for one side.
@@ -255,7 +257,7 @@ def splits_of_files(found: SplitFiles, read: Callable[[tuple[Path, ...]], ReadFi
         notice = "; ".join(filter(None, [part.notice, samples.notice if split == "train" else ""]))
         dataset = ReaderDataset(samples.reader, rows, notice, unused)
         if found.holds_out and samples.group_numbers is not None:
-            dataset.groups = rows_of(samples.group_numbers, rows)
+            dataset.groups = select_rows_of(samples.group_numbers, rows)
         return samples.build(dataset)
 
     return Splits(build)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.batch import changed_wholes
+from trainrun.data.batch import mask_changed_integers
 from trainrun.errors import DataError
 from trainrun.interfaces import TARGET_KEYS
 from trainrun.plugin_faults import did_you_mean
@@ -46,12 +46,12 @@ class Coding:
         it.
         """
         if self.kind == "class":
-            return self._numbered(cells, where)
-        values = numbers_in(cells)
+            return self._number_cells(cells, where)
+        values = parse_cells(cells)
         if values is None or (self.kind == "int64" and values.dtype.kind == "f"):
             what = "a whole number" if self.kind == "int64" else "a number"
             row, cell = next(
-                (row, cell) for row, cell in enumerate(words_in(cells)) if not _fits(cell, self.kind)
+                (row, cell) for row, cell in enumerate(list_words(cells)) if not _fits(cell, self.kind)
             )
             raise DataError(f"{where(row)} is {cell!r}, not {what} as in the training data")
         if values.dtype.kind == "f" and np.isnan(values).any():
@@ -59,19 +59,19 @@ class Coding:
         tensor = torch.from_numpy(values.astype(self.kind))
         return tensor if self.kind == "int64" else tensor.unsqueeze(1)
 
-    def _numbered(self, cells: Cells, where: Any) -> Tensor:
+    def _number_cells(self, cells: Cells, where: Any) -> Tensor:
         place = {name: number for number, name in enumerate(self.names)}
-        numbers = [place.get(name, -1) for name in words_in(cells)]
+        numbers = [place.get(name, -1) for name in list_words(cells)]
         if -1 in numbers:
             row = numbers.index(-1)
             raise DataError(
-                f"{where(row)} is {words_in(cells)[row]!r}, which is no class of the training data"
-                f"{did_you_mean(words_in(cells)[row], self.names) or '.'} It has {join_names(self.names)}"
+                f"{where(row)} is {list_words(cells)[row]!r}, which is no class of the training data"
+                f"{did_you_mean(list_words(cells)[row], self.names) or '.'} It has {join_names(self.names)}"
             )
         return torch.tensor(numbers, dtype=torch.int64)
 
 
-def coding_of(
+def choose_coding(
     cells: Cells, dtype: str, names: Sequence[str] = (), where: Callable[[int], str] | None = None
 ) -> Coding:  # fmt: skip
     """Return the coding for the cells of the training data.
@@ -86,19 +86,19 @@ def coding_of(
         DataError: `auto`, and the cells are numbers with decimal commas, which would be as many classes.
     """
     if dtype == "auto":
-        values = numbers_in(cells)
+        values = parse_cells(cells)
         if values is None and where is not None:
             check_decimal_commas(cells, where)
         dtype = "class" if values is None else "float32" if values.dtype.kind == "f" else "int64"
     if dtype == "class":
-        values = numbers_in(cells)
+        values = parse_cells(cells)
         kind: Any = None if values is None else float if values.dtype.kind == "f" else int
         found = sorted(
-            sorted(set(words_in(cells))), key=kind
+            sorted(set(list_words(cells))), key=kind
         )  # words of one number: in the same order always
         return Coding("class", tuple(found), len(found))
     if dtype == "int64":
-        values = numbers_in(cells)
+        values = parse_cells(cells)
         whole = values is not None and values.dtype.kind != "f" and len(values) > 0
         largest = int(values.max()) if values is not None and whole else -1
         return Coding("int64", tuple(names), len(names) or (largest + 1 if largest >= 0 else None))
@@ -113,10 +113,10 @@ def is_missing(text: str) -> bool:
 def check_decimal_commas(cells: Cells, where: Callable[[int], str]) -> None:
     """Raise DataError if the cells are numbers, some of them with a decimal comma."""
     first = None
-    for index, cell in enumerate(words_in(cells)):
+    for index, cell in enumerate(list_words(cells)):
         if DECIMAL_COMMA.fullmatch(cell):
             first = (index, cell) if first is None else first
-        elif not is_missing(cell) and numbers_in([cell]) is None:
+        elif not is_missing(cell) and parse_cells([cell]) is None:
             return
     if first is not None:
         index, cell = first
@@ -126,7 +126,7 @@ def check_decimal_commas(cells: Cells, where: Callable[[int], str]) -> None:
         )
 
 
-def numbers_in(cells: Cells) -> np.ndarray[Any, Any] | None:
+def parse_cells(cells: Cells) -> np.ndarray[Any, Any] | None:
     """Return the cells as int64, or as float64 if needed; None if one is not a number."""
     if isinstance(cells, np.ndarray):
         if cells.dtype.kind not in "biuf":
@@ -143,7 +143,7 @@ def numbers_in(cells: Cells) -> np.ndarray[Any, Any] | None:
     return None
 
 
-def words_in(cells: Cells) -> list[str]:
+def list_words(cells: Cells) -> list[str]:
     return [str(cell) for cell in cells.tolist()] if isinstance(cells, np.ndarray) else list(cells)
 
 
@@ -151,7 +151,7 @@ def join_names(names: Sequence[str], most: int = 20) -> str:
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
 
 
-def chosen_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
+def choose_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the target columns: those that the user named, else the column with a usual name of a
     target.
     """
@@ -165,10 +165,10 @@ def chosen_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
         return (guesses[0],)
     if target == NO_TARGET and NO_TARGET not in columns:
         return ()
-    return named_columns(target, columns, KEY)
+    return parse_column_names(target, columns, KEY)
 
 
-def named_columns(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, ...]:
+def parse_column_names(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, ...]:
     """Return the column names in a word or a list of words. Raise DataError for one that the file does not have."""
     names = tuple(str(name) for name in (wanted if isinstance(wanted, list | tuple) else [wanted]))
     known = set(columns)
@@ -182,14 +182,14 @@ def named_columns(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, .
     return names
 
 
-def chosen_inputs(
+def choose_inputs(
     inputs: Any, target: Sequence[str], columns: Sequence[str], groups: str | None = None
 ) -> tuple[str, ...]:
     """Return the input columns: the named ones, or all but the target, row numbers and the column of the groups."""
     if groups is not None:
-        named_columns(groups, columns, "data.train.groups")
+        parse_column_names(groups, columns, "data.train.groups")
     if inputs is not None:
-        return named_columns(inputs, columns, "data.train.inputs")
+        return parse_column_names(inputs, columns, "data.train.inputs")
     targets = {*target, groups}
     names = tuple(name for name in columns if name not in targets and not ROW_NUMBERS.fullmatch(name))
     if not names:
@@ -197,14 +197,14 @@ def chosen_inputs(
     return names
 
 
-def narrow_numbers(
+def narrow_type(
     values: np.ndarray[Any, Any], dtype: str, where: Callable[[int], str]
 ) -> np.ndarray[Any, Any]:
     """Convert values to `dtype`, where only decimals may be lost. Raise DataError if a value becomes another number."""
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(dtype)
         wrong = np.isinf(narrow) & ~np.isinf(values) if narrow.dtype.kind == "f" else narrow != values
-        merged = changed_wholes(values, narrow)
+        merged = mask_changed_integers(values, narrow)
     if wrong.any() or merged.any():
         row, cell = int(np.argwhere(wrong | merged)[0][0]), values[wrong | merged].flat[0]
         way = ""
@@ -215,5 +215,5 @@ def narrow_numbers(
 
 
 def _fits(cell: str, kind: str) -> bool:
-    value = numbers_in([cell])
+    value = parse_cells([cell])
     return value is not None and not (kind == "int64" and value.dtype.kind == "f")

@@ -20,13 +20,13 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import is_integer
 from trainrun.data.engines.generators import has_parameter
-from trainrun.data.look import sequences_of
+from trainrun.data.look import find_sequences
 from trainrun.data.order.sampler import Plan, StreamPlan
 from trainrun.data.sequences.collate import Packed, Padded, round_length
-from trainrun.data.sequences.fields import Cut, CutThen, Pieces, fields_of
-from trainrun.data.sequences.lengths import Measured, real_targets
+from trainrun.data.sequences.fields import Cut, CutThen, Pieces, list_fields
+from trainrun.data.sequences.lengths import Measured, list_real_targets
 from trainrun.data.stream_options import COMPOSED, Collate, StreamOptions, plan_for
-from trainrun.data.tensor_dataset import Columns, columns_of, parts_of
+from trainrun.data.tensor_dataset import Columns, find_columns, list_parts
 from trainrun.errors import DataError
 
 Array = np.ndarray[Any, Any]
@@ -51,7 +51,7 @@ class SequencePlan:
     samples: torch.Tensor | None = None
 
 
-def sequence_plan(source: Any, base: Plan, options: StreamOptions) -> SequencePlan | None:
+def plan_sequences(source: Any, base: Plan, options: StreamOptions) -> SequencePlan | None:
     """Return the plan of sequences; None if the data has none, or if they only have to be cut.
 
     source: samples as the model sees them, cached and transformed. base: the plan for other data; its batch may be
@@ -65,16 +65,16 @@ def sequence_plan(source: Any, base: Plan, options: StreamOptions) -> SequencePl
     if not options.sequences_matter:
         return None
     if isinstance(source, IterableDataset):
-        return _of_iterable(source, base, options)
-    columns = source if isinstance(source, Columns) else columns_of(source, options.key)
+        return _plan_iterable(source, base, options)
+    columns = source if isinstance(source, Columns) else find_columns(source, options.key)
     source = source if columns is None else columns
-    found = sequences_of(source, options)
+    found = find_sequences(source, options)
     if not found.names:
         _refuse_without_sequences(options)
         return None
     if columns is not None and (options.max_sequence_length is None or options.truncate in ("left", "right")):
-        return _of_columns(columns, found, base, options)
-    return _composed(source, found, base, options)
+        return _plan_columns(columns, found, base, options)
+    return _plan_composed(source, found, base, options)
 
 
 def check_sequence_options(options: StreamOptions) -> None:
@@ -118,7 +118,7 @@ def _refuse_without_sequences(options: StreamOptions) -> None:
             )
 
 
-def _of_iterable(source: Any, base: Plan, options: StreamOptions) -> SequencePlan:
+def _plan_iterable(source: Any, base: Plan, options: StreamOptions) -> SequencePlan:
     """Return a plan that pads each batch by itself, since lengths are not known beforehand."""
     size = options.max_sequence_length
     if options.padding in COMPOSED or options.truncate in ("drop", "split"):
@@ -131,14 +131,16 @@ def _of_iterable(source: Any, base: Plan, options: StreamOptions) -> SequencePla
         raise DataError(
             f"data.padding=max: {options.key} is an IterableDataset; say data.max_sequence_length"
         )
-    return SequencePlan(source, base, _padding(Measured(), options, size), "")
+    return SequencePlan(source, base, _choose_padding(Measured(), options, size), "")
 
 
-def _of_columns(columns: Columns, found: Measured, base: Plan, options: StreamOptions) -> SequencePlan | None:
+def _plan_columns(
+    columns: Columns, found: Measured, base: Plan, options: StreamOptions
+) -> SequencePlan | None:
     """Return the plan of rows of one length, which are cut once; None if nothing has to be padded."""
     assert found.lengths is not None
     size, length = options.max_sequence_length, int(found.lengths[0])
-    named = [*zip(fields_of(columns[0]), columns.values, strict=True)]
+    named = [*zip(list_fields(columns[0]), columns.values, strict=True)]
     stay = [
         name for name, value in named if value.ndim == 2 and is_integer(value) and name not in found.names
     ]
@@ -149,7 +151,7 @@ def _of_columns(columns: Columns, found: Measured, base: Plan, options: StreamOp
         found = replace(found, lengths=np.minimum(found.lengths, size))
     width = round_length(max(length, size or 0) if options.padding == "max" else length, options.pad_multiple)
     if width != length or options.padding in ("pack", "token_budget"):
-        return _composed(columns, found, base, replace(options, truncate="right"))
+        return _plan_composed(columns, found, base, replace(options, truncate="right"))
     if options.padding == "longest" and options.truncate == "right" and (size is None or not stay):
         return None  # `Preparation` cuts every column of integers
     return SequencePlan(columns, plan_for(base, len(columns), options.key), options.collate_fn, "")
@@ -157,7 +159,7 @@ def _of_columns(columns: Columns, found: Measured, base: Plan, options: StreamOp
 
 def _refuse_generators(source: Any, key: str) -> None:
     """Raise DataError if samples are drawn anew at each read: the pieces of a sample would not belong together."""
-    for part in parts_of(source):
+    for part in list_parts(source):
         if has_parameter(getattr(part, "__getitem__", None), "generator") or has_parameter(
             getattr(part, "__getitems__", None), "generators"
         ):
@@ -167,9 +169,9 @@ def _refuse_generators(source: Any, key: str) -> None:
             )
 
 
-def _composed(source: Any, found: Measured, base: Plan, options: StreamOptions) -> SequencePlan:
+def _plan_composed(source: Any, found: Measured, base: Plan, options: StreamOptions) -> SequencePlan:
     size, lengths, kept = options.max_sequence_length, found.lengths, None
-    from trainrun.data.sequences.plans import SelectedPlan, describe_padding, epoch_of
+    from trainrun.data.sequences.plans import SelectedPlan, describe_padding, estimate_epoch
 
     _check_alike(source, found, base, options)
     before = found.seen
@@ -196,7 +198,7 @@ def _composed(source: Any, found: Measured, base: Plan, options: StreamOptions) 
     plan = _plan(replace(base, num_samples=count), lengths, widest, options)
     if kept is not None:
         plan = SelectedPlan(plan, torch.from_numpy(kept))
-    collate, samples = _padding(found, options, widest), None
+    collate, samples = _choose_padding(found, options, widest), None
     if isinstance(source, Pieces):
         samples = torch.from_numpy(source.sample)
     if before is None or ((before == before[0]).all() and options.padding == "longest"):
@@ -205,7 +207,7 @@ def _composed(source: Any, found: Measured, base: Plan, options: StreamOptions) 
     seen = before if lengths is None else lengths
     seen = seen if size is None else np.minimum(seen, size)
     width = round_length(int(seen.max()) if size is None else size, options.pad_multiple)
-    epoch = epoch_of(seen, base, width, options.pad_multiple, options.max_tokens)
+    epoch = estimate_epoch(seen, base, width, options.pad_multiple, options.max_tokens)
     told = describe_padding(before, epoch.shares, options.padding, size, options.truncate, found.how)
     known = lengths is not None and options.collate_fn is None
     positions = epoch.positions if known else {}
@@ -220,9 +222,9 @@ def _plan(base: Plan, lengths: Array | None, widest: int | None, options: Stream
         BucketPlan,
         BudgetPlan,
         PackPlan,
-        budget_batches,
+        form_budget_batches,
         pack_rows,
-        widths_of,
+        round_widths,
     )
 
     assert lengths is not None
@@ -233,17 +235,17 @@ def _plan(base: Plan, lengths: Array | None, widest: int | None, options: Stream
         rows = pack_rows(lengths, round_length(widest, options.pad_multiple), base.seed, base.shuffle)
         return PackPlan(plan_for(base, len(rows), f"{key}, packed into rows,"), rows)
     assert options.max_tokens is not None
-    widths = widths_of(lengths, options.pad_multiple)
+    widths = round_widths(lengths, options.pad_multiple)
     if widths.max() > options.max_tokens:
         raise DataError(
             f"data.max_tokens={options.max_tokens}: {options.key} has a sample of {widths.max()} positions, "
             "which no batch can hold; raise it, or cut with data.max_sequence_length"
         )
     budget = options.max_tokens * base.world_size
-    return BudgetPlan(base, budget_batches(lengths, widths, budget, base.seed, base.shuffle))
+    return BudgetPlan(base, form_budget_batches(lengths, widths, budget, base.seed, base.shuffle))
 
 
-def _padding(found: Measured, options: StreamOptions, widest: int | None) -> Collate:
+def _choose_padding(found: Measured, options: StreamOptions, widest: int | None) -> Collate:
     names = found.names if found.varies else ()
     size, cut = options.max_sequence_length, None
     if size is not None and options.truncate in ("left", "right"):
@@ -266,7 +268,7 @@ def _check_alike(source: Any, found: Measured, base: Plan, options: StreamOption
             )
     if options.padding != "pack":
         return
-    real = real_targets(fields_of(source[0])) if isinstance(source, Columns) else found.real_targets
+    real = list_real_targets(list_fields(source[0])) if isinstance(source, Columns) else found.real_targets
     for name in real:
         raise DataError(  # no float says `there is no target here`
             f"data.padding=pack: {name} of {options.key} holds floats, which cannot be told from padding; "

@@ -37,20 +37,20 @@ from trainrun.data.batch import (
     RaggedBatch,
     RaggedRows,
     arrays_to_tensors,
+    attach_fields,
+    convert_numbers,
     map_leaves,
-    of_numbers,
-    with_fields,
 )
 from trainrun.data.sequences.fields import (
     INPUTS,
     Cut,
     Fields,
-    fields_of,
-    forms_of,
+    describe_forms,
+    find_sequence_names,
     is_target,
     last_key,
+    list_fields,
     map_fields,
-    sequence_names,
 )
 from trainrun.interfaces import IGNORED, INPUT_KEYS
 
@@ -85,30 +85,30 @@ class Padded:
         if self.cut is not None:
             samples = [self.cut(sample) for sample in samples]
         if self.names:
-            return self._padded(samples, [fields_of(sample) for sample in samples], self.names)
+            return self._pad(samples, [list_fields(sample) for sample in samples], self.names)
         if self.width is None and self.multiple is None:
             try:
                 return stack_samples(samples)
             except RuntimeError:  # so torch says that shapes differ; a look ahead would cost every batch
-                rows = [fields_of(sample) for sample in samples]
-                names, differ = sequence_names([forms_of(row) for row in rows])
+                rows = [list_fields(sample) for sample in samples]
+                names, differ = find_sequence_names([describe_forms(row) for row in rows])
                 if not differ:
                     raise
-                return self._padded(samples, rows, names)
-        rows = [fields_of(sample) for sample in samples]
+                return self._pad(samples, rows, names)
+        rows = [list_fields(sample) for sample in samples]
         names = self._short_names(rows)
-        return self._padded(samples, rows, names) if names else stack_samples(samples)
+        return self._pad(samples, rows, names) if names else stack_samples(samples)
 
-    def _padded(self, samples: list[Any], rows: list[Fields], names: tuple[str, ...]) -> Any:
+    def _pad(self, samples: list[Any], rows: list[Fields], names: tuple[str, ...]) -> Any:
         check_same_fields(rows)
         batch = {
-            name: self._column(name, [row[name] for row in rows])
+            name: self._pad_column(name, [row[name] for row in rows])
             if name in names
             else collate_values([row[name] for row in rows])
             for name in rows[0]
         }
         lengths = {name: torch.tensor([len(row[name]) for row in rows]) for name in names}
-        return like_samples(samples, batch, fields_beside(batch, lengths, rows[0]))
+        return pack_like_samples(samples, batch, build_mask_fields(batch, lengths, rows[0]))
 
     def pad_rows(self, rows: RaggedBatch) -> Any:
         """Return the batch that calling this with the samples gives; None if they have to be read."""
@@ -122,8 +122,8 @@ class Padded:
             fill, dtype, longest = 0.0, field.values.dtype, int(field.lengths.max())
             if name in self.names:
                 empty = torch.from_numpy(np.empty(0, dtype))
-                fill, (like,) = padding_of(name, [empty], self.padding_value)
-                dtype, longest = like.numpy().dtype, self._width(longest)
+                fill, (like,) = choose_padding_value(name, [empty], self.padding_value)
+                dtype, longest = like.numpy().dtype, self._choose_width(longest)
                 lengths[name] = torch.from_numpy(field.lengths)
             elif longest != field.lengths.min():
                 return None
@@ -131,27 +131,27 @@ class Padded:
         if lengths.keys() != {*self.names} or not lengths:
             return None
         first = {name: column[0] for name, column in batch.items()}
-        return with_fields(rows.pack([*batch.values()]), fields_beside(batch, lengths, first))
+        return attach_fields(rows.pack([*batch.values()]), build_mask_fields(batch, lengths, first))
 
     def _short_names(self, rows: list[Fields]) -> tuple[str, ...]:
-        names, differ = sequence_names([forms_of(row) for row in rows])
+        names, differ = find_sequence_names([describe_forms(row) for row in rows])
         if differ:
             return names
-        return tuple(name for name in names if len(rows[0][name]) != self._width(len(rows[0][name])))
+        return tuple(name for name in names if len(rows[0][name]) != self._choose_width(len(rows[0][name])))
 
-    def _width(self, longest: int) -> int:
+    def _choose_width(self, longest: int) -> int:
         return round_length(longest if self.width is None else max(longest, self.width), self.multiple)
 
-    def _column(self, name: str, values: list[Tensor]) -> Tensor:
-        fill, values = padding_of(name, values, self.padding_value)
+    def _pad_column(self, name: str, values: list[Tensor]) -> Tensor:
+        fill, values = choose_padding_value(name, values, self.padding_value)
         together = pad_sequence(values, batch_first=True, padding_value=fill)
-        missing = self._width(together.shape[1]) - together.shape[1]
+        missing = self._choose_width(together.shape[1]) - together.shape[1]
         return pad(together, [0, 0] * (together.ndim - 2) + [0, missing], value=fill) if missing else together
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Puts samples one after the other into rows of `width` positions, by `next_fit`.
+    """Puts samples one after the other into rows of `width` positions, by `place_in_rows`.
 
     names: the sequences; those of one sample are equally long.
     """
@@ -162,7 +162,7 @@ class Packed:
     padding_value: float = 0
 
     def __call__(self, samples: list[Any]) -> Any:
-        rows = [fields_of(sample if self.cut is None else self.cut(sample)) for sample in samples]
+        rows = [list_fields(sample if self.cut is None else self.cut(sample)) for sample in samples]
         check_same_fields(rows)
         lengths = [len(row[self.names[0]]) for row in rows]
         for name in self.names:
@@ -172,7 +172,7 @@ class Packed:
                 )
         if max(lengths) > self.width:
             raise ValueError(f"a sequence of {max(lengths)} positions is longer than a row of {self.width}")
-        row, begin = torch.tensor(next_fit(lengths, self.width)).T.contiguous()
+        row, begin = torch.tensor(place_in_rows(lengths, self.width)).T.contiguous()
         size = torch.tensor(lengths)
         slot = torch.arange(len(rows)) - torch.searchsorted(row, row)  # which segment of its row, from 0
         shape = (int(row[-1]) + 1, self.width)
@@ -182,15 +182,15 @@ class Packed:
         for name in rows[0]:
             values = [item[name] for item in rows]
             if name in self.names:
-                fill, values = padding_of(name, values, self.padding_value)
+                fill, values = choose_padding_value(name, values, self.padding_value)
                 batch[name] = scatter_values(torch.cat(values), where, shape, fill)
             else:
-                batch[name] = self._by_segment(name, values, row, slot)
+                batch[name] = self._pack_by_segment(name, values, row, slot)
         segment_ids = scatter_values(torch.repeat_interleave(slot + 1, size), where, shape, 0)
         beside = {"segment_ids": segment_ids, "position_ids": scatter_values(inside, where, shape, 0)}
-        return like_samples(samples, batch, beside)
+        return pack_like_samples(samples, batch, beside)
 
-    def _by_segment(self, name: str, values: list[Any], row: Tensor, slot: Tensor) -> Any:
+    def _pack_by_segment(self, name: str, values: list[Any], row: Tensor, slot: Tensor) -> Any:
         together = collate_values(values)
         num_rows, num_slots = int(row[-1]) + 1, int(slot.max()) + 1
         if not isinstance(together, Tensor):
@@ -198,11 +198,11 @@ class Packed:
             for number, value in zip(row.tolist(), values, strict=True):
                 table[number].append(value)
             return table
-        fill, (together,) = padding_of(name, [together], self.padding_value)
+        fill, (together,) = choose_padding_value(name, [together], self.padding_value)
         return scatter_values(together, row * num_slots + slot, (num_rows, num_slots), fill)
 
 
-def fields_beside(batch: Fields, lengths: dict[str, Tensor], first: Fields) -> Fields:
+def build_mask_fields(batch: Fields, lengths: dict[str, Tensor], first: Fields) -> Fields:
     """Return the mask of a padded batch, and the weights of targets that are sequences of floats.
 
     lengths: (samples,) of each padded field. first: the fields of the first sample.
@@ -210,17 +210,17 @@ def fields_beside(batch: Fields, lengths: dict[str, Tensor], first: Fields) -> F
     names = tuple(lengths)
     beside = {}
     if all(last_key(name) != MASK for name in batch):
-        masked = of_the_mask(first, names)
+        masked = find_masked_field(first, names)
         width = batch[masked].shape[1]
         size = lengths[masked] if masked in lengths else torch.full((len(batch[masked]),), width)
-        beside[MASK] = positions_inside(size, width)
-    if (target := float_target(batch, names)) is not None:
-        inside = positions_inside(lengths[target], batch[target].shape[1])
+        beside[MASK] = mask_positions(size, width)
+    if (target := find_float_target(batch, names)) is not None:
+        inside = mask_positions(lengths[target], batch[target].shape[1])
         beside["target_weight"] = inside / lengths[target][:, None].clamp(min=1).double()
     return beside
 
 
-def positions_inside(lengths: Tensor, width: int) -> Tensor:
+def mask_positions(lengths: Tensor, width: int) -> Tensor:
     """Return (samples, width) bool: the positions of each sample that are not padding. By NumPy in half of the time."""
     positions = np.arange(width, dtype=np.int32)
     return torch.from_numpy(positions < lengths.numpy().astype(np.int32)[:, None])
@@ -233,12 +233,12 @@ def check_same_fields(rows: list[Fields]) -> None:
             raise ValueError(f"its samples have unlike structures: {some} is not in each of them")
 
 
-def like_samples(samples: list[Any], columns: Fields, beside: Fields) -> Any:
+def pack_like_samples(samples: list[Any], columns: Fields, beside: Fields) -> Any:
     """Return the columns in the structure of the samples, with the fields that lie beside them."""
-    return with_fields(map_fields(samples[0], lambda name, _: columns[name]), beside)
+    return attach_fields(map_fields(samples[0], lambda name, _: columns[name]), beside)
 
 
-def next_fit(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
+def place_in_rows(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
     """Return row and first position of each sequence. A new row begins if a sequence does not fit into the last."""
     places, row, used = [], 0, 0
     for length in lengths:
@@ -256,9 +256,11 @@ def scatter_values(values: Tensor, where: Tensor, shape: tuple[int, int], fill: 
     return out.view(*shape, *values.shape[1:])
 
 
-def padding_of(name: str, values: Sequence[Tensor], padding_value: float) -> tuple[float, list[Tensor]]:
+def choose_padding_value(
+    name: str, values: Sequence[Tensor], padding_value: float
+) -> tuple[float, list[Tensor]]:
     """Return the value that pads a field, and its tensors in one type that can hold the padding."""
-    values = one_type(values)
+    values = unify_types(values)
     first = values[0]
     if first.is_floating_point() or first.is_complex():
         return padding_value, values
@@ -268,11 +270,11 @@ def padding_of(name: str, values: Sequence[Tensor], padding_value: float) -> tup
     return (0 if first.dtype is torch.bool or last_key(name) == MASK else int(padding_value)), values
 
 
-def of_the_mask(fields: Fields, names: tuple[str, ...]) -> str:
+def find_masked_field(fields: Fields, names: tuple[str, ...]) -> str:
     """Return the field that `attention_mask` is made from: the inputs, else the first sequence that is not a
     target.
     """
-    forms = forms_of(fields)
+    forms = describe_forms(fields)
     called = [name for key in INPUT_KEYS for name in fields if last_key(name) == key]
     called += [name for name in fields if name.startswith(f"{INPUTS}.")]
     inputs = [name for name in called if name in names or (name in forms and forms[name].tokens)]
@@ -280,7 +282,7 @@ def of_the_mask(fields: Fields, names: tuple[str, ...]) -> str:
     return (inputs or others or names)[0]
 
 
-def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
+def find_float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
     """Return the target that is a sequence of floats; None without one."""
     found = (name for name in names if is_target(name) and fields[name].is_floating_point())
     return next(found, None)
@@ -288,15 +290,15 @@ def float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
 
 def stack_samples(samples: list[Any]) -> Any:
     """Collate samples of one shape in the user's containers. Tuples stay tuples, unlike with torch's collate."""
-    columns = plain_columns(samples)
+    columns = list_plain_columns(samples)
     if columns:
         return tuple([collate_values(column) for column in columns])
     first = samples[0]
-    samples = [map_leaves(sample, arrays_to_tensors, of_numbers) for sample in samples]
-    return with_tuples(first, collate_values(samples))
+    samples = [map_leaves(sample, arrays_to_tensors, convert_numbers) for sample in samples]
+    return restore_tuples(first, collate_values(samples))
 
 
-def plain_columns(samples: list[Any]) -> list[tuple[Any, ...]]:
+def list_plain_columns(samples: list[Any]) -> list[tuple[Any, ...]]:
     """Return the columns of samples that are tuples of as many tensors, numbers and texts; empty for any others.
 
     Torch collates these as they are. Looking at whole columns takes 0.3 us a sample, at each sample 4.
@@ -307,16 +309,16 @@ def plain_columns(samples: list[Any]) -> list[tuple[Any, ...]]:
     return columns if all(PLAIN_PARTS.issuperset(map(type, column)) for column in columns) else []
 
 
-def with_tuples(sample: Any, batch: Any) -> Any:
+def restore_tuples(sample: Any, batch: Any) -> Any:
     """Return the batch with a tuple wherever a sample has one; torch's collate makes lists of them."""
     if isinstance(sample, dict) and type(batch) is type(sample):
         clone = copy.copy(batch)
-        clone.update({key: with_tuples(part, batch[key]) for key, part in sample.items()})
+        clone.update({key: restore_tuples(part, batch[key]) for key, part in sample.items()})
         return clone
     parted = isinstance(sample, tuple | list) and isinstance(batch, tuple | list)
     if not parted or isinstance(sample, PackedSequence):
         return batch
-    parts = [with_tuples(part, column) for part, column in zip(sample, batch, strict=True)]
+    parts = [restore_tuples(part, column) for part, column in zip(sample, batch, strict=True)]
     if type(sample) is tuple:
         return tuple(parts)
     return type(batch)._make(parts) if hasattr(batch, "_make") else parts
@@ -327,11 +329,11 @@ def collate_values(values: Sequence[Any]) -> Any:
     return collate(values, collate_fn_map=COLLATE_BY_TYPE)
 
 
-def _stacked(tensors: Sequence[Tensor], *, collate_fn_map: Any) -> Any:
-    return default_collate_fn_map[Tensor](one_type(tensors), collate_fn_map=collate_fn_map)
+def _stack(tensors: Sequence[Tensor], *, collate_fn_map: Any) -> Any:
+    return default_collate_fn_map[Tensor](unify_types(tensors), collate_fn_map=collate_fn_map)
 
 
-def one_type(tensors: Sequence[Tensor]) -> list[Tensor]:
+def unify_types(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Convert tensors to the narrowest number type that holds all of them."""
     types = dict.fromkeys(map(DTYPE, tensors))
     wide = reduce(torch.promote_types, types)
@@ -339,4 +341,4 @@ def one_type(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 DTYPE = attrgetter("dtype")
-COLLATE_BY_TYPE = {**default_collate_fn_map, Tensor: _stacked}
+COLLATE_BY_TYPE = {**default_collate_fn_map, Tensor: _stack}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from trainrun.data.batch import as_tensor, is_numbers, is_tokens, of_numbers
+from trainrun.data.batch import convert_numbers, convert_to_tensor, is_numbers, is_tokens
 from trainrun.data.map_style import find_innermost, thread_safe
 from trainrun.data.tensor_dataset import Columns
 from trainrun.interfaces import TARGET_KEYS
@@ -68,20 +68,20 @@ def is_target(name: str) -> bool:
     return any(key in TARGET_KEYS for key in name.split("."))
 
 
-def fields_of(sample: Any) -> Fields:
+def list_fields(sample: Any) -> Fields:
     """Return the leaves by name, in their order; lists of numbers and NumPy arrays as tensors."""
     fields: Fields = {}
-    map_fields(sample, lambda name, value: fields.__setitem__(name, leaf_value(value)))
+    map_fields(sample, lambda name, value: fields.__setitem__(name, convert_leaf(value)))
     return fields
 
 
-def leaf_value(value: Any) -> Any:
+def convert_leaf(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return as_tensor(value) if value.dtype.kind in "biufc" else value
-    return of_numbers(value)
+        return convert_to_tensor(value) if value.dtype.kind in "biufc" else value
+    return convert_numbers(value)
 
 
-def forms_of(fields: Fields) -> dict[str, FieldForm]:
+def describe_forms(fields: Fields) -> dict[str, FieldForm]:
     """Describe the leaves that have a first dimension."""
     return {
         name: FieldForm(len(value), is_tokens(value))
@@ -90,7 +90,7 @@ def forms_of(fields: Fields) -> dict[str, FieldForm]:
     }
 
 
-def sequence_names(samples: Iterable[Mapping[str, FieldForm]]) -> tuple[tuple[str, ...], bool]:
+def find_sequence_names(samples: Iterable[Mapping[str, FieldForm]]) -> tuple[tuple[str, ...], bool]:
     """Return the fields that are sequences, and whether their lengths differ between these samples.
 
     Fields whose lengths differ are sequences. If none differ, they are the tokens that are as long as the first
@@ -153,7 +153,7 @@ class Pieces:
         self.begin = (np.arange(len(self.sample)) - np.repeat(ends - counts, counts)) * size
         self.lengths = np.minimum(lengths[self.sample] - self.begin, size)
         self.thread_safe = thread_safe(source)
-        self._column_names = [*fields_of(source[0])] if isinstance(source, Columns) else []
+        self._column_names = [*list_fields(source[0])] if isinstance(source, Columns) else []
 
     def __len__(self) -> int:
         return len(self.sample)

@@ -14,7 +14,14 @@ from torch.utils.data import Subset
 
 from trainrun.data.engines.generators import seed_globals
 from trainrun.data.map_style import reads_at_once
-from trainrun.data.sequences.fields import FieldForm, Fields, fields_of, forms_of, is_target, sequence_names
+from trainrun.data.sequences.fields import (
+    FieldForm,
+    Fields,
+    describe_forms,
+    find_sequence_names,
+    is_target,
+    list_fields,
+)
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 from trainrun.runtime.child_process import send_sign
@@ -57,21 +64,21 @@ class Measured:
 def learn_lengths(source: Any, key: str, seed: int, needs_all: bool) -> Measured | None:
     """Read a few samples; in a child process, since it runs the user's code. None: all of them have to be read."""
     count = len(source)
-    said = said_lengths(source)
-    if said is None and not needs_all and not _promising(source, key, seed):
+    said = read_reported_lengths(source)
+    if said is None and not needs_all and not _may_be_sequence(source, key, seed):
         return Measured()
     spread = np.unique(np.linspace(0, count - 1, PROBES).astype(np.int64)).tolist()
     if said is not None:
         probes = {0, int(said.argmin()), int(said.argmax()), *spread}
-        forms = _readable(source, sorted(probes), key, seed)
-        names, varies = sequence_names(forms.values())
-        if names and all(_longest(form, names) == said[index] for index, form in forms.items()):
-            real = real_targets(fields_of(_read(source, 0, key, seed))) if needs_all else ()
+        forms = _read_samples(source, sorted(probes), key, seed)
+        names, varies = find_sequence_names(forms.values())
+        if names and all(_measure_longest(form, names) == said[index] for index, form in forms.items()):
+            real = list_real_targets(list_fields(_read(source, 0, key, seed))) if needs_all else ()
             return Measured(names, varies, said, said, "", have_equal_lengths(forms.values(), names), real)
-    return None if needs_all else _estimated(source, key, seed, spread)
+    return None if needs_all else _estimate_lengths(source, key, seed, spread)
 
 
-def real_targets(fields: Fields) -> tuple[str, ...]:
+def list_real_targets(fields: Fields) -> tuple[str, ...]:
     """Return the names of the targets that are floating-point numbers."""
     found = []
     for name, value in fields.items():
@@ -81,10 +88,10 @@ def real_targets(fields: Fields) -> tuple[str, ...]:
     return tuple(found)
 
 
-def said_lengths(source: Any) -> np.ndarray[Any, Any] | None:
+def read_reported_lengths(source: Any) -> np.ndarray[Any, Any] | None:
     """Return the lengths that a source reports without decoding samples; None if it reports none."""
     if type(source) is Subset:
-        whole = said_lengths(source.dataset)
+        whole = read_reported_lengths(source.dataset)
         return None if whole is None else whole[np.asarray(source.indices)]
     lengths = getattr(source, "lengths", None)
     lengths = lengths() if callable(lengths) else lengths
@@ -93,45 +100,45 @@ def said_lengths(source: Any) -> np.ndarray[Any, Any] | None:
     return np.asarray(lengths, dtype=np.int64)
 
 
-def lengths_of_columns(columns: Columns) -> Measured:
+def measure_columns(columns: Columns) -> Measured:
     """Return the lengths of rows of arrays, which are all equal."""
-    forms = forms_of(fields_of(columns[0]))
-    names, _ = sequence_names([forms])
+    forms = describe_forms(list_fields(columns[0]))
+    names, _ = find_sequence_names([forms])
     if not names:
         return Measured()
     lengths = np.full(len(columns), forms[names[0]].length, dtype=np.int64)
     return Measured(names, False, lengths, lengths)
 
 
-def _promising(source: Any, key: str, seed: int) -> bool:
+def _may_be_sequence(source: Any, key: str, seed: int) -> bool:
     """Return whether sample 0 may be a sequence; a picture is not."""
     try:
-        fields = fields_of(_read(source, 0, key, seed))
+        fields = list_fields(_read(source, 0, key, seed))
     except DataError:  # it is read again in the run, and fails there by its own name
         return False
-    return any(fields[name].ndim <= 2 for name in forms_of(fields))
+    return any(fields[name].ndim <= 2 for name in describe_forms(fields))
 
 
-def _estimated(source: Any, key: str, seed: int, spread: list[int]) -> Measured:
+def _estimate_lengths(source: Any, key: str, seed: int, spread: list[int]) -> Measured:
     """Find the sequence fields from some samples, and measure the lengths of as many as the time limit allows."""
-    names, varies = sequence_names(_readable(source, spread, key, seed).values())
+    names, varies = find_sequence_names(_read_samples(source, spread, key, seed).values())
     if not varies:
         return Measured(names)
     more = np.unique(np.linspace(0, len(source) - 1, ESTIMATE_SAMPLES).astype(np.int64)).tolist()
     end, seen = perf_counter() + ESTIMATE_SECONDS, []
     for index in [*spread, *more]:
-        seen += [_longest(form, names) for form in _readable(source, [index], key, seed).values()]
+        seen += [_measure_longest(form, names) for form in _read_samples(source, [index], key, seed).values()]
         if perf_counter() > end:
             break
     return Measured(names, True, None, np.array(seen), f"estimated from {len(seen)} samples")
 
 
-def _readable(source: Any, indices: list[int], key: str, seed: int) -> dict[int, Forms]:
+def _read_samples(source: Any, indices: list[int], key: str, seed: int) -> dict[int, Forms]:
     """Return the samples that can be read. The others fail again in the run, where `data.on_error` decides."""
     found = {}
     for index in indices:
         with suppress(DataError):
-            found[index] = _forms(source, index, key, seed)
+            found[index] = _describe_forms(source, index, key, seed)
     return found
 
 
@@ -140,7 +147,7 @@ def read_all_lengths(source: Any, key: str, seed: int, report: Callable[[str], N
     started, count = perf_counter(), len(source)
     forms: list[Forms] = []
     next_line, next_sign = FIRST_LINE_SECONDS, 0.0
-    for form in _all_forms(source, key, seed):
+    for form in _describe_all_forms(source, key, seed):
         forms.append(form)
         seconds = perf_counter() - started
         if seconds > next_line:
@@ -152,23 +159,23 @@ def read_all_lengths(source: Any, key: str, seed: int, report: Callable[[str], N
         elif seconds > next_sign:
             send_sign()
             next_sign = seconds + SIGN_SECONDS
-    names, varies = sequence_names(forms)
-    lengths = np.array([_longest(form, names) for form in forms], dtype=np.int64)
+    names, varies = find_sequence_names(forms)
+    lengths = np.array([_measure_longest(form, names) for form in forms], dtype=np.int64)
     seconds = perf_counter() - started
     how = f"measured by reading {count} samples in {seconds:.1f} s; a source with .lengths needs none"
-    real = real_targets(fields_of(_read(source, 0, key, seed)))
+    real = list_real_targets(list_fields(_read(source, 0, key, seed)))
     return Measured(names, varies, lengths, lengths, how, have_equal_lengths(forms, names), real)
 
 
-def _all_forms(source: Any, key: str, seed: int) -> Iterator[Forms]:
+def _describe_all_forms(source: Any, key: str, seed: int) -> Iterator[Forms]:
     count = len(source)
     if not reads_at_once(source):
-        yield from (_forms(source, index, key, seed) for index in range(count))
+        yield from (_describe_forms(source, index, key, seed) for index in range(count))
         return
     for begin in range(0, count, AT_ONCE):
         indices = list(range(begin, min(begin + AT_ONCE, count)))
         samples = _read(source, indices[0], key, seed, indices)
-        yield from (forms_of(fields_of(sample)) for sample in samples)
+        yield from (describe_forms(list_fields(sample)) for sample in samples)
 
 
 def _read(source: Any, index: int, key: str, seed: int, indices: list[int] | None = None) -> Any:
@@ -183,13 +190,13 @@ def _read(source: Any, index: int, key: str, seed: int, indices: list[int] | Non
         ) from error
 
 
-def _forms(source: Any, index: int, key: str, seed: int) -> Forms:
-    return forms_of(fields_of(_read(source, index, key, seed)))
+def _describe_forms(source: Any, index: int, key: str, seed: int) -> Forms:
+    return describe_forms(list_fields(_read(source, index, key, seed)))
 
 
 def have_equal_lengths(samples: Iterable[Forms], names: tuple[str, ...]) -> bool:
     return all(len({forms[name].length for name in names}) == 1 for forms in samples)
 
 
-def _longest(forms: Forms, names: Iterable[str]) -> int:
+def _measure_longest(forms: Forms, names: Iterable[str]) -> int:
     return max((forms[name].length for name in names), default=0)

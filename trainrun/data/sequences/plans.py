@@ -20,8 +20,8 @@ from trainrun.data.order.sampler import (
     Share,
     StreamPlan,
     apply_limit,
-    behind_the_end,
-    epoch_order,
+    build_end_error,
+    compute_epoch_order,
     share_bounds,
 )
 from trainrun.data.sequences.collate import round_length
@@ -49,7 +49,7 @@ class Groups:
         return self.samples[int(self.bounds[number]) : int(self.bounds[number + 1])]
 
 
-def by_length(lengths: Array, seed: int, shuffle: bool, descending: bool = False) -> Array:
+def sort_by_length(lengths: Array, seed: int, shuffle: bool, descending: bool = False) -> Array:
     """Return the samples sorted by length. Samples of equal length are in an order drawn from the seed."""
     order = np.arange(len(lengths))
     if shuffle:
@@ -63,14 +63,13 @@ def by_length(lengths: Array, seed: int, shuffle: bool, descending: bool = False
 def pack_rows(lengths: Array, width: int, seed: int, shuffle: bool) -> Groups:
     """Pack sequences into rows of at most `width` positions: best fit, longest first.
 
-    A row is opened only for a sequence that fits into no earlier row. So `collate.next_fit` over the samples of any
-    rows, in
-    the order of their numbers, gives the same rows. O(n) steps on a bit set of free spaces.
+    A row is opened only for a sequence that fits into no earlier row. So `collate.place_in_rows` gives the same rows
+    for the samples of any rows in the order of their numbers. O(n) steps on a bit set of free spaces.
     """
     rows: list[list[int]] = []
     with_space: list[list[int]] = [[] for _ in range(width + 1)]  # rows by the space that is left in them
     spaces = 0  # bit s: there is a row with s positions left
-    for sample in by_length(lengths, seed, shuffle, descending=True).tolist():
+    for sample in sort_by_length(lengths, seed, shuffle, descending=True).tolist():
         length = int(lengths[sample])
         fitting = spaces >> length
         if fitting:
@@ -89,12 +88,12 @@ def pack_rows(lengths: Array, width: int, seed: int, shuffle: bool) -> Groups:
     return Groups(samples, np.cumsum([0, *sizes]))
 
 
-def budget_batches(lengths: Array, widths: Array, budget: int, seed: int, shuffle: bool) -> Groups:
+def form_budget_batches(lengths: Array, widths: Array, budget: int, seed: int, shuffle: bool) -> Groups:
     """Form batches of similar lengths whose number of samples times their largest width is at most `budget`.
 
     widths: (n,) int64, of each sample alone in a batch, none above `budget`.
     """
-    order = by_length(lengths, seed, shuffle)
+    order = sort_by_length(lengths, seed, shuffle)
     wide = widths[order]
     bounds = [0]
     while bounds[-1] < len(order):
@@ -146,7 +145,7 @@ class BucketPlan(Derived):
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
         if start and start >= self.num_batches:
-            raise behind_the_end(start, self.num_batches)
+            raise build_end_error(start, self.num_batches)
         groups = self.batches(epoch)[start : self.num_batches]
         return (
             share_of(group, self.base, device, number == len(groups))
@@ -156,13 +155,13 @@ class BucketPlan(Derived):
     def batches(self, epoch: int) -> list[Tensor]:
         """Return all global micro-batches of an epoch."""
         base, size, number = self.base, self.base.global_size, self.effective_epoch(epoch)
-        order = epoch_order(base.num_samples, base.seed, number, base.shuffle)
+        order = compute_epoch_order(base.num_samples, base.seed, number, base.shuffle)
         if base.drawn is not None:
             order = base.drawn.samples(order, base.num_samples, base.seed, number)
         whole, rest = divmod(base.num_samples, size)
         if base.drop_last:
             order, rest = order[: whole * size], 0
-        order = self._sorted(order)
+        order = self._sort_by_length(order)
         generator = torch.Generator().manual_seed(derive_seed(base.seed, number, 1))
         tail = order[:0]
         if rest:
@@ -179,7 +178,7 @@ class BucketPlan(Derived):
             rows = rows[torch.randperm(whole, generator=generator)]
         return [*rows.unbind(), *([tail] if rest else [])]
 
-    def _sorted(self, order: Tensor) -> Tensor:
+    def _sort_by_length(self, order: Tensor) -> Tensor:
         mega = torch.arange(len(order)) // (MEGA_BATCHES * self.base.global_size)
         lengths = self.lengths[order % len(self.lengths)]
         keys = mega * (int(lengths.max()) + 1) + lengths if len(order) else mega
@@ -191,7 +190,7 @@ class PackPlan(Derived):
     """Rows that were composed once, in the order that `base` gives to rows.
 
     base: its samples and its batch_size are rows. What comes out are the samples of this rank's rows,
-    rows in the order of their numbers, so that `collate.next_fit` finds them again.
+    rows in the order of their numbers, so that `collate.place_in_rows` finds them again.
     """
 
     base: Plan
@@ -204,11 +203,11 @@ class PackPlan(Derived):
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
         return (
-            share._replace(indices=self._samples(share.indices).to(device))
+            share._replace(indices=self._list_samples(share.indices).to(device))
             for share in self.base.shares(epoch, start)
         )
 
-    def _samples(self, rows: Tensor) -> Tensor:
+    def _list_samples(self, rows: Tensor) -> Tensor:
         return torch.cat([self.rows.group(row) for row in sorted(rows.tolist())])
 
 
@@ -270,7 +269,9 @@ class Epoch(NamedTuple):
     positions: dict[str, float]
 
 
-def epoch_of(lengths: Array, base: Plan, width: int, multiple: int | None, max_tokens: int | None) -> Epoch:
+def estimate_epoch(
+    lengths: Array, base: Plan, width: int, multiple: int | None, max_tokens: int | None
+) -> Epoch:
     """Estimate the padding of an epoch for each mode of padding.
 
     lengths: (n,) int64, of the samples after the cut. width: of rows that are all padded to one width.
@@ -278,19 +279,21 @@ def epoch_of(lengths: Array, base: Plan, width: int, multiple: int | None, max_t
     lengths = lengths[:: -(-len(lengths) // MOST_SAMPLES)]
     one = replace(base, num_samples=len(lengths), rank=0, world_size=1, drop_last=False, limit=1.0,
                   drawn=None)  # fmt: skip
-    order = epoch_order(len(lengths), one.seed, 0, one.shuffle).numpy()
+    order = compute_epoch_order(len(lengths), one.seed, 0, one.shuffle).numpy()
     shuffled = np.split(order, range(one.batch_size, len(order), one.batch_size))
     buckets = [batch.numpy() for batch in BucketPlan(one, torch.from_numpy(lengths)).batches(0)]
     rows = pack_rows(lengths, width, one.seed, one.shuffle)
     positions = {
-        "longest": padded_positions(lengths, shuffled, multiple),
+        "longest": count_padded_positions(lengths, shuffled, multiple),
         "max": len(lengths) * width,
-        "bucket": padded_positions(lengths, buckets, multiple),
+        "bucket": count_padded_positions(lengths, buckets, multiple),
         "pack": len(rows) * width,
     }
     if max_tokens is not None:
-        groups = budget_batches(lengths, widths_of(lengths, multiple), max_tokens, one.seed, one.shuffle)
-        positions["token_budget"] = padded_positions(lengths, batches_of(groups), multiple)
+        groups = form_budget_batches(
+            lengths, round_widths(lengths, multiple), max_tokens, one.seed, one.shuffle
+        )
+        positions["token_budget"] = count_padded_positions(lengths, list_batches(groups), multiple)
     useful, usual = int(lengths.sum()), ("longest", "max", "bucket")
     return Epoch(
         {mode: 1 - useful / total for mode, total in positions.items()},
@@ -298,15 +301,15 @@ def epoch_of(lengths: Array, base: Plan, width: int, multiple: int | None, max_t
     )
 
 
-def padded_positions(lengths: Array, batches: list[Array], multiple: int | None) -> int:
+def count_padded_positions(lengths: Array, batches: list[Array], multiple: int | None) -> int:
     return sum(len(batch) * round_length(int(lengths[batch].max()), multiple) for batch in batches)
 
 
-def batches_of(groups: Groups) -> list[Array]:
+def list_batches(groups: Groups) -> list[Array]:
     return [groups.group(number).numpy() for number in range(len(groups))]
 
 
-def widths_of(lengths: Array, multiple: int | None) -> Array:
+def round_widths(lengths: Array, multiple: int | None) -> Array:
     """Return what `rounded` gives for each length, (n,) int64."""
     step = multiple or 1
     widths: Array = -(-np.maximum(lengths, 1) // step) * step

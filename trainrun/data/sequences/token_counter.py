@@ -37,11 +37,11 @@ class Counted(Around):
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         for batch in self._batches.epoch(epoch, start):
             if batch.real:
-                self._tally.add(useful_positions(batch.data))
+                self._tally.add(count_useful_positions(batch.data))
             yield batch
 
 
-def useful_positions(batch: Any) -> Tensor:
+def count_useful_positions(batch: Any) -> Tensor:
     """Count the positions of a padded or packed batch that are not padding, 0-d."""
     fields = batch_fields(batch)
     mask: Tensor = fields["segment_ids"] if "segment_ids" in fields else fields["attention_mask"]

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainrun.data.split_batch import num_rows, repeat_rows, select_rows
+from trainrun.data.split_batch import count_rows, repeat_rows, select_rows
 from trainrun.errors import PluginError
 from trainrun.interfaces import Counting, counts_before
 from trainrun.sums import OWN, check_names, flat_sums, metrics_of
@@ -127,7 +127,7 @@ class BadOutput(Exception):
 
 
 def compare_passes(run: Components, data: Any) -> Looks:
-    count = num_rows(data)
+    count = count_rows(data)
     rows = min(max(count // 2, 1), MOST_ROWS)
     num_whole = min(max(rows, LEAST_WHOLE), count)
     look = build_inspection_step(run)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.batch import is_integer, map_leaves
-from trainrun.data.split_batch import num_rows, repeat_rows, select_rows
+from trainrun.data.split_batch import count_rows, repeat_rows, select_rows
 from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, batch_fields
 from trainrun.task.dict_batches import inspect_forward, unwrap_model
 from trainrun.training.checks.contract import LOSS, build_inspection_step, choose_rounding
@@ -54,7 +54,7 @@ def describe_padding_effect(run: Components, data: Any, mask: Tensor | None) -> 
         row, length = int(mask.sum(1).argmin()), int(mask.sum(1).min())
         if length and bool(mask[row, :length].all()):  # and not padded at its beginning
             filled = find_padded_leaves(data, mask)
-    padded = repeat_rows(select_rows(data, row, row + 1, num_rows(data)), 1)
+    padded = repeat_rows(select_rows(data, row, row + 1, count_rows(data)), 1)
     cut = cut_padded_leaves(padded, filled, length) if any(filled) else padded
     look, rounding = build_inspection_step(run), choose_rounding(run)
     looks = [look(batch, exact=True)[LOSS] for batch in (padded, cut, padded)]

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainrun.data.split_batch import num_rows, select_rows, split_micro_batch
+from trainrun.data.split_batch import count_rows, select_rows, split_micro_batch
 from trainrun.errors import PluginError
 from trainrun.interfaces import KeepsState, MicroBatch, Parallel, Task, counts_before
 from trainrun.output import counted
@@ -271,7 +271,7 @@ class OomRetry:
 
 def count_most_rows(batches: list[MicroBatch]) -> int:
     """Return the samples of the largest batch. Raise ValueError if one has no tensor that could be split."""
-    return max(num_rows(batch.data) for batch in batches)
+    return max(count_rows(batch.data) for batch in batches)
 
 
 def free_memory(device: torch.device) -> None:
@@ -285,7 +285,7 @@ def describe_coupling(model: nn.Module, task: Task, batches: list[MicroBatch]) -
     without parts.
     """
     for batch in batches:
-        pieces = split_micro_batch(batch, num_rows(batch.data))
+        pieces = split_micro_batch(batch, count_rows(batch.data))
         if not counts_before(task):
             break  # the outputs of the pieces say their counts
         count_whole, parts = (
@@ -293,8 +293,8 @@ def describe_coupling(model: nn.Module, task: Task, batches: list[MicroBatch]) -
         )
         if count_whole != parts:
             return f"task.count says {count_whole} for a batch and {parts} for its samples one by one"
-    largest = max(batches, key=lambda batch: num_rows(batch.data))
-    return compare_two_samples(model, task, largest.data) if num_rows(largest.data) > 1 else ""
+    largest = max(batches, key=lambda batch: count_rows(batch.data))
+    return compare_two_samples(model, task, largest.data) if count_rows(largest.data) > 1 else ""
 
 
 def find_batch_norm(model: nn.Module) -> str:
@@ -309,7 +309,7 @@ def compare_two_samples(model: nn.Module, task: Task, data: Any) -> str:
     """Return a message if the loss of two samples differs from the sum of their losses, as a contrastive loss does;
     else "".
     """
-    count = num_rows(data)
+    count = count_rows(data)
     try:
         with evaluating(model):
             first, other, both, again = (

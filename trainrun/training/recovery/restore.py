@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainrun.checkpoint.weights import add_left_out_weights, allocate_buffers, check_tensors, tensor_kinds
+from trainrun.checkpoint.weights import (
+    add_left_out_weights,
+    allocate_buffers,
+    check_tensors,
+    describe_tensors,
+)
 from trainrun.data.order.sampler import LISTED, ORDER
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import KeepsState
@@ -56,7 +61,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     shared = add_left_out_weights(place, run.parallel.load_state_dict(shared, live), live)
     check_classes(place, shared, run.data_facts.class_names)
     check_restored_inputs(place, shared, run.data_facts.inputs)
-    check_tensors(place, "this model", tensor_kinds(live), tensor_kinds(shared["model"]))
+    check_tensors(place, "this model", describe_tensors(live), describe_tensors(shared["model"]))
     task_state = {**shared, **(own or {})}.get("task", {})
     check_task_state(place, run.task, task_state)
     kept_step = {**shared, **(own or {})}.get("step", {})

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainrun.data.readers.free_space import check_memory
-from trainrun.data.readers.free_space import in_memory as stays_in_memory
+from trainrun.data.readers.free_space import fits_in_memory as stays_in_memory
 from trainrun.data.readers.open_files import Kept
-from trainrun.data.readers.optional_packages import extra
+from trainrun.data.readers.optional_packages import import_extra
 from trainrun.data.readers.parts import Part, SplitRequest, check_groups
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles, splits_of_files
-from trainrun.data.readers.targets import Coding, coding_of, join_names
+from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles, build_splits
+from trainrun.data.readers.targets import Coding, choose_coding, join_names
 from trainrun.data.tensor_dataset import Arrays, Splits
 from trainrun.errors import DataError
 from trainrun.limits import Auto, BelowOne, HeldOutBy, TargetType
@@ -48,38 +48,38 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_path
         the file has val/x or x_val, those are the validation data, and nothing is held out.
     target: rows of one number or word are classes or numbers (see `targets`), all others are as stored.
     """
-    h5py = extra("h5py", "hdf5", "hdf5")
+    h5py = import_extra("h5py", "hdf5", "hdf5")
     found = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by).find_files(
         ENDINGS["hdf5"]
     )
-    training = _one_file(found.files["train"], f"data.path={path}")
+    training = _check_one_file(found.files["train"], f"data.path={path}")
     with open_file(str(training)) as file:
-        known = _cells(file, layout_of(h5py, file, target, "train", "target")) if target else None
-        inside = [name for name in ("val", "test") if _own_part(file, inputs, name) is not None]
-    coding = Coding("float32") if known is None else coding_of(known, target_dtype)
+        known = _read_cells(file, read_layout(h5py, file, target, "train", "target")) if target else None
+        inside = [name for name in ("val", "test") if _find_split_name(file, inputs, name) is not None]
+    coding = Coding("float32") if known is None else choose_coding(known, target_dtype)
     places: dict[str, tuple[Path, ...]] = {
         "train": (training, Path("train"))
     }  # the file, and which split of those in it
     for name in ("val", "test"):
         files = found.files[name] or ((training,) if name in inside else ())
         setting = Part(found, name).setting
-        places[name] = (_one_file(files, setting), Path(name)) if files else ()
+        places[name] = (_check_one_file(files, setting), Path(name)) if files else ()
     found = replace(found, files=places)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         place, split = files[0], str(files[1])
         with open_file(str(place)) as file:
-            layouts = [layout_of(h5py, file, inputs, split, "inputs")]
-            layouts += [layout_of(h5py, file, target, split, "target")] if target else []
+            layouts = [read_layout(h5py, file, inputs, split, "inputs")]
+            layouts += [read_layout(h5py, file, target, split, "target")] if target else []
             if len({layout.shape[0] for layout in layouts}) > 1:
                 sizes = " and ".join(f"{layout.name!r} has {layout.shape[0]} rows" for layout in layouts)
                 raise DataError(f"{place}: {sizes}; there must be a target for each input")
-            cells = _cells(file, layouts[1]) if target else None
+            cells = _read_cells(file, layouts[1]) if target else None
             group_cells = None
             if groups is not None and found.holds_out:
-                group_cells = _cells(file, layout_of(h5py, file, groups, split, "groups"))
+                group_cells = _read_cells(file, read_layout(h5py, file, groups, split, "groups"))
                 check_groups(group_cells, layouts[0].shape[0], f"{place}: {groups!r}")
-        encoded = None if cells is None else coding.encode(cells, partial(_where, place, layouts[1].name))
+        encoded = None if cells is None else coding.encode(cells, partial(_name_row, place, layouts[1].name))
         reader = Hdf5Reader(place, layouts if cells is None else layouts[:1], encoded, coding)
         row_bytes = sum(layout.dtype.itemsize * math.prod(layout.shape[1:]) for layout in layouts)
         if any(layout.ragged for layout in layouts):
@@ -91,7 +91,7 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_path
 
         return ReadFiles(reader, group_cells, build=build)
 
-    return splits_of_files(found, read)
+    return build_splits(found, read)
 
 
 class Hdf5Reader:
@@ -103,9 +103,9 @@ class Hdf5Reader:
     def __init__(self, path: Path, layouts: Sequence[Hdf5Layout], encoded: Any, coding: Coding) -> None:
         self._path, self._layouts, self._encoded = str(path), tuple(layouts), encoded
         self._files = Kept(open_file, 1, per_thread=True, close=_close)
-        lengths = self._lengths if layouts[0].ragged else None
+        lengths = self._read_lengths if layouts[0].ragged else None
         self.info = Info((path,), self._layouts, encoded, coding.names, coding.num_classes,
-                         partial(_where, path, layouts[0].name), lengths, thread_safe=True)  # fmt: skip
+                         partial(_name_row, path, layouts[0].name), lengths, thread_safe=True)  # fmt: skip
 
     def __len__(self) -> int:
         return self._layouts[0].shape[0]
@@ -130,7 +130,7 @@ class Hdf5Reader:
             groups=dataset.groups, files=dataset.files,
         )  # fmt: skip
 
-    def _lengths(self) -> np.ndarray[Any, Any]:
+    def _read_lengths(self) -> np.ndarray[Any, Any]:
         """Return the lengths (N,) of ragged rows, found by reading them."""
         file = self._files[self._path]
         rows = (read_hdf5_rows(file, self._layouts[0], [row])[0] for row in range(len(self)))
@@ -151,13 +151,15 @@ def read_hdf5_rows(file: Any, layout: Hdf5Layout, rows: Sequence[int]) -> list[n
     return [found[row] for row in rows]
 
 
-def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> Hdf5Layout:
+def read_layout(h5py: Any, file: Any, name: str | None, split: str, key: str) -> Hdf5Layout:
     """Return how a data set of the file is stored.
 
     Raise DataError if there is no such data set, or if it cannot be rows of numbers (or of words, for a target).
     """
     full = f"data.train.{key}={name}"
-    found = _own_part(file, str(name), split) or (name if isinstance(file.get(name), h5py.Dataset) else None)
+    found = _find_split_name(file, str(name), split) or (
+        name if isinstance(file.get(name), h5py.Dataset) else None
+    )
     if name is None or found is None:
         names: list[str] = []
         file.visititems(lambda item, value: names.append(item) if isinstance(value, h5py.Dataset) else None)
@@ -180,13 +182,13 @@ def layout_of(h5py: Any, file: Any, name: str | None, split: str, key: str) -> H
     return Hdf5Layout(found, data.shape, data.dtype, chunk, inner is not None, words)
 
 
-def _own_part(file: Any, name: str, split: str) -> str | None:
+def _find_split_name(file: Any, name: str, split: str) -> str | None:
     """Return the name of the data set that belongs to this split only; None if there is none."""
-    dataset = extra("h5py", "hdf5", "hdf5").Dataset
+    dataset = import_extra("h5py", "hdf5", "hdf5").Dataset
     return next((n for n in (f"{split}/{name}", f"{name}_{split}") if isinstance(file.get(n), dataset)), None)
 
 
-def _cells(file: Any, layout: Hdf5Layout) -> Any:
+def _read_cells(file: Any, layout: Hdf5Layout) -> Any:
     """Return the targets of all rows if each is one number or one word, else None."""
     if layout.ragged or len(layout.shape) != 1:
         return None
@@ -196,11 +198,11 @@ def _cells(file: Any, layout: Hdf5Layout) -> Any:
         return list(file[layout.name].asstr()[:]) if layout.words else file[layout.name][:]
 
 
-def _where(path: Path, name: str, row: int) -> str:
+def _name_row(path: Path, name: str, row: int) -> str:
     return f"{path}: {name!r} row {row}"
 
 
-def _one_file(files: Sequence[Path], setting: str) -> Path:
+def _check_one_file(files: Sequence[Path], setting: str) -> Path:
     if len(files) > 1:
         raise DataError(f"{setting}: {len(files)} files; name one of them, as {files[0]}")
     return files[0]
@@ -208,7 +210,7 @@ def _one_file(files: Sequence[Path], setting: str) -> Path:
 
 def open_file(path: str) -> Any:
     with describe_hdf5_errors(path, "it"):
-        return extra("h5py", "hdf5", "hdf5").File(path, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
+        return import_extra("h5py", "hdf5", "hdf5").File(path, "r", rdcc_nbytes=CHUNK_CACHE_BYTES)
 
 
 def _close(file: Any) -> None:

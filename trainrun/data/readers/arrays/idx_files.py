@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.batch import in_float32
+from trainrun.data.batch import convert_to_float32
 from trainrun.data.order.sampler import check_split
 from trainrun.data.readers.free_space import GZIP_MAGIC, check_memory
 from trainrun.data.readers.parts import SplitRequest
-from trainrun.data.readers.paths import existing_folder, plain_file
-from trainrun.data.readers.targets import Coding, coding_of
+from trainrun.data.readers.paths import find_folder, is_plain_file
+from trainrun.data.readers.targets import Coding, choose_coding
 from trainrun.data.tensor_dataset import SPLITS, Arrays, Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne
@@ -38,18 +38,18 @@ def load(path: str | None, inputs: str, target: str | None, val_inputs: str | No
         val_fraction of the training data is held out. Grey pictures (N, H, W) become (N, 1, H, W).
     dtype: "float32" divides bytes by 255; "stored" keeps the type of the file.
     """
-    folder = existing_folder(path, "data.path")
+    folder = find_folder(path, "data.path")
     request = SplitRequest(path, val_fraction=val_fraction, seed=seed)
     names = {"train": (inputs, target), "val": (val_inputs, val_target), "test": (test_inputs, test_target)}
 
     @cache
     def read(split: str) -> tuple[Tensor, Tensor | None, Coding]:
         own = names[split]
-        values = _inputs(_stored(folder, own[0], split, "inputs"), dtype)
+        values = _convert_inputs(_read_stored(folder, own[0], split, "inputs"), dtype)
         if target is None:
             return values, None, Coding("float32")
-        coding = coding_of(_stored(folder, target, "train", "target"), "auto")
-        cells = _stored(folder, own[1], split, "target")
+        coding = choose_coding(_read_stored(folder, target, "train", "target"), "auto")
+        cells = _read_stored(folder, own[1], split, "target")
         file = folder / str(own[1])
         if cells.shape != (len(values),):
             fault = f"has shape {cells.shape}, but {own[0]} has {len(values)} samples"
@@ -81,7 +81,7 @@ def _label(file: Path, rows: Any, index: int) -> str:
     return f"{file}: label {index if rows is None else int(rows[index])}"
 
 
-def _stored(folder: Path, name: str | None, split: str, key: str) -> np.ndarray[Any, Any]:
+def _read_stored(folder: Path, name: str | None, split: str, key: str) -> np.ndarray[Any, Any]:
     """Read the array of the file, or of the file of the same name with or without .gz."""
     full = f"data.train.{key if split == 'train' else f'{split}_{key}'}"
     if name is None:
@@ -93,31 +93,31 @@ def _stored(folder: Path, name: str | None, split: str, key: str) -> np.ndarray[
     raise DataError(f"{full}={name}: no such file in {folder}; it has {there}")
 
 
-def _inputs(array: np.ndarray[Any, Any], dtype: str) -> Tensor:
+def _convert_inputs(array: np.ndarray[Any, Any], dtype: str) -> Tensor:
     if dtype == "float32":
         check_memory(
             2 * 4 * array.size, f"data.train.dtype=float32: arrays of shape {array.shape}",
             "use data.train.dtype=stored, which keeps bytes",
         )  # fmt: skip
-        array = in_float32(array) / np.float32(255 if array.dtype == np.uint8 else 1)
+        array = convert_to_float32(array) / np.float32(255 if array.dtype == np.uint8 else 1)
     tensor = torch.from_numpy(array)
     return tensor.unsqueeze(1) if tensor.ndim == 3 else tensor
 
 
 def read_idx(path: Path) -> np.ndarray[Any, Any]:
     """Read the array of an IDX file, plain or gzip, in the machine's byte order. Raise DataError if it is damaged."""
-    plain_file(path, str(path))
+    is_plain_file(path, str(path))
     try:
         with path.open("rb") as file:
             packed, most = file.read(2) == GZIP_MAGIC, path.stat().st_size
             file.seek(0)
             opened = cast(IO[bytes], gzip.GzipFile(fileobj=file)) if packed else file
-            return _array(path, opened, most * MOST_UNPACKED if packed else most)
+            return _read_array(path, opened, most * MOST_UNPACKED if packed else most)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot read it: {error}") from error
 
 
-def _array(path: Path, opened: IO[bytes], most: int) -> np.ndarray[Any, Any]:
+def _read_array(path: Path, opened: IO[bytes], most: int) -> np.ndarray[Any, Any]:
     """Read the array of an opened IDX file. No more bytes are unpacked than its header announces.
 
     most: the largest number of bytes that the file can contain.

@@ -15,7 +15,7 @@ import numpy as np
 
 from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.data.order.sampler import LISTED, check_split
-from trainrun.data.readers.free_space import check_memory, in_memory
+from trainrun.data.readers.free_space import check_memory, fits_in_memory
 from trainrun.data.readers.mapped_files import open_mapped
 from trainrun.data.readers.mapped_rows import MappedRows
 from trainrun.data.readers.parts import (
@@ -24,9 +24,9 @@ from trainrun.data.readers.parts import (
     RandomRows,
     SplitRequest,
     check_groups,
-    group_numbers,
+    number_groups,
 )
-from trainrun.data.readers.paths import plain_file
+from trainrun.data.readers.paths import is_plain_file
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset
 from trainrun.data.tensor_dataset import SPLITS, Arrays, Splits
 from trainrun.errors import DataError
@@ -58,35 +58,37 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_frac
     @cache
     def read(names: tuple[str, ...]) -> tuple[Any, ...]:
         if place.is_dir():
-            return _files(path, place, names, mapped)
-        if plain_file(place, f"data.path={path}"):
-            return _members(path, place, names)
+            return _load_arrays(path, place, names, mapped)
+        if is_plain_file(place, f"data.path={path}"):
+            return _load_members(path, place, names)
         raise DataError(f"data.path={path}: no such place; allowed: an .npz file, or a folder of .npy files")
 
     def build(split: str) -> Arrays | ReaderDataset | None:
         check_split(split, SPLITS)
         is_part = split != "test" and val_fraction > 0
-        names = names_of_arrays(place, wanted, "train" if is_part else split)
+        names = find_array_names(place, wanted, "train" if is_part else split)
         if names is None:
             return None
         arrays = read(tuple(names))
         if is_part:
             cells = None
             if groups is not None:
-                is_plain = groups in arrays_there(place)
-                found = [groups] if is_plain else names_of_arrays(place, [groups], "train") or [groups]
+                is_plain = groups in list_array_names(place)
+                found = [groups] if is_plain else find_array_names(place, [groups], "train") or [groups]
                 cells = np.asarray(read(tuple(found))[0])
                 is_list = cells.ndim == 1
                 check_groups(cells if is_list else None, len(arrays[0]), f"data.path={path}: {found[0]}")
-            return part_of_arrays(request, split, place, names, arrays, stratify, cells)
+            return select_part(request, split, place, names, arrays, stratify, cells)
         unused = dict.fromkeys(("groups", "val_by", "seed", "stratify"), HOLDS_NOTHING_OUT)
-        describe = partial(_row, path, names[-1], None)
-        return Arrays(arrays, describe=describe, unused_arguments=unused, files=files_in(place, names))
+        describe = partial(_name_row, path, names[-1], None)
+        return Arrays(
+            arrays, describe=describe, unused_arguments=unused, files=list_array_files(place, names)
+        )
 
     return Splits(build)
 
 
-def part_of_arrays(
+def select_part(
     request: SplitRequest, split: str, place: Path, names: Sequence[str], arrays: tuple[Any, ...],
     stratify: bool | Auto, groups: Any,
 ) -> Arrays | ReaderDataset:  # fmt: skip
@@ -95,7 +97,7 @@ def part_of_arrays(
     if any(array.ndim == 0 for array in arrays) or len({len(array) for array in arrays}) > 1:
         shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(names, arrays, strict=True))
         raise DataError(f"data.path={path}: its arrays need one row for each sample in each; found {shapes}")
-    files = files_in(place, names)
+    files = list_array_files(place, names)
     info = Info(files, where=partial(describe_row, files))
     on_disk = all(isinstance(array, np.memmap) for array in arrays)
     number, held = len(arrays[0]), round(request.val_fraction * len(arrays[0]))
@@ -110,22 +112,22 @@ def part_of_arrays(
     by_class = bool(stratify) and len(arrays) > 1 and arrays[-1].dtype.kind in "biu"
     labels = np.asarray(arrays[-1]) if by_class else np.zeros(number)
     chosen = request.divide(labels, groups)[split]
-    row_groups = None if groups is None else group_numbers(groups)[chosen]
-    if on_disk and not in_memory(sum(a.nbytes // len(a) * len(chosen) for a in arrays), "auto"):
+    row_groups = None if groups is None else number_groups(groups)[chosen]
+    if on_disk and not fits_in_memory(sum(a.nbytes // len(a) * len(chosen) for a in arrays), "auto"):
         return ReaderDataset(MappedRows(arrays, info), chosen)
     copies = tuple(np.asarray(array)[chosen] for array in arrays)
-    describe = partial(_row, path, names[-1], chosen)
+    describe = partial(_name_row, path, names[-1], chosen)
     return Arrays(copies, describe=describe, groups=row_groups, files=files)
 
 
-def files_in(place: Path, names: Sequence[str]) -> tuple[Path, ...]:
+def list_array_files(place: Path, names: Sequence[str]) -> tuple[Path, ...]:
     """Return the files of arrays, which are in a folder or in one archive."""
     return tuple(place / f"{name}.npy" for name in names) if place.is_dir() else (place,)
 
 
-def names_of_arrays(place: Path, wanted: Sequence[str], split: str) -> list[str] | None:
+def find_array_names(place: Path, wanted: Sequence[str], split: str) -> list[str] | None:
     """Return the names of the arrays of a split, as they are in the file or the folder; None: there is no test data."""
-    there = arrays_there(place)
+    there = list_array_names(place)
     for word in NAMES[split]:
         for names in ([f"{name}_{word}" for name in wanted], [f"{word}/{name}" for name in wanted]):
             if there.issuperset(names):
@@ -133,7 +135,7 @@ def names_of_arrays(place: Path, wanted: Sequence[str], split: str) -> list[str]
     return None if split == "test" and there else [f"{name}_{split}" for name in wanted]
 
 
-def arrays_there(place: Path) -> set[str]:
+def list_array_names(place: Path) -> set[str]:
     """Return the names of all arrays in a file or a folder."""
     there: set[str] = set()
     if place.is_dir():
@@ -149,18 +151,18 @@ def describe_row(files: Sequence[Path], index: int) -> str:
     return f"{' and '.join(map(str, files))}, row {index}"
 
 
-def _row(path: str, name: str, rows: Any, index: int) -> str:
+def _name_row(path: str, name: str, rows: Any, index: int) -> str:
     return f"data.path={path}: {name} row {index if rows is None else int(rows[index])}"
 
 
-def _files(path: str, place: Path, names: Sequence[str], mapped: bool) -> tuple[Any, ...]:
+def _load_arrays(path: str, place: Path, names: Sequence[str], mapped: bool) -> tuple[Any, ...]:
     _check_names(path, [name for name in names if not (place / f"{name}.npy").exists()],
                  {file.stem for file in place.glob("*.npy")})  # fmt: skip
     arrays = []
     for name in names:
         file = place / f"{name}.npy"
-        plain_file(file, f"data.path={path}")
-        with _faults_of(path, file.name):  # a pickle could run anything
+        is_plain_file(file, f"data.path={path}")
+        with _describe_faults(path, file.name):  # a pickle could run anything
             array = open_mapped(str(file))
         if not mapped:
             way = "leave data.train.mapped=false out: then it stays on disk"
@@ -169,8 +171,8 @@ def _files(path: str, place: Path, names: Sequence[str], mapped: bool) -> tuple[
     return tuple(arrays)
 
 
-def _members(path: str, file: Path, names: Sequence[str]) -> tuple[Any, ...]:
-    with _faults_of(path, file.name), file.open("rb") as opened:
+def _load_members(path: str, file: Path, names: Sequence[str]) -> tuple[Any, ...]:
+    with _describe_faults(path, file.name), file.open("rb") as opened:
         archive = np.load(opened, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise DataError(f"data.path={path}: a single array; save {' and '.join(names)} with numpy.savez")
@@ -186,7 +188,7 @@ def _members(path: str, file: Path, names: Sequence[str]) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _faults_of(path: str, name: str) -> Iterator[None]:
+def _describe_faults(path: str, name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, ValueError, MemoryError, zipfile.BadZipFile, zlib.error) as error:

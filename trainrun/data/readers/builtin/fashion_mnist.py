@@ -59,7 +59,7 @@ def find_folder(path: str | None) -> Path:
     """Return the folder with the four files: `path` if it is given, else the first known folder that has them all."""
     if path is not None:
         folder = Path(path).expanduser()
-        if missing := missing_files(folder):
+        if missing := list_missing_files(folder):
             fault = f"lacks {', '.join(missing)}" if folder.is_dir() else "no such folder"
             raise DataError(
                 f"data.path={path}: {fault}; it must hold the four IDX files of Fashion-MNIST, plain or .gz"
@@ -67,7 +67,7 @@ def find_folder(path: str | None) -> Path:
         return folder
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainrun" / "fashion-mnist"
     for folder in (cache, DEBIAN_FOLDER):
-        if not missing_files(folder):
+        if not list_missing_files(folder):
             return folder
     raise DataError(
         f"data=fashion_mnist: not found in {cache} or {DEBIAN_FOLDER}; either apt-get install "
@@ -76,19 +76,22 @@ def find_folder(path: str | None) -> Path:
     )
 
 
-def missing_files(folder: Path) -> list[str]:
+def list_missing_files(folder: Path) -> list[str]:
     names = [f"{prefix}-{kind}" for prefix in PREFIXES.values() for kind in (IMAGES, LABELS)]
-    return [name for name in names if _file(folder, name) is None]
+    return [name for name in names if _find_file(folder, name) is None]
 
 
-def _file(folder: Path, name: str) -> Path | None:
+def _find_file(folder: Path, name: str) -> Path | None:
     """Return the path of a file, plain or compressed; None if it does not exist."""
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
 def _read(folder: Path, prefix: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Read images (N, 28, 28) uint8 and labels (N,) uint8."""
-    image_file, label_file = _file(folder, f"{prefix}-{IMAGES}"), _file(folder, f"{prefix}-{LABELS}")
+    image_file, label_file = (
+        _find_file(folder, f"{prefix}-{IMAGES}"),
+        _find_file(folder, f"{prefix}-{LABELS}"),
+    )
     assert image_file is not None
     assert label_file is not None
     images, labels = read_idx(image_file), read_idx(label_file)

@@ -62,60 +62,60 @@ class Form:
     def decode(self, content: bytes) -> Tensor:
         """Decode a picture to (C, H, W) in the wanted type. Raise one of FAULTS if it is damaged."""
         if self.dtype == "float32" and has_16_bits(content):
-            return self._with_16_bits(content)
-        return self.scaled(self.pixels(content))
+            return self._decode_16_bits(content)
+        return self.scale(self.pixels(content))
 
     def pixels(self, content: bytes, into: Array | None = None) -> Tensor:
         """Decode a picture to (C, H, W) uint8. into: an array of this shape that receives the pixels, or None."""
         if has_16_bits(content):
-            tell_of_upper_bits()
+            warn_of_16_bits()
         with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as opened:
-            orientation = orientation_of(opened)
-            picture = self._sized(opened, lies=orientation in range(5, 9))
+            orientation = read_orientation(opened)
+            picture = self._resize_upright(opened, lies=orientation in range(5, 9))
         turn = TURNS.get(orientation)
-        return pixels_of(picture if turn is None else picture.transpose(turn), into)
+        return copy_pixels(picture if turn is None else picture.transpose(turn), into)
 
-    def scaled(self, pixels: Tensor) -> Tensor:
+    def scale(self, pixels: Tensor) -> Tensor:
         """Convert pixels of one picture, or of many, to the wanted type and range."""
         return pixels if self.dtype == "uint8" else pixels.to(torch.float32).div_(255)
 
-    def _sized(self, opened: Image.Image, lies: bool) -> Image.Image:
+    def _resize_upright(self, opened: Image.Image, lies: bool) -> Image.Image:
         """Return a picture in the wanted mode and size, before it is turned upright.
 
         lies: the file has the picture turned by 90 degrees.
         """
         if self.shape is None:
-            return in_mode(opened, "RGB")
+            return convert_to_mode(opened, "RGB")
         channels, height, width = self.shape
         size = (height, width) if lies else (width, height)
         if self.draft:
-            opened.draft(None, least_size(opened.size, size, self.fit))
-        return self._resized(in_mode(opened, MODES[channels]), size)
+            opened.draft(None, compute_draft_size(opened.size, size, self.fit))
+        return self._resize(convert_to_mode(opened, MODES[channels]), size)
 
-    def _resized(self, picture: Image.Image, size: tuple[int, int]) -> Image.Image:
+    def _resize(self, picture: Image.Image, size: tuple[int, int]) -> Image.Image:
         if picture.size == size:
             return picture
         if self.fit == "crop":
             return ImageOps.fit(picture, size, Image.Resampling.BILINEAR)
         return picture.resize(size, Image.Resampling.BILINEAR)
 
-    def _with_16_bits(self, content: bytes) -> Tensor:
+    def _decode_16_bits(self, content: bytes) -> Tensor:
         """Decode a PNG file of 16 bits per channel to (C, H, W) float32."""
         with Image.open(io.BytesIO(content), formats=("PNG",)) as opened:
-            turn = TURNS.get(orientation_of(opened))
+            turn = TURNS.get(read_orientation(opened))
         num_channels = 3 if self.shape is None else self.shape[0]
         planes = []
-        for values in channels_of(pixels_of_16_bits(content), num_channels):
+        for values in select_channels(decode_16_bits(content), num_channels):
             plane = Image.fromarray(values)
             if turn is not None:
                 plane = plane.transpose(turn)
             if self.shape is not None:
-                plane = self._resized(plane, (self.shape[2], self.shape[1]))
+                plane = self._resize(plane, (self.shape[2], self.shape[1]))
             planes.append(torch.from_numpy(np.array(plane)))
         return torch.stack(planes).div_(65535)
 
 
-def form_of_picture(shape: Sequence[int] | None, fit: str, dtype: str, draft: bool) -> Form:
+def build_form(shape: Sequence[int] | None, fit: str, dtype: str, draft: bool) -> Form:
     """Return how pictures are decoded. Raise DataError if `shape` is not the shape of a picture."""
     if shape is not None and (len(shape) != 3 or shape[0] not in MODES or min(shape) < 1):
         raise DataError(
@@ -124,7 +124,7 @@ def form_of_picture(shape: Sequence[int] | None, fit: str, dtype: str, draft: bo
     return Form(None if shape is None else (shape[0], shape[1], shape[2]), fit, dtype, draft)
 
 
-def orientation_of(opened: Image.Image) -> int:
+def read_orientation(opened: Image.Image) -> int:
     """Return the EXIF orientation of a picture, 1 to 8; 1 (as stored) if it is missing or unreadable."""
     if "exif" not in opened.info:  # asking Pillow would decode the whole of a PNG file first
         return 1
@@ -140,13 +140,13 @@ def has_16_bits(content: bytes) -> bool:
 
 
 @cache
-def tell_of_upper_bits() -> None:
+def warn_of_16_bits() -> None:
     LOG.warning(
         "pictures of 16 bits a channel keep their upper 8 bits as uint8; data.train.dtype=float32 keeps all of them"
     )
 
 
-def pixels_of_16_bits(content: bytes) -> Array:
+def decode_16_bits(content: bytes) -> Array:
     """Decode a PNG file of 16 bits per channel to (H, W, C) uint16. Pillow would read only the upper 8 bits.
 
     The filters of PNG treat each byte of a pixel by itself. So the upper and the lower bytes are each a picture of 8
@@ -165,11 +165,11 @@ def pixels_of_16_bits(content: bytes) -> Array:
         zlib.decompress(b"".join(data for kind, data in chunks if kind == b"IDAT")), np.uint8
     )
     lines = lines.reshape(height, 1 + 2 * num_channels * width)  # each with the number of its filter in front
-    upper, lower = (_of_8_bits(width, height, color, lines, first) for first in (1, 2))
+    upper, lower = (_decode_8_bits(width, height, color, lines, first) for first in (1, 2))
     return upper.astype(np.uint16) << 8 | lower
 
 
-def _of_8_bits(width: int, height: int, color: int, lines: Array, first: int) -> Array:
+def _decode_8_bits(width: int, height: int, color: int, lines: Array, first: int) -> Array:
     """Return (H, W, C) uint8 made from every second byte of the lines."""
     chosen = np.concatenate([lines[:, :1], lines[:, first::2]], axis=1).tobytes()
     header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
@@ -180,7 +180,7 @@ def _of_8_bits(width: int, height: int, color: int, lines: Array, first: int) ->
         return np.asarray(opened).reshape(height, width, -1)
 
 
-def channels_of(pixels: Array, number: int) -> list[Array]:
+def select_channels(pixels: Array, number: int) -> list[Array]:
     """Return `number` (1 or 3) channels (H, W) float32 of pixels (H, W, C) that are grey or RGB, with or without
     alpha.
     """
@@ -191,7 +191,7 @@ def channels_of(pixels: Array, number: int) -> list[Array]:
     return colors * (number // len(colors))
 
 
-def in_mode(picture: Image.Image, mode: str) -> Image.Image:
+def convert_to_mode(picture: Image.Image, mode: str) -> Image.Image:
     """Load a picture and convert it to the mode "L" or "RGB"."""
     if picture.mode.startswith("I"):  # 16-bit grey: Pillow's own conversion would clip at 255
         wide = np.asarray(picture).astype(np.int32)
@@ -202,7 +202,7 @@ def in_mode(picture: Image.Image, mode: str) -> Image.Image:
     return picture
 
 
-def pixels_of(picture: Image.Image, into: Array | None = None) -> Tensor:
+def copy_pixels(picture: Image.Image, into: Array | None = None) -> Tensor:
     """Return the pixels (C, H, W) uint8 of a picture in mode "L" or "RGB"."""
     width, height = picture.size
     channels = 1 if picture.mode == "L" else 3
@@ -216,7 +216,7 @@ def pixels_of(picture: Image.Image, into: Array | None = None) -> Tensor:
     return torch.from_numpy(into)
 
 
-def least_size(size: tuple[int, int], wanted: tuple[int, int], fit: str) -> tuple[int, int]:
+def compute_draft_size(size: tuple[int, int], wanted: tuple[int, int], fit: str) -> tuple[int, int]:
     """Return the smallest size that a fast, reduced decode may give: twice what is left of the whole picture."""
     if fit == "stretch":
         return 2 * wanted[0], 2 * wanted[1]
@@ -224,7 +224,7 @@ def least_size(size: tuple[int, int], wanted: tuple[int, int], fit: str) -> tupl
     return -int(-2 * scale * size[0] // 1), -int(-2 * scale * size[1] // 1)
 
 
-def fault_of(error: BaseException) -> str:
+def shorten_fault(error: BaseException) -> str:
     """Shorten an error of Pillow to a few words."""
     if isinstance(error, UnidentifiedImageError):
         return "not a JPEG or PNG picture, or damaged at its beginning"
@@ -244,4 +244,4 @@ def decode_picture(content: bytes, form: Form, where: Any, into: Array | None = 
     try:
         return form.decode(content) if into is None else form.pixels(content, into)
     except FAULTS as error:
-        raise DataError(f"{where()}: {fault_of(error)}") from error
+        raise DataError(f"{where()}: {shorten_fault(error)}") from error

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.map_style import spread_indices
-from trainrun.data.readers.parts import SplitRequest, group_numbers, is_inside, rows_of
+from trainrun.data.map_style import choose_spread_indices
+from trainrun.data.readers.parts import SplitRequest, is_inside, number_groups, select_rows_of
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.paths import existing_folder, fingerprint_of, folders_below
-from trainrun.data.readers.pictures.decode import Form, decode_picture, form_of_picture, has_16_bits
-from trainrun.data.readers.tables.csv_files import Dialect, columns_in, read_words
-from trainrun.data.readers.targets import Coding, coding_of, named_columns
+from trainrun.data.readers.paths import find_folder, fingerprint_files, list_folders
+from trainrun.data.readers.pictures.decode import Form, build_form, decode_picture, has_16_bits
+from trainrun.data.readers.tables.csv_files import Dialect, read_column_names, read_words
+from trainrun.data.readers.targets import Coding, choose_coding, parse_column_names
 from trainrun.data.scale import Scale
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
@@ -57,7 +57,7 @@ class ImageFolder:
         self.groups: Any = None
         self.class_names, self.num_classes = coding.names, coding.num_classes
         self._deep = form.dtype == "float32" and any(
-            map(self._has_16_bits, spread_indices(len(self._names), LOOKED_AT).tolist())
+            map(self._has_16_bits, choose_spread_indices(len(self._names), LOOKED_AT).tolist())
         )
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class ImageFolder:
 
     def read_files(self, indices: Sequence[int]) -> list[tuple[bytes, Tensor]]:
         """Return the bytes of each picture's file, not decoded, and its target."""
-        return [(content_of(self.describe(index)), self.labels[index]) for index in indices]
+        return [(read_content(self.describe(index)), self.labels[index]) for index in indices]
 
     def read_batch(self, indices: list[int]) -> tuple[Tensor, Tensor] | None:
         """Read pictures (B, C, H, W) and targets (B,). Each picture is decoded directly into its place in the batch."""
@@ -77,13 +77,13 @@ class ImageFolder:
         pictures = np.empty((len(indices), *self.form.shape), np.uint8)
         for place, index in zip(pictures, indices, strict=True):
             self._read(index, place)
-        return self.form.scaled(torch.from_numpy(pictures)), self.labels[indices]
+        return self.form.scale(torch.from_numpy(pictures)), self.labels[indices]
 
     def _read(self, index: int, into: np.ndarray[Any, Any] | None = None) -> Tensor:
         if not 0 <= index < len(self):
             raise IndexError(index)
         path = self.describe(index)
-        return decode_picture(content_of(path), self.form, lambda: path, into)
+        return decode_picture(read_content(path), self.form, lambda: path, into)
 
     def _has_16_bits(self, index: int) -> bool:
         try:
@@ -116,10 +116,10 @@ class ImageFolder:
 
     def fingerprint(self) -> str:
         files = (self.describe(index) for index in range(len(self)))
-        return fingerprint_of(files, self.form, self.labels.tolist())
+        return fingerprint_files(files, self.form, self.labels.tolist())
 
 
-def content_of(path: str) -> bytes:
+def read_content(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -135,8 +135,8 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
     labels: a CSV file in the folder, whose first two columns are file and label. The others: see `Form`
         and `SplitRequest`; val_path and test_path are not needed where `path` has the folders val and test.
     """
-    form = form_of_picture(shape, fit, dtype, draft)
-    existing_folder(path, "data.path")
+    form = build_form(shape, fit, dtype, draft)
+    find_folder(path, "data.path")
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     found = request.find_folder(Path.exists if labels else has_folders)
     training = found.files["train"][0]
@@ -154,12 +154,12 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
         words = known = table.words
         if part.is_own and split != "train":
             key = part.setting.partition("=")[0]
-            existing_folder(str(part.files[0]), key)
+            find_folder(str(part.files[0]), key)
             table = read_folder(part.files[0], key, labels, [])
             spelled = {normalize("NFC", word): word for word in set(known)}  # macOS takes accents apart
             words = [spelled.get(normalize("NFC", word), word) for word in table.words]
         classes = tuple(sorted(set(known)))  # as torchvision has them: "10" before "2"
-        coding = coding_of(known, "auto") if labels else Coding("class", classes, len(classes))
+        coding = choose_coding(known, "auto") if labels else Coding("class", classes, len(classes))
         names, targets = table.names, coding.encode(words, table.describe)
         cells = None
         if groups is not None and not part.is_own:
@@ -167,7 +167,7 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
                 raise DataError(
                     f"data.train.groups={groups}: is a column of a table of labels; name the table by data.train.labels"
                 )
-            cells = _groups_in_table(table.root / labels, groups, names)
+            cells = _read_groups(table.root / labels, groups, names)
         rows = None if part.is_whole else request.divide(targets, cells)[split]
         if rows is not None:
             names, targets = [names[row] for row in rows], targets[torch.from_numpy(rows)]
@@ -180,7 +180,7 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
         dataset = ImageFolder(
             table.root, names, targets, coding, form, "; ".join(notices), part.unused_arguments | unused
         )
-        dataset.groups = None if cells is None else rows_of(group_numbers(cells), rows)
+        dataset.groups = None if cells is None else select_rows_of(number_groups(cells), rows)
         return dataset
 
     return Splits(build)
@@ -200,7 +200,7 @@ class FolderTable(NamedTuple):
 def read_folder(folder: Path, key: str, labels: str | None, held: Sequence[Path]) -> FolderTable:
     """Return the pictures of a folder. held: folders inside it of validation or test data, which are left out."""
     if labels is not None:
-        files, classes, describe = _from_table(folder, folder / labels)
+        files, classes, describe = _read_table(folder, folder / labels)
         kept = [row for row, name in enumerate(files) if not (held and is_inside(folder / name, held))]
         files, classes = [files[row] for row in kept], [classes[row] for row in kept]
         return FolderTable(folder, files, classes, lambda row: describe(kept[row]), [])
@@ -210,10 +210,10 @@ def read_folder(folder: Path, key: str, labels: str | None, held: Sequence[Path]
     for child in sorted(
         entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != "."
     ):
-        folders = folders_below(folder / child)
+        folders = list_folders(folder / child)
         if is_inside(folder / child, held) or not folders:  # a link to a folder above is no class
             continue
-        pictures = _below(folder, folders)
+        pictures = _list_pictures(folder, folders)
         inside = [one for one in held if is_inside(one, [folder / child])]
         if inside:
             pictures = [name for name in pictures if not is_inside(folder / name, inside)]
@@ -238,7 +238,7 @@ def has_folders(place: Path) -> bool:
         return any(entry.is_dir() and entry.name[0] != "." for entry in entries)
 
 
-def _below(root: Path, folders: Sequence[Path]) -> list[str]:
+def _list_pictures(root: Path, folders: Sequence[Path]) -> list[str]:
     """Return the pictures in the folders, as sorted paths relative to the root."""
     names = []
     for folder in folders:
@@ -251,21 +251,21 @@ def _below(root: Path, folders: Sequence[Path]) -> list[str]:
     return sorted(names)
 
 
-def _groups_in_table(table: Path, groups: str, names: Sequence[str]) -> list[str]:
+def _read_groups(table: Path, groups: str, names: Sequence[str]) -> list[str]:
     """Return the group of each named file, from the column `groups` of a table."""
     dialect = Dialect()
-    columns = columns_in(table, dialect)
-    named_columns(groups, columns, "data.train.groups")
+    columns = read_column_names(table, dialect)
+    parse_column_names(groups, columns, "data.train.groups")
     files, cells, _ = read_words(table, dialect, (columns[0], groups))
     group_of = dict(zip(files, cells, strict=True))
     return [group_of[name] for name in names]
 
 
-def _from_table(folder: Path, table: Path) -> tuple[list[str], list[str], Any]:
+def _read_table(folder: Path, table: Path) -> tuple[list[str], list[str], Any]:
     if not table.is_file():
         raise DataError(f"data.train.labels={table.name}: no such file in {folder}")
     dialect = Dialect()
-    columns = columns_in(table, dialect)
+    columns = read_column_names(table, dialect)
     if len(columns) < 2:
         raise DataError(f"{table}: needs two columns, the file and its label")
     if (folder / columns[0]).is_file():

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from trainrun.data.readers.column_store import ColumnWriter
-from trainrun.data.readers.optional_packages import extra
+from trainrun.data.readers.optional_packages import import_extra
 from trainrun.data.readers.parts import SplitRequest
-from trainrun.data.readers.paths import plain_file, version_of
-from trainrun.data.readers.pictures.decode import Form, form_of_picture
-from trainrun.data.readers.reader_protocol import ReadFiles, splits_of_files
+from trainrun.data.readers.paths import describe_version, is_plain_file
+from trainrun.data.readers.pictures.decode import Form, build_form
+from trainrun.data.readers.reader_protocol import ReadFiles, build_splits
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
 from trainrun.data.readers.records.record_files import RecordReader, StoredIndex, load_references
-from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, guessed_value, picture_value
+from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, decode_guessed, decode_picture
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
@@ -47,16 +47,16 @@ def load(path: str | None, val_path: str | None = None, test_path: str | None = 
     if path is None:
         raise DataError("data.path: name an LMDB environment, as data.path=train.lmdb (a folder or a file)")
     found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_folder(ending=".lmdb")
-    form = form_of_picture(shape, fit, dtype, draft)
+    form = build_form(shape, fit, dtype, draft)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
-        records = LmdbRecords(_data_file(files[0], found.setting_of(files)))
+        records = LmdbRecords(_find_data_file(files[0], found.setting_of(files)))
         return ReadFiles(RecordReader(records, form, records.facts))
 
-    return splits_of_files(found, read)
+    return build_splits(found, read)
 
 
-def key_of(number: int) -> bytes:
+def build_key(number: int) -> bytes:
     """Return the key of a sample."""
     return f"{number:08d}".encode()
 
@@ -92,14 +92,14 @@ class LmdbRecords:
         if self._keys is not None:
             self._keys.check_files()
         with _ENVIRONMENTS[self._name].begin() as transaction:
-            return [decode_entry(transaction.get(self._key(number)), form) for number in numbers]
+            return [decode_entry(transaction.get(self._read_key(number)), form) for number in numbers]
 
     def describe(self, number: int) -> str:
-        return f"{self.files[0]}, key {self._key(number)!r}"
+        return f"{self.files[0]}, key {self._read_key(number)!r}"
 
-    def _key(self, number: int) -> bytes:
+    def _read_key(self, number: int) -> bytes:
         if self._keys is None:
-            return key_of(number)
+            return build_key(number)
         values, ends = self._keys.views
         begin = int(ends[number - 1]) if number else 0
         return values[begin : int(ends[number])].tobytes()
@@ -129,10 +129,10 @@ def decode_entry(content: bytes | None, form: Form | None) -> Any:
         sample = decode_sample(content)
         is_picture = isinstance(sample, tuple) and isinstance(sample[0], bytes)
         if is_picture and sample[0].startswith(PICTURE_MAGICS):
-            return (picture_value(sample[0], form), *sample[1:])
+            return (decode_picture(sample[0], form), *sample[1:])
         return sample
     if content.startswith((*PICTURE_MAGICS, NPY_MAGIC)):
-        return guessed_value(content, form)
+        return decode_guessed(content, form)
     raise ValueError(
         "neither a sample written by `trainrun convert` nor a picture nor a .npy array (pickled objects "
         "are not read: they could run anything); write the data again with trainrun convert"
@@ -170,14 +170,14 @@ class _Environments:
             path, state = os.path.realpath(file), os.stat(file)
         except OSError as error:
             raise DataError(f"{file}: cannot be read: {error.strerror}") from error
-        identity = version_of(state)
+        identity = describe_version(state)
         with self._lock:
             known, environment = self._by_path.pop(path, (None, None))
             if known != identity:
                 self._by_name.clear()
                 if environment is not None:
                     environment.close()
-                environment = _opened(path, state.st_size)
+                environment = _open_environment(path, state.st_size)
             self._by_path[path] = (identity, environment)
             self._by_name[file] = environment
         return environment
@@ -186,8 +186,8 @@ class _Environments:
 _ENVIRONMENTS = _Environments()
 
 
-def _opened(path: str, size: int) -> Any:
-    lmdb = extra("lmdb", "lmdb", "lmdb")
+def _open_environment(path: str, size: int) -> Any:
+    lmdb = import_extra("lmdb", "lmdb", "lmdb")
     in_folder = os.path.basename(path) == DATA_FILE
     try:
         environment = lmdb.open(
@@ -203,8 +203,8 @@ def _opened(path: str, size: int) -> Any:
     return environment
 
 
-def _data_file(path: Path, setting: str) -> Path:
-    plain_file(path, setting)
+def _find_data_file(path: Path, setting: str) -> Path:
+    is_plain_file(path, setting)
     if not path.exists():
         raise DataError(f"{setting}: no such place; allowed: an LMDB environment, a folder or a file")
     if path.is_dir() and not (path / DATA_FILE).is_file():

@@ -44,8 +44,8 @@ def encode_sample(sample: Any) -> bytes:
     stored.
     """
     leaves: dict[str, Any] = {}
-    tree = _tree(sample, "", leaves)
-    found = {name: _encoded(leaf) for name, leaf in leaves.items()}
+    tree = _describe_tree(sample, "", leaves)
+    found = {name: _encode(leaf) for name, leaf in leaves.items()}
     kinds = {name: kind for name, (kind, _) in found.items()}
     metadata = {"tree": json.dumps(tree), "kinds": json.dumps(kinds)}
     content = save_tensors({name: tensor for name, (_, tensor) in found.items()}, metadata)
@@ -69,15 +69,15 @@ def decode_sample(content: bytes | memoryview) -> Any:
         tensors = load_tensors(content)
     except (SafetensorError, KeyError, RuntimeError, TypeError) as error:
         raise ValueError(f"cut short or damaged: {error}") from error
-    header = _object(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    header = _parse_object(content[8 : 8 + int.from_bytes(content[:8], "little")])
     metadata = header.pop(METADATA, {})
-    kinds = _object(metadata["kinds"]) if "kinds" in metadata else dict.fromkeys(header, "array")
+    kinds = _parse_object(metadata["kinds"]) if "kinds" in metadata else dict.fromkeys(header, "array")
     if kinds.keys() != tensors.keys():
         raise ValueError("its metadata and its arrays name different parts")
-    values = {name: _decoded(kind, tensors[name]) for name, kind in kinds.items()}
+    values = {name: _decode(kind, tensors[name]) for name, kind in kinds.items()}
     try:
         if "tree" in metadata:
-            return _grown(json.loads(metadata["tree"]), values)
+            return _build_tree(json.loads(metadata["tree"]), values)
     except RecursionError as error:
         raise ValueError("its parts are nested too deeply") from error
     return values
@@ -94,7 +94,7 @@ def encode_facts(facts: Facts) -> bytes:
 
 def decode_facts(content: bytes | memoryview) -> Facts:
     """Return what `encode_facts` wrote. Raise ValueError for any other content."""
-    found = _object(bytes(content))
+    found = _parse_object(bytes(content))
     length, names, number = found.get("length"), found.get("class_names") or [], found.get("num_classes")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("class_names must be a list of names")
@@ -104,7 +104,7 @@ def decode_facts(content: bytes | memoryview) -> Facts:
     return Facts(length, tuple(names), number or len(names) or None)
 
 
-def _tree(value: Any, path: str, leaves: dict[str, Any]) -> Any:
+def _describe_tree(value: Any, path: str, leaves: dict[str, Any]) -> Any:
     """Describe containers as JSON, with a name in place of each leaf; the leaves are added to `leaves` by these
     names.
     """
@@ -113,10 +113,12 @@ def _tree(value: Any, path: str, leaves: dict[str, Any]) -> Any:
             raise TypeError(
                 f"the name {wrong[0]!r} of a part: names must be text, and not {METADATA}; {ALLOWED}"
             )
-        return {"dict": {name: _tree(part, f"{path}.{name}", leaves) for name, part in value.items()}}
+        return {
+            "dict": {name: _describe_tree(part, f"{path}.{name}", leaves) for name, part in value.items()}
+        }
     if isinstance(value, tuple | list):
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [_tree(part, f"{path}.{number}", leaves) for number, part in enumerate(value)]}
+        return {kind: [_describe_tree(part, f"{path}.{number}", leaves) for number, part in enumerate(value)]}
     name = path[1:] or "0"
     while name in leaves:  # {"a": {"b": 1}, "a.b": 2}
         name += "_"
@@ -124,41 +126,41 @@ def _tree(value: Any, path: str, leaves: dict[str, Any]) -> Any:
     return name
 
 
-def _grown(tree: Any, values: dict[str, Any]) -> Any:
-    """Build the containers that `_tree` described. Raise ValueError if it is no such description."""
+def _build_tree(tree: Any, values: dict[str, Any]) -> Any:
+    """Build the containers that `_describe_tree` described. Raise ValueError if it is no such description."""
     if isinstance(tree, str) and tree in values:
         return values[tree]
     kind, inner = next(iter(tree.items())) if isinstance(tree, dict) and len(tree) == 1 else ("", None)
     if kind == "dict" and isinstance(inner, dict):
-        return {name: _grown(part, values) for name, part in inner.items()}
+        return {name: _build_tree(part, values) for name, part in inner.items()}
     if kind in ("tuple", "list") and isinstance(inner, list):
-        parts = [_grown(part, values) for part in inner]
+        parts = [_build_tree(part, values) for part in inner]
         return tuple(parts) if kind == "tuple" else parts
     raise ValueError("its metadata have a damaged tree of parts")
 
 
-def _encoded(part: Any) -> tuple[str, Tensor]:
+def _encode(part: Any) -> tuple[str, Tensor]:
     """Return the kind of a leaf and its content as a tensor."""
     if isinstance(part, Tensor):
         tensor = part.detach().cpu().contiguous()
-        return "tensor", tensor if tensor.dtype == torch.bfloat16 else _tensor(tensor.numpy())
+        return "tensor", tensor if tensor.dtype == torch.bfloat16 else _convert_array(tensor.numpy())
     if isinstance(part, str | bytes):
         content = part.encode() if isinstance(part, str) else part
-        return "text" if isinstance(part, str) else "bytes", _tensor(np.frombuffer(content, np.uint8))
+        return "text" if isinstance(part, str) else "bytes", _convert_array(np.frombuffer(content, np.uint8))
     kind = type(part).__name__
     if kind in NUMBERS or isinstance(part, np.ndarray | np.generic):
-        return kind if kind in NUMBERS else "array", _tensor(np.asarray(part))
+        return kind if kind in NUMBERS else "array", _convert_array(np.asarray(part))
     raise TypeError(f"a part of type {kind}; {ALLOWED}")
 
 
-def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
+def _convert_array(array: np.ndarray[Any, Any]) -> Tensor:
     dtype = array.dtype.newbyteorder("=")
     if dtype not in DTYPES:
         raise TypeError(f"an array of {array.dtype}; allowed: bools, integers and floats up to 64 bits")
     return torch.from_numpy(np.array(array, dtype, order="C"))
 
 
-def _object(content: Any) -> dict[str, Any]:
+def _parse_object(content: Any) -> dict[str, Any]:
     """Parse a JSON object. Raise ValueError for any other content."""
     try:
         found = json.loads(content)
@@ -169,7 +171,7 @@ def _object(content: Any) -> dict[str, Any]:
     return found
 
 
-def _decoded(kind: Any, tensor: Tensor) -> Any:
+def _decode(kind: Any, tensor: Tensor) -> Any:
     if kind == "tensor" or tensor.dtype == torch.bfloat16:
         return tensor
     try:

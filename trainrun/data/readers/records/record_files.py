@@ -16,7 +16,7 @@ import numpy as np
 from trainrun.data.readers.column_store import Array, Build, StoredColumns, load_columns
 from trainrun.data.readers.mapped_files import LengthCheck
 from trainrun.data.readers.open_files import Kept
-from trainrun.data.readers.paths import fingerprint_of
+from trainrun.data.readers.paths import fingerprint_files
 from trainrun.data.readers.pictures.decode import Form
 from trainrun.data.readers.reader_protocol import Info
 from trainrun.data.readers.records.record import META_NAME, Facts, decode_facts
@@ -75,11 +75,11 @@ def load_references(files: Sequence[Path], kind: str, build: Build) -> StoredCol
     """
     file_bytes = sum(file.stat().st_size for file in files)
     others = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    key = fingerprint_of(files, kind, VERSION)
+    key = fingerprint_files(files, kind, VERSION)
     return load_columns(key, f"{files[0]}{others}", file_bytes // INDEX_SHARE, build, file_bytes)
 
 
-def facts_beside(files: Sequence[Path]) -> Facts:
+def read_facts(files: Sequence[Path]) -> Facts:
     """Return what `meta.json` in the folder of the files says; nothing where there is none.
 
     Its length is that of all shards of the folder, so it is no length of these files.

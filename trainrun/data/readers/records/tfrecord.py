@@ -18,20 +18,20 @@ from typing import Any
 import numpy as np
 
 from trainrun.data.readers.column_store import ColumnWriter
-from trainrun.data.readers.optional_packages import extra
+from trainrun.data.readers.optional_packages import import_extra
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.pictures.decode import Form, form_of_picture
-from trainrun.data.readers.reader_protocol import ReadFiles, splits_of_files
+from trainrun.data.readers.pictures.decode import Form, build_form
+from trainrun.data.readers.reader_protocol import ReadFiles, build_splits
 from trainrun.data.readers.records.record import decode_sample, is_sample
 from trainrun.data.readers.records.record_files import (
     RecordFiles,
     RecordReader,
     StoredIndex,
-    facts_beside,
     load_references,
+    read_facts,
 )
-from trainrun.data.readers.records.values import guessed_value
+from trainrun.data.readers.records.values import decode_guessed
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
@@ -67,25 +67,25 @@ def load(path: str | None, columns: Sequence[str] | None = None,
     sequences: features that stay 1-D where they hold one number; others become a scalar.
     """
     found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS["tfrecord"])
-    form = form_of_picture(shape, fit, dtype, draft)
+    form = build_form(shape, fit, dtype, draft)
     names = None if columns is None else tuple(columns)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         records = ExampleRecords(files, names, frozenset(sequences))
-        return ReadFiles(RecordReader(records, form, facts_beside(files)))
+        return ReadFiles(RecordReader(records, form, read_facts(files)))
 
-    return splits_of_files(found, read)
+    return build_splits(found, read)
 
 
 def frame_record(content: bytes) -> bytes:
     """Return a record with its length and checksums, as a TFRecord file stores it."""
     length = struct.pack("<Q", len(content))
-    return length + masked_crc32c(length) + content + masked_crc32c(content)
+    return length + compute_masked_crc(length) + content + compute_masked_crc(content)
 
 
-def masked_crc32c(content: bytes) -> bytes:
+def compute_masked_crc(content: bytes) -> bytes:
     """Compute the masked CRC-32C (Castagnoli), 4 bytes, as TFRecord stores it."""
-    crc: int = extra("google_crc32c", "tfrecord", "tfrecord").value(content)
+    crc: int = import_extra("google_crc32c", "tfrecord", "tfrecord").value(content)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + MASK_DELTA) & 0xFFFFFFFF)
 
 
@@ -110,7 +110,7 @@ class ExampleRecords:
     def read_samples(self, numbers: Sequence[int], form: Form | None) -> list[Any]:
         self._index.check_files()
         references = self._index.views[0][np.asarray(numbers, np.int64)].tolist()
-        return [self._sample(self._content(*reference), form) for reference in references]
+        return [self._sample(self._read_content(*reference), form) for reference in references]
 
     def describe(self, number: int) -> str:
         references = self._index.views[0]
@@ -139,15 +139,15 @@ class ExampleRecords:
             raise ValueError(
                 f"feature {name} holds {len(feature)} byte strings, not one; name others with data.train.columns"
             )
-        return guessed_value(feature[0], form)
+        return decode_guessed(feature[0], form)
 
-    def _content(self, file: int, begin: int, size: int) -> bytes:
+    def _read_content(self, file: int, begin: int, size: int) -> bytes:
         """Return the content of a record. ValueError: it is damaged."""
         record = self._record_files.read(file, begin, HEADER + size + FOOTER)
         if int.from_bytes(record[:8], "little") != size:
             raise ValueError("its length is not what it was when the data was opened: the record is damaged")
         content = record[HEADER : HEADER + size]
-        if masked_crc32c(content) != record[HEADER + size :]:
+        if compute_masked_crc(content) != record[HEADER + size :]:
             raise ValueError("damaged: its checksum is wrong")
         return content
 
@@ -178,7 +178,7 @@ def iterate_references(record_files: RecordFiles, number: int) -> Iterator[tuple
             )
         header = record_files.read(number, begin, HEADER)
         size = int.from_bytes(header[:8], "little")
-        if masked_crc32c(header[:8]) != header[8:]:
+        if compute_masked_crc(header[:8]) != header[8:]:
             raise DataError(
                 f"{where}: not a TFRecord file, damaged, or compressed (unpack it first, as with gunzip): the "
                 "checksum of its length is wrong"
@@ -190,14 +190,14 @@ def iterate_references(record_files: RecordFiles, number: int) -> Iterator[tuple
         begin, record = end, record + 1
 
 
-def protobuf(module: str) -> Any:
-    return extra(f"google.protobuf.{module}", "tfrecord", "tfrecord")
+def import_protobuf(module: str) -> Any:
+    return import_extra(f"google.protobuf.{module}", "tfrecord", "tfrecord")
 
 
 @cache
-def example_class() -> Any:
+def build_example_class() -> Any:
     """Return the protobuf class of `tf.train.Example`."""
-    descriptor = protobuf("descriptor_pb2")
+    descriptor = import_protobuf("descriptor_pb2")
     file = descriptor.FileDescriptorProto(name="trainrun/example.proto", package=PACKAGE, syntax="proto3")
     for name, fields in MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -210,21 +210,23 @@ def example_class() -> Any:
                 added.oneof_index = 0
         if name == "Feature":
             message.oneof_decl.add(name="kind")
-    pool = protobuf("descriptor_pool").DescriptorPool()
+    pool = import_protobuf("descriptor_pool").DescriptorPool()
     pool.Add(file)
-    return protobuf("message_factory").GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.Example"))
+    return import_protobuf("message_factory").GetMessageClass(
+        pool.FindMessageTypeByName(f"{PACKAGE}.Example")
+    )
 
 
 def parse_example(content: bytes) -> dict[str, Feature]:
     """Return each feature by name: a list of bytes, or an array (L,) float32 or int64; empty ones are []."""
     try:
-        entries = example_class().FromString(content).features.feature
-    except protobuf("message").DecodeError as error:
+        entries = build_example_class().FromString(content).features.feature
+    except import_protobuf("message").DecodeError as error:
         raise ValueError(f"not an Example, or cut short ({error})") from error
-    return {entry.key: _values(entry.value) for entry in entries}
+    return {entry.key: _list_values(entry.value) for entry in entries}
 
 
-def _values(feature: Any) -> Feature:
+def _list_values(feature: Any) -> Feature:
     kind = feature.WhichOneof("kind")
     if kind is None:
         return []
@@ -236,7 +238,7 @@ def encode_example(features: Mapping[str, bytes | list[bytes] | np.ndarray[Any, 
     """Return the bytes of an Example. Arrays of any shape are flattened; floats become float32, integers and bools
     int64.
     """
-    example = example_class()()
+    example = build_example_class()()
     for name, value in features.items():
         feature = example.features.feature.add(key=name).value
         if isinstance(value, bytes | list):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.readers.pictures.decode import FAULTS, Form, fault_of
+from trainrun.data.readers.pictures.decode import FAULTS, Form, shorten_fault
 
 PICTURES = ("jpg", "jpeg", "png")
 NUMBERS = ("cls", "cls2", "index", "id")
@@ -23,7 +23,7 @@ def decode_value(extension: str, content: bytes, form: Form | None) -> Any:
     """Decode bytes by a file's extension. Raise ValueError if they are damaged.
 
     Pictures become tensors (C, H, W), or stay bytes without a form. Numbers become ints, .npy files arrays. Bytes
-    with an unknown extension are decoded by `guessed_value`.
+    with an unknown extension are decoded by `decode_guessed`.
     """
     kind = extension.rpartition(".")[2]
     if kind in NUMBERS:
@@ -35,26 +35,26 @@ def decode_value(extension: str, content: bytes, form: Form | None) -> Any:
             return json.loads(content)
         except RecursionError as error:
             raise ValueError("JSON that is nested too deeply") from error
-    return picture_value(content, form) if kind in PICTURES else guessed_value(content, form)
+    return decode_picture(content, form) if kind in PICTURES else decode_guessed(content, form)
 
 
-def guessed_value(content: bytes, form: Form | None) -> Any:
+def decode_guessed(content: bytes, form: Form | None) -> Any:
     """Decode bytes by how they begin: a JPEG or PNG picture, or a .npy array; all else becomes an array (L,) uint8."""
     if content.startswith(PICTURE_MAGICS):
-        return picture_value(content, form)
+        return decode_picture(content, form)
     if content.startswith(NPY_MAGIC):
         return read_npy(content)
     return np.frombuffer(bytearray(content), np.uint8)
 
 
-def picture_value(content: bytes, form: Form | None) -> Any:
+def decode_picture(content: bytes, form: Form | None) -> Any:
     """Return a picture as a tensor; without a form the bytes of its file."""
     if form is None:
         return content
     try:
         return form.decode(content)
     except FAULTS as error:
-        raise ValueError(f"a picture that is {fault_of(error)}") from error
+        raise ValueError(f"a picture that is {shorten_fault(error)}") from error
 
 
 def read_npy(content: bytes) -> np.ndarray[Any, Any]:

@@ -21,15 +21,15 @@ import numpy as np
 from trainrun.data.readers.column_store import ColumnWriter
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.pictures.decode import Form, form_of_picture
-from trainrun.data.readers.reader_protocol import ReadFiles, splits_of_files
+from trainrun.data.readers.pictures.decode import Form, build_form
+from trainrun.data.readers.reader_protocol import ReadFiles, build_splits
 from trainrun.data.readers.records.record import decode_sample
 from trainrun.data.readers.records.record_files import (
     RecordFiles,
     RecordReader,
     StoredIndex,
-    facts_beside,
     load_references,
+    read_facts,
 )
 from trainrun.data.readers.records.values import NUMBERS, PICTURES, decode_value
 from trainrun.data.tensor_dataset import Splits
@@ -60,12 +60,12 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
         pair; else a dict of all that the first sample has.
     """
     found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS["webdataset"])
-    form = form_of_picture(shape, fit, dtype, draft)
+    form = build_form(shape, fit, dtype, draft)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
-        return ReadFiles(RecordReader(TarRecords(files, columns), form, facts_beside(files)))
+        return ReadFiles(RecordReader(TarRecords(files, columns), form, read_facts(files)))
 
-    return splits_of_files(found, read)
+    return build_splits(found, read)
 
 
 class TarRecords:
@@ -78,7 +78,7 @@ class TarRecords:
         self._index = StoredIndex([stored.arrays[name] for name in ("starts", "kinds", "members", "headers")])
         self._is_tuple = columns is not None
         if columns is None and len(self):
-            columns, self._is_tuple = choose_columns(list(self._members_of(0)))
+            columns, self._is_tuple = choose_columns(list(self._find_members(0)))
         self._columns = tuple(tuple(column.lower().split(";")) for column in columns or ())
         self.settings = self._columns, self._is_tuple
         self._check_columns()
@@ -98,7 +98,7 @@ class TarRecords:
         return f"{file}, sample {split_name(next(iterate_members(file, int(headers[first]))).name)[0]!r}"
 
     def _sample(self, number: int, form: Form | None) -> Any:
-        members = self._members_of(number)
+        members = self._find_members(number)
         values = {}
         for column in self._columns:
             extension = next(name for name in column if name in members)
@@ -116,7 +116,7 @@ class TarRecords:
         except ValueError as error:
             raise ValueError(f"its {extension}: {error}") from error
 
-    def _members_of(self, number: int) -> dict[str, int]:
+    def _find_members(self, number: int) -> dict[str, int]:
         """Return the number of each member of a sample, by extension."""
         starts, kinds, _, _ = self._index.views
         first, end = starts[number : number + 2].tolist()
@@ -136,7 +136,7 @@ class TarRecords:
                 first = int(lacks.argmax())
                 raise DataError(
                     f"{self.describe(first)}: has no {' or '.join(column)}, only "
-                    f"{', '.join(self._members_of(first))}; {int(lacks.sum())} of {len(self)} samples lack "
+                    f"{', '.join(self._find_members(first))}; {int(lacks.sum())} of {len(self)} samples lack "
                     "it (see data.train.columns)"
                 )
 

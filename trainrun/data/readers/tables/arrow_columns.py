@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trainrun.data.readers.column_store import Array, ColumnWriter
-from trainrun.data.readers.optional_packages import extra
+from trainrun.data.readers.optional_packages import import_extra
 from trainrun.data.readers.tables.stored_samples import (
     HAS_GAP,
     IS_MISSING,
@@ -18,7 +18,7 @@ from trainrun.data.readers.tables.stored_samples import (
     ONLY_PATH,
     SampleField,
 )
-from trainrun.data.readers.targets import narrow_numbers
+from trainrun.data.readers.targets import narrow_type
 from trainrun.errors import DataError
 
 NameCell = Callable[[int], str]
@@ -46,13 +46,13 @@ class Kind:
     depth: int = 0
 
 
-def pyarrow(module: str = "pyarrow") -> Any:
-    return extra(module, "parquet or data=datasets", "parquet")
+def import_pyarrow(module: str = "pyarrow") -> Any:
+    return import_extra(module, "parquet or data=datasets", "parquet")
 
 
-def kind_of(field: Any) -> Kind:
+def classify_column(field: Any) -> Kind:
     """Classify a column of an Arrow schema by its type."""
-    types, type_, column = pyarrow().types, field.type, str(field.name)
+    types, type_, column = import_pyarrow().types, field.type, str(field.name)
     text = str(type_)
     if types.is_dictionary(type_):
         type_ = type_.value_type
@@ -74,13 +74,13 @@ def kind_of(field: Any) -> Kind:
     return Kind(column, name, text, np.dtype(NUMPY_NAMES.get(number, number)), size, depth)
 
 
-def class_names_in(schema: Any, column: str) -> tuple[str, ...]:
+def find_stored_class_names(schema: Any, column: str) -> tuple[str, ...]:
     """Return the class names that Hugging Face `datasets` stores for a column of class numbers."""
-    feature = feature_in(schema, column)
+    feature = read_feature(schema, column)
     return tuple(map(str, feature["names"])) if feature.get("_type") == "ClassLabel" else ()
 
 
-def feature_in(schema: Any, column: str) -> dict[str, Any]:
+def read_feature(schema: Any, column: str) -> dict[str, Any]:
     """Return what Hugging Face `datasets` notes of a column."""
     try:
         noted = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
@@ -90,39 +90,41 @@ def feature_in(schema: Any, column: str) -> dict[str, Any]:
         return {}
 
 
-def numbers_of(kind: Kind, column: Any, dtype: str, fill: float | None, where: NameCell) -> Array:
+def convert_column(kind: Kind, column: Any, dtype: str, fill: float | None, where: NameCell) -> Array:
     """Return a column of numbers (N,), or of fixed lists (N, size). where: names a row, in this column.
 
     fill: stands for a missing number. DataError: a row has no value, or one that dtype cannot hold.
     """
-    array = one_array(column)
+    array = combine_chunks(column)
     if kind.name == "fixed":
         values, _, missing = list_of(kind, array, dtype)
         if len(missing):
             row, reason = missing[0].tolist()
-            raise missing_cell(kind, where(row) + (", a number of the list" if reason == HAS_GAP else ""))
+            raise build_missing_cell_error(
+                kind, where(row) + (", a number of the list" if reason == HAS_GAP else "")
+            )
         return values.reshape(len(array), kind.size)
     if array.null_count:
         if fill is None:
-            raise missing_cell(kind, where(first_null(array)))
+            raise build_missing_cell_error(kind, where(find_first_null(array)))
         assert kind.dtype is not None
         range_ = np.iinfo(kind.dtype) if kind.dtype.kind in "iu" else None
         if range_ is not None and float(fill).is_integer() and range_.min <= fill <= range_.max:
             array = array.fill_null(int(fill))  # large numbers stay whole
         else:
-            array = array.cast(pyarrow().float64(), safe=False)  # a place for `fill`, whatever it is
+            array = array.cast(import_pyarrow().float64(), safe=False)  # a place for `fill`, whatever it is
     values = array.to_numpy(zero_copy_only=False)
     if values.dtype.kind == "f" and (empty := np.isnan(values)).any():
         if fill is None:
-            raise missing_cell(kind, where(int(empty.argmax())))
+            raise build_missing_cell_error(kind, where(int(empty.argmax())))
         values = np.where(empty, fill, values)
-    return narrow_numbers(values, dtype, where)
+    return narrow_type(values, dtype, where)
 
 
 def write_ragged(kind: Kind, column: Any, dtype: str, name: str, begin: int, writer: ColumnWriter) -> None:
     """Write lists, words or pictures as a ragged column, the shapes of nested lists, and as `<name>.missing` the rows
     without a value. begin: the first row of the block."""
-    array = one_array(column)
+    array = combine_chunks(column)
     if kind.name in ("picture", "word"):
         values, lengths, missing = bytes_of(array)
     else:
@@ -146,18 +148,18 @@ def check_whole(kind: Kind, values: Array) -> None:
 
 def write_number(kind: Kind, column: Any, name: str, begin: int, writer: ColumnWriter) -> None:
     """Write numbers in 64 bits, or bools, and as `<name>.missing` the rows without a value."""
-    array = one_array(column)
+    array = combine_chunks(column)
     missing = np.flatnonzero(np.asarray(array.is_null()))
-    values = array.fill_null(False if pyarrow().types.is_boolean(array.type) else 0).to_numpy(
+    values = array.fill_null(False if import_pyarrow().types.is_boolean(array.type) else 0).to_numpy(
         zero_copy_only=False
     )
     check_whole(kind, values)
     wide = {"i": np.int64, "u": np.int64, "f": np.float64}.get(values.dtype.kind, np.bool_)
     writer.add(name, values.astype(wide, copy=False))
-    writer.add(f"{name}.missing", reasons_of(missing + begin, IS_MISSING))
+    writer.add(f"{name}.missing", join_reasons(missing + begin, IS_MISSING))
 
 
-def stored_field(arrays: dict[str, Array], name: str, column: str, **options: Any) -> SampleField:
+def build_stored_field(arrays: dict[str, Array], name: str, column: str, **options: Any) -> SampleField:
     """Return a column of the store as a column of samples."""
     missing = arrays.get(f"{name}.missing")
     if missing is not None:
@@ -168,7 +170,7 @@ def stored_field(arrays: dict[str, Array], name: str, column: str, **options: An
     return SampleField(column, arrays[f"{name}.values"], ends, shapes=shapes, **options)
 
 
-def reasons_of(rows: Array, reason: int) -> Array:
+def join_reasons(rows: Array, reason: int) -> Array:
     return np.stack([rows, np.full_like(rows, reason)], axis=1)
 
 
@@ -176,14 +178,14 @@ def bytes_of(array: Any) -> tuple[Array, Array, Array]:
     """Return all bytes of words or pictures, their lengths (N,), and the rows without one (M, 2)."""
     empty = np.asarray(array.is_null())
     reasons = np.full(len(array), IS_MISSING)
-    if pyarrow().types.is_struct(array.type):
+    if import_pyarrow().types.is_struct(array.type):
         fields = {array.type.field(k).name: array.field(k) for k in range(array.type.num_fields)}
         array = fields["bytes"]
         empty = empty | np.asarray(array.is_null())
         if "path" in fields:
             reasons[~np.asarray(fields["path"].is_null())] = ONLY_PATH
     rows = np.flatnonzero(empty)
-    array = array.fill_null(b"" if "binary" in str(array.type) else "").cast(pyarrow().large_binary())
+    array = array.fill_null(b"" if "binary" in str(array.type) else "").cast(import_pyarrow().large_binary())
     offsets = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
     content = array.buffers()[2]
     values = np.frombuffer(b"" if content is None else content, np.uint8)[offsets[0] : offsets[-1]]
@@ -197,7 +199,7 @@ def list_of(kind: Kind, array: Any, dtype: str) -> tuple[Array, Array, Array]:
     gaps, uneven = np.zeros((2, len(array)), np.bool_)
     row_of = np.arange(len(array))  # of each list of this depth
     for depth in range(kind.depth):
-        counts = pyarrow("pyarrow.compute").list_value_length(array).fill_null(0)
+        counts = import_pyarrow("pyarrow.compute").list_value_length(array).fill_null(0)
         sizes = np.asarray(counts).astype(np.int64)
         shapes[row_of, depth] = sizes
         uneven[row_of[shapes[row_of, depth] != sizes]] = True
@@ -226,25 +228,25 @@ def list_dtype(kind: Kind, dtype: str) -> np.dtype[Any]:
     return np.dtype(np.int64 if kind.dtype.kind in "iu" else bool if kind.dtype.kind == "b" else dtype)
 
 
-def words_of(kind: Kind, column: Any, where: NameCell) -> Any:
+def read_target_cells(kind: Kind, column: Any, where: NameCell) -> Any:
     """Return the cells of a target: an array of numbers, or words. DataError: one is missing."""
-    array = one_array(column)
+    array = combine_chunks(column)
     if array.null_count:
-        raise DataError(f"{where(first_null(array))} is missing")
+        raise DataError(f"{where(find_first_null(array))} is missing")
     return array.to_pylist() if kind.name == "word" else array.to_numpy(zero_copy_only=False)
 
 
-def missing_cell(kind: Kind, where: str) -> DataError:
+def build_missing_cell_error(kind: Kind, where: str) -> DataError:
     way = ", or say what stands for it, as data.train.fill=0" if kind.name == "number" else ""
     return DataError(f"{where} is missing; correct it, leave the column out (data.train.inputs){way}")
 
 
-def first_null(array: Any) -> int:
+def find_first_null(array: Any) -> int:
     return int(np.asarray(array.is_null()).argmax())
 
 
-def one_array(column: Any) -> Any:
+def combine_chunks(column: Any) -> Any:
     """Return a column of a batch or a table as one array, without a dictionary."""
     if hasattr(column, "chunks"):
-        column = column.chunk(0) if column.num_chunks == 1 else pyarrow().concat_arrays(column.chunks)
-    return column.dictionary_decode() if pyarrow().types.is_dictionary(column.type) else column
+        column = column.chunk(0) if column.num_chunks == 1 else import_pyarrow().concat_arrays(column.chunks)
+    return column.dictionary_decode() if import_pyarrow().types.is_dictionary(column.type) else column

@@ -18,8 +18,13 @@ from typing import IO, Any, ClassVar, Protocol
 
 import numpy as np
 
-from trainrun.data.readers.free_space import unpacked_bytes
-from trainrun.data.readers.tables.arrow_columns import Kind, kind_of, pyarrow, words_of
+from trainrun.data.readers.free_space import estimate_unpacked_bytes
+from trainrun.data.readers.tables.arrow_columns import (
+    Kind,
+    classify_column,
+    import_pyarrow,
+    read_target_cells,
+)
 from trainrun.errors import DataError
 
 ROWS_AT_ONCE, CELLS_AT_ONCE = 2**16, 2**22
@@ -60,7 +65,7 @@ class ParquetFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = pyarrow("pyarrow.parquet").ParquetFile(str(path), page_checksum_verification=True)
+        self._file = import_pyarrow("pyarrow.parquet").ParquetFile(str(path), page_checksum_verification=True)
         self.schema: Any = self._file.schema_arrow
         self.num_rows: int = self._file.metadata.num_rows
 
@@ -71,7 +76,9 @@ class ParquetFile:
             group = metadata.row_group(number)
             if number == 0:  # a list is the column `tokens.list.element`
                 parts = [group.column(k).path_in_schema.split(".") for k in range(group.num_columns)]
-                chosen = [k for k, path in enumerate(parts) if not wanted.isdisjoint(dotted_prefixes(path))]
+                chosen = [
+                    k for k, path in enumerate(parts) if not wanted.isdisjoint(list_dotted_prefixes(path))
+                ]
             for k in chosen:
                 column = group.column(k)
                 total += max(column.total_uncompressed_size, column.num_values * LEAST_BYTES)
@@ -89,7 +96,7 @@ class ArrowFile:
     name: ClassVar[str] = "Arrow"
 
     def __init__(self, path: Path) -> None:
-        ipc, source = pyarrow().ipc, pyarrow().memory_map(str(path))
+        ipc, source = import_pyarrow().ipc, import_pyarrow().memory_map(str(path))
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         self._table = (ipc.open_file if is_file else ipc.open_stream)(source).read_all()
@@ -117,9 +124,9 @@ class JsonFile:
 
     @cached_property
     def _types_and_rows(self) -> tuple[Any, int]:
-        arrow, num_rows = pyarrow(), 0
+        arrow, num_rows = import_pyarrow(), 0
         schema = arrow.schema([])
-        for table in self._tables():
+        for table in self._iterate_tables():
             fields = [
                 field.with_type(arrow.string()) if arrow.types.is_temporal(field.type) else field
                 for field in table.schema
@@ -137,25 +144,25 @@ class JsonFile:
         return self._types_and_rows[1]
 
     def count_bytes(self, columns: Sequence[str] | None) -> int:
-        return unpacked_bytes([self._path])
+        return estimate_unpacked_bytes([self._path])
 
     def batches(self, columns: Sequence[str], at_once: int) -> Iterator[Any]:
-        schema = pyarrow().schema([self.schema.field(name) for name in columns])
-        for table in self._tables(explicit_schema=schema, unexpected_field_behavior="ignore"):
+        schema = import_pyarrow().schema([self.schema.field(name) for name in columns])
+        for table in self._iterate_tables(explicit_schema=schema, unexpected_field_behavior="ignore"):
             yield from table.select(list(columns)).to_batches(at_once)
 
-    def _tables(self, **options: Any) -> Iterator[Any]:
+    def _iterate_tables(self, **options: Any) -> Iterator[Any]:
         """Yield a table for each block. options: how it is parsed."""
-        module = pyarrow("pyarrow.json")
+        module = import_pyarrow("pyarrow.json")
         open_file: Any = gzip.open if self._path.name.lower().endswith(".gz") else open
         with open_file(self._path, "rb") as file:
-            for block in blocks_of_lines(file):
+            for block in iterate_line_blocks(file):
                 read = module.ReadOptions(use_threads=False, block_size=len(block) + 1)
-                source = pyarrow().BufferReader(block)
+                source = import_pyarrow().BufferReader(block)
                 yield module.read_json(source, read, module.ParseOptions(**options))
 
 
-def blocks_of_lines(file: IO[bytes]) -> Iterator[bytes]:
+def iterate_line_blocks(file: IO[bytes]) -> Iterator[bytes]:
     """Yield whole JSON lines of a file, many at a time. An array of objects becomes lines.
 
     DataError: the rows are something else than objects.
@@ -163,7 +170,7 @@ def blocks_of_lines(file: IO[bytes]) -> Iterator[bytes]:
     first = file.read(64).lstrip()[:1]
     file.seek(0)
     if first == b"[":
-        yield b"\n".join(json.dumps(row).encode() for row in objects_in(file))
+        yield b"\n".join(json.dumps(row).encode() for row in read_objects(file))
         return
     if first not in (b"{", b""):
         raise DataError(f"{file.name}: its rows are no objects; {JSON_ROWS}")
@@ -173,7 +180,7 @@ def blocks_of_lines(file: IO[bytes]) -> Iterator[bytes]:
             yield block
 
 
-def objects_in(file: IO[bytes]) -> list[Any]:
+def read_objects(file: IO[bytes]) -> list[Any]:
     """Return the objects of a file that is one array. DataError: its rows are arrays or numbers."""
     try:
         rows: list[Any] = json.load(file)
@@ -186,7 +193,7 @@ def objects_in(file: IO[bytes]) -> list[Any]:
     return rows
 
 
-def dotted_prefixes(parts: Sequence[str]) -> list[str]:
+def list_dotted_prefixes(parts: Sequence[str]) -> list[str]:
     """Return `a`, `a.b` and `a.b.c` of the parts of a dotted name."""
     return list(itertools.accumulate(parts, "{}.{}".format))
 
@@ -227,7 +234,7 @@ class ArrowTable:
 
     def place(self, row: int) -> str:
         """Return the file and row of a sample, counted from 0."""
-        return row_in_files(self.files, self.ends, row)
+        return name_row_in_files(self.files, self.ends, row)
 
     def where(self, column: str, row: int) -> str:
         return f"{self.place(row)}: column {column!r}"
@@ -260,7 +267,7 @@ class ArrowTable:
         if kind.name != "number":
             raise DataError(f"{self.files[0]}: column {name!r} is {kind.text}, not numbers")
         blocks = [
-            words_of(kind, block[name], partial(self.cell_name, name, begin))
+            read_target_cells(kind, block[name], partial(self.cell_name, name, begin))
             for begin, block in self.blocks([name])
         ]
         return np.concatenate(blocks)
@@ -269,13 +276,13 @@ class ArrowTable:
         return self.where(column, begin + row)
 
 
-def row_in_files(files: Sequence[Path], ends: Any, row: int) -> str:
+def name_row_in_files(files: Sequence[Path], ends: Any, row: int) -> str:
     """Name a row of several files, counted from 0 in its file."""
     file = int(np.searchsorted(ends, row, side="right"))
     return f"{files[file]} row {row - (int(ends[file - 1]) if file else 0)}"
 
 
-def table_of(files: Sequence[Path], open_file: type[TableFile]) -> ArrowTable:
+def open_table(files: Sequence[Path], open_file: type[TableFile]) -> ArrowTable:
     """Return files as one table. DataError: one is damaged; or there is no row."""
     kinds: dict[str, Kind] = {}
     unlike: dict[str, str] = {}
@@ -284,20 +291,22 @@ def table_of(files: Sequence[Path], open_file: type[TableFile]) -> ArrowTable:
         with describe_read_errors(path, open_file.name):
             file = open_file(path)
             schema, num_rows = file.schema, file.num_rows
-        own = [kind_of(field) for field in schema]
+        own = [classify_column(field) for field in schema]
         if first is None:
             twice = next((n for n, count in Counter(kind.column for kind in own).items() if count > 1), None)
             if twice is not None:
                 raise DataError(f"{path}: two columns are called {twice!r}; names must differ")
             kinds, first = {kind.column: kind for kind in own}, schema
-        unlike = differing_columns({kind.column: kind for kind in own}, kinds, path, files[0]) | unlike
+        unlike = (
+            describe_column_differences({kind.column: kind for kind in own}, kinds, path, files[0]) | unlike
+        )
         sizes.append(num_rows)
     if not sum(sizes):
         raise DataError(f"{files[0]}: no rows")
     return ArrowTable(tuple(files), open_file, kinds, np.cumsum(sizes, dtype=np.int64), first, unlike)
 
 
-def differing_columns(
+def describe_column_differences(
     own: dict[str, Kind], kinds: dict[str, Kind], path: Path, first: Path
 ) -> dict[str, str]:
     """Return what is wrong with the columns of a file that are not those of the first."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trainrun.data.readers.tables.table_choice import TableChoice
-from trainrun.data.readers.targets import DECIMAL_COMMA, is_missing, join_names, numbers_in
+from trainrun.data.readers.targets import DECIMAL_COMMA, is_missing, join_names, parse_cells
 from trainrun.errors import DataError
 from trainrun.plugin_faults import did_you_mean
 
@@ -63,7 +63,7 @@ class ColumnProblems:
             return word in self.categories
         if word.lower() in self.flags:
             return True
-        values = numbers_in([word])
+        values = parse_cells([word])
         return values is not None and not (self.whole and values.dtype.kind == "f")
 
     @property
@@ -112,12 +112,12 @@ class InputFault(DataError):
         if problem.num_missing and self.fill is None:
             cells = "1 cell is" if problem.num_missing == 1 else f"{problem.num_missing} cells are"
             assert problem.first_missing is not None
-            parts.append(f"{cells} missing (first in {position_text(problem.first_missing, by_rows)})")
+            parts.append(f"{cells} missing (first in {format_position(problem.first_missing, by_rows)})")
         return f"column {problem.name!r}: {'; '.join(parts)}"
 
     def describe_words(self, problem: ColumnProblems, by_rows: bool) -> str:
         word = problem.first_word
-        where = position_text(problem.words[word], by_rows)
+        where = format_position(problem.words[word], by_rows)
         if problem.categories is not None:
             suggestion = did_you_mean(word, problem.categories) or "."
             known = join_names(problem.categories)
@@ -164,7 +164,7 @@ class InputFault(DataError):
         formatted = [
             problem for problem in self.problems
             if problem.has_formatted_numbers and problem.num_words > problem.num_numbers
-            and numbers_in([problem.first_word]) is None
+            and parse_cells([problem.first_word]) is None
         ]  # fmt: skip
         if formatted:
             yield describe_formatted(formatted)
@@ -212,5 +212,5 @@ def adapt_choice(choice: TableChoice, fault: InputFault) -> TableChoice:
     )
 
 
-def position_text(position: CellPosition, by_rows: bool) -> str:
+def format_position(position: CellPosition, by_rows: bool) -> str:
     return f"row {position.row}" if by_rows else f"line {position.line}"

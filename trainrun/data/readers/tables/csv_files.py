@@ -24,11 +24,11 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from trainrun.data.readers.column_store import ColumnWriter, StoredColumns
-from trainrun.data.readers.free_space import check_memory, unpacked_bytes
-from trainrun.data.readers.mapped_rows import rows_of_columns
-from trainrun.data.readers.parts import SplitRequest, group_numbers
+from trainrun.data.readers.free_space import check_memory, estimate_unpacked_bytes
+from trainrun.data.readers.mapped_rows import build_row_samples
+from trainrun.data.readers.parts import SplitRequest, number_groups
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
+from trainrun.data.readers.reader_protocol import Info, ReadFiles, build_splits
 from trainrun.data.readers.tables.column_problems import (
     CATEGORIES,
     MOST_CATEGORIES,
@@ -41,20 +41,20 @@ from trainrun.data.readers.tables.table_choice import (
     Categories,
     FirstTargets,
     TableChoice,
-    coding_in,
-    facts_of_coding,
+    format_coding,
     load_table,
+    read_coding,
 )
 from trainrun.data.readers.targets import (
     Coding,
-    chosen_inputs,
-    chosen_target,
-    coding_of,
+    choose_coding,
+    choose_inputs,
+    choose_target,
     is_missing,
     join_names,
-    named_columns,
-    narrow_numbers,
-    numbers_in,
+    narrow_type,
+    parse_cells,
+    parse_column_names,
 )
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
@@ -89,12 +89,12 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         raise DataError(f"data.train.fill={fill}: must be a whole number with data.train.dtype={dtype}")
     found = request.find_files(ENDINGS["csv"])
     training = found.files["train"]
-    dialect = Dialect(delimiter or usual_delimiter(training[0]), header)
-    columns = columns_in(training[0], dialect)
-    goal = chosen_target(target, columns)
-    given_words = () if categories is None else named_columns(categories, columns, CATEGORIES)
+    dialect = Dialect(delimiter or guess_delimiter(training[0]), header)
+    columns = read_column_names(training[0], dialect)
+    goal = choose_target(target, columns)
+    given_words = () if categories is None else parse_column_names(categories, columns, CATEGORIES)
     is_open = categories is None and inputs is None
-    inputs, named_words, gaps = without_words(inputs, columns)
+    inputs, named_words, gaps = replace_word_inputs(inputs, columns)
     columns_of_words = tuple(dict.fromkeys((*given_words, *named_words)))
     for name in columns_of_words:
         if alike := [one for one in columns if one.startswith(f"{name}=")]:
@@ -102,7 +102,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
                 f"{CATEGORIES}={name}: the table has a column {alike[0]!r} too, which is named like a word of {name}; "
                 "rename it"
             )
-    names = chosen_inputs(inputs, goal, columns, groups)
+    names = choose_inputs(inputs, goal, columns, groups)
     if unused := [name for name in columns_of_words if name not in names]:
         raise DataError(
             f"{CATEGORIES}={unused[0]}: is no input; leave it out, or name it in data.train.inputs"
@@ -116,33 +116,33 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         if files == training:
-            return text_table_samples(read_training(), choice, shape)
-        own = set(columns_in(files[0], dialect))
+            return build_text_samples(read_training(), choice, shape)
+        own = set(read_column_names(files[0], dialect))
         own_choice = read_training().as_read(choice)._replace(group=None, is_open=False)
         if missing := [name for name in (*own_choice.inputs, *goal) if name not in own]:
             raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
         coding = read_training().coding if len(goal) == 1 else None
-        return text_table_samples(read_table(files, own_choice, coding), choice, shape)
+        return build_text_samples(read_table(files, own_choice, coding), choice, shape)
 
-    return splits_of_files(found, read)
+    return build_splits(found, read)
 
 
-def first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
+def read_first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
     """Return the first targets of the training data; None if several columns are the target, or one holds words.
 
     node: `data.train`.
     """
     files = SplitRequest(node["path"], node.get("val_path"), node.get("test_path")).find_files(ENDINGS["csv"])
     training = files.files["train"]
-    dialect = Dialect(node.get("delimiter") or usual_delimiter(training[0]), node.get("header", True))
-    columns = columns_in(training[0], dialect)
-    goal = chosen_target(node.get("target"), columns)
+    dialect = Dialect(node.get("delimiter") or guess_delimiter(training[0]), node.get("header", True))
+    columns = read_column_names(training[0], dialect)
+    goal = choose_target(node.get("target"), columns)
     if len(goal) != 1:
         return None
     parts: list[np.ndarray[Any, Any]] = []
     num_rows, most_rows = 0, max(1, CELLS_FOR_TASK // len(columns))
     for block in iterate_cell_blocks(training, TableChoice((), (), dialect=dialect), goal):
-        numbers = numbers_in(block.words[goal[0]])
+        numbers = parse_cells(block.words[goal[0]])
         if numbers is None:
             return None
         parts.append(numbers)
@@ -152,7 +152,7 @@ def first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
     return FirstTargets(goal[0], np.concatenate(parts), num_rows < most_rows) if parts else None
 
 
-def without_words(
+def replace_word_inputs(
     inputs: Any, columns: Sequence[str]
 ) -> tuple[Any, dict[str, tuple[str, ...]], tuple[str, ...]]:
     """Return the inputs with `color` in place of `color=red`, the words of each such column, and columns with gaps."""
@@ -205,7 +205,7 @@ class TextTable:
 
     @property
     def coding(self) -> Coding:
-        return coding_in(self.columns)
+        return read_coding(self.columns)
 
     def as_read(self, choice: TableChoice) -> TableChoice:
         """Return the choice with the inputs that the table has by it."""
@@ -216,17 +216,17 @@ class TextTable:
         )
 
     def place(self, row: int) -> str:
-        return line_in(self.files, self.columns.facts["file_ends"], row, self.columns.arrays["lines"][row])
+        return name_line(self.files, self.columns.facts["file_ends"], row, self.columns.arrays["lines"][row])
 
 
-def line_in(files: Sequence[Path], file_ends: Sequence[int], row: int, line: int) -> str:
+def name_line(files: Sequence[Path], file_ends: Sequence[int], row: int, line: int) -> str:
     return f"{files[bisect_right(file_ends, row)]} line {line}"
 
 
 def read_table(files: Sequence[Path], choice: TableChoice, coding: Coding | None = None) -> TextTable:
     """Return the columns of files. coding: of the target in other files."""
     build = partial(write_columns, tuple(files), choice, coding)
-    return TextTable(tuple(files), load_table(files, choice, coding, unpacked_bytes(files), build))
+    return TextTable(tuple(files), load_table(files, choice, coding, estimate_unpacked_bytes(files), build))
 
 
 def write_columns(
@@ -268,7 +268,7 @@ def write_chosen(
     writer.add("lines", np.frombuffer(lines, np.int64))
 
     def name_cell(column: str, row: int) -> str:
-        return f"{line_in(files, file_ends, row, lines[row])}: column {column!r}"
+        return f"{name_line(files, file_ends, row, lines[row])}: column {column!r}"
 
     def name_word(column: str, word: int) -> str:
         return name_cell(column, texts[column].first_row(word))
@@ -277,7 +277,7 @@ def write_chosen(
         column.check_complete(partial(name_cell, name))
     if coding is None and len(choice.targets) == 1:
         name = choice.targets[0]
-        coding = coding_of(texts[name].words, choice.target_dtype, where=partial(name_word, name))
+        coding = choose_coding(texts[name].words, choice.target_dtype, where=partial(name_word, name))
     if coding is None:
         coding = choice.usual_coding
     targets = [texts[name].encode(coding, partial(name_cell, name)) for name in choice.targets]
@@ -285,9 +285,9 @@ def write_chosen(
         writer.add("target", np.concatenate(targets, 1) if len(targets) > 1 else targets[0])
     if choice.group is not None:
         column = texts[choice.group]
-        writer.add("groups", group_numbers(column.words)[column.codes])
+        writer.add("groups", number_groups(column.words)[column.codes])
     return {
-        "coding": facts_of_coding(coding), "file_ends": file_ends, "inputs": choice.inputs,
+        "coding": format_coding(coding), "file_ends": file_ends, "inputs": choice.inputs,
         "categories": choice.categories, "gaps": choice.gaps,
     }  # fmt: skip
 
@@ -315,7 +315,7 @@ class WordColumn:
         """Raise DataError if a word is missing; among numbers, also `NA` and the like."""
         missing = {word for word in self._code_of if is_missing(word)}
         present = [word for word in self._code_of if word not in missing]
-        if not present or numbers_in(present) is None:
+        if not present or parse_cells(present) is None:
             missing = {word for word in missing if not word}
         if missing:
             word = next(word for word in self._code_of if word in missing)
@@ -330,7 +330,7 @@ class WordColumn:
         return int((self.codes == code).argmax())
 
 
-def text_table_samples(table: TextTable, choice: TableChoice, shape: Sequence[int] | None) -> ReadFiles:
+def build_text_samples(table: TextTable, choice: TableChoice, shape: Sequence[int] | None) -> ReadFiles:
     """Return the rows of a table as samples."""
     columns, coding = table.columns.arrays, table.coding
     inputs, target = columns["inputs"], columns.get("target")
@@ -349,7 +349,7 @@ def text_table_samples(table: TextTable, choice: TableChoice, shape: Sequence[in
         input_columns=dict.fromkeys(names, "numbers"),
     )  # fmt: skip
     arrays = (inputs,) if target is None else (inputs, target)
-    found = rows_of_columns(arrays, table.columns.is_mapped, info, columns.get("groups"))
+    found = build_row_samples(arrays, table.columns.is_mapped, info, columns.get("groups"))
     return replace(found, notice=describe_inputs(table, choice))
 
 
@@ -372,17 +372,17 @@ def describe_target(table: TextTable, column: str, row: int) -> str:
 
 def read_numbers(files: Sequence[Path], dialect: Dialect, name: str) -> np.ndarray[Any, Any] | None:
     """Return a column of numbers that was not read yet; None if there is none of that name."""
-    if name not in columns_in(files[0], dialect):
+    if name not in read_column_names(files[0], dialect):
         return None
     table = read_table(files, TableChoice((name,), (), dtype="float64", dialect=dialect))
     return table.columns.arrays["inputs"][:, 0]
 
 
-def usual_delimiter(file: Path) -> str:
+def guess_delimiter(file: Path) -> str:
     """Return a tab for .tsv files, a tab or semicolon that a first line without commas has, else a comma."""
     if file.suffix == ".tsv":
         return "tab"
-    with _opened(file, Dialect()) as reader:
+    with _open_csv(file, Dialect()) as reader:
         first: list[str] = next(reader, [])
     found = [word for word in ("tab", "semicolon") if len(first) == 1 and WORDS[word] in first[0]]
     return found[0] if found else ","
@@ -406,9 +406,9 @@ class Dialect:
         return WORDS.get(self.delimiter, self.delimiter)
 
 
-def columns_in(file: Path, dialect: Dialect) -> tuple[str, ...]:
+def read_column_names(file: Path, dialect: Dialect) -> tuple[str, ...]:
     """Return the column names of the first line; "0", "1", ... without a header."""
-    with _opened(file, dialect) as reader:
+    with _open_csv(file, dialect) as reader:
         first = next(reader, None)
     if not first:
         raise DataError(f"{file}: empty; it needs {'a header and ' if dialect.header else ''}rows")
@@ -444,16 +444,16 @@ def iterate_cell_blocks(
     dtype = np.dtype(choice.dtype)
     flags: set[str] | None = None  # columns of True and False, as the first block shows
     words_of = dict(choice.categories)
-    columns = columns_in(files[0], choice.dialect)
+    columns = read_column_names(files[0], choice.dialect)
     for number, file in enumerate(files):
-        own = columns_in(file, choice.dialect)
+        own = read_column_names(file, choice.dialect)
         needed = {*choice.inputs, *words}
         if differing := set(own) ^ set(columns) if choice.same_columns else needed - set(own):
             raise DataError(
                 f"{file}: its columns are not those of {files[0]}: {', '.join(sorted(differing))}"
             )
         position_of = {name: position for position, name in enumerate(own)}
-        for rows, lines in _blocks(file, choice.dialect, len(own)):
+        for rows, lines in _iterate_blocks(file, choice.dialect, len(own)):
             by_column = list(zip(*rows, strict=True))
             cells_of = {name: by_column[position_of[name]] for name in needed}
             if flags is None:
@@ -462,21 +462,21 @@ def iterate_cell_blocks(
             block = np.empty((len(rows), len(choice.input_names)), dtype)
             position = 0
             for name in choice.inputs:
-                where = partial(_where, file, lines, name)
+                where = partial(_name_cell, file, lines, name)
                 cells = cells_of[name]
                 if name in flags:
-                    cells = tuple(_flag(cell, partial(where, row)) for row, cell in enumerate(cells))
+                    cells = tuple(_parse_flag(cell, partial(where, row)) for row, cell in enumerate(cells))
                 end = position + len(words_of.get(name, (name,)))
                 fill = choice.fill_of(name)
                 try:
                     if name in words_of:
-                        block[:, position:end] = one_hot(cells, words_of[name], fill)
+                        block[:, position:end] = encode_one_hot(cells, words_of[name], fill)
                     else:
-                        block[:, position] = _parsed(cells, dtype, fill, where)
+                        block[:, position] = _parse_numbers(cells, dtype, fill, where)
                 except UnreadableCell:
                     raise InputFault(str(file), find_problems(file, choice, flags), choice) from None
                 if name in choice.gaps:
-                    is_gap = not_a_word if name in words_of else is_missing
+                    is_gap = is_missing_word if name in words_of else is_missing
                     block[:, end] = list(map(is_gap, cells))
                     end += 1
                 position = end
@@ -485,14 +485,14 @@ def iterate_cell_blocks(
 
 def find_problems(file: Path, choice: TableChoice, flags: Iterable[str]) -> list[ColumnProblems]:
     """Return what is wrong with the input columns of a file, which is read again for that."""
-    columns = columns_in(file, choice.dialect)
+    columns = read_column_names(file, choice.dialect)
     words_of, whole = dict(choice.categories), np.dtype(choice.dtype).kind in "iu"
     flag_words = {name: tuple(FLAGS) for name in flags}
     problems = [
         ColumnProblems(name, whole, words_of.get(name), flag_words.get(name, ())) for name in choice.inputs
     ]
     first_row = 0
-    for rows, lines in _blocks(file, choice.dialect, len(columns)):
+    for rows, lines in _iterate_blocks(file, choice.dialect, len(columns)):
         cells_of = dict(zip(columns, zip(*rows, strict=True), strict=True))
         for problem in problems:
             problem.add(cells_of[problem.name], lines, first_row)
@@ -502,12 +502,12 @@ def find_problems(file: Path, choice: TableChoice, flags: Iterable[str]) -> list
     ]
 
 
-def not_a_word(cell: str) -> bool:
+def is_missing_word(cell: str) -> bool:
     """Return whether a cell of a column of words is empty."""
     return not cell.strip()
 
 
-def one_hot(cells: Sequence[str], words: Sequence[str], fill: float | None) -> np.ndarray[Any, Any]:
+def encode_one_hot(cells: Sequence[str], words: Sequence[str], fill: float | None) -> np.ndarray[Any, Any]:
     """Return (N, words) bool, where each cell is its word. A missing one is none of them, if `fill` is given."""
     number_of = {word: number for number, word in enumerate(words)}
     numbers = np.array([number_of.get(cell.strip(), -1) for cell in cells])
@@ -532,18 +532,18 @@ def read_words(
     return words[columns[0]], words[columns[1]], lines
 
 
-def _where(file: Path, lines: Sequence[int], column: str, row: int) -> str:
+def _name_cell(file: Path, lines: Sequence[int], column: str, row: int) -> str:
     return f"{file} line {lines[row]}: column {column!r}"
 
 
-def _blocks(file: Path, dialect: Dialect, width: int) -> Iterator[tuple[list[list[str]], list[int]]]:
+def _iterate_blocks(file: Path, dialect: Dialect, width: int) -> Iterator[tuple[list[list[str]], list[int]]]:
     """Yield blocks of rows, with the line on which each row ends. Blocks of wide rows are short; empty lines are
     skipped.
     """
     at_once = max(1, min(ROWS_AT_ONCE, CELLS_AT_ONCE // width))
     rows: list[list[str]] = []
     lines: list[int] = []
-    with _opened(file, dialect) as reader:
+    with _open_csv(file, dialect) as reader:
         for row in islice(reader, int(dialect.header), None):
             if row and len(row) != width:
                 raise DataError(
@@ -561,18 +561,20 @@ def _blocks(file: Path, dialect: Dialect, width: int) -> Iterator[tuple[list[lis
 
 
 @contextmanager
-def _opened(file: Path, dialect: Dialect) -> Iterator[Any]:
+def _open_csv(file: Path, dialect: Dialect) -> Iterator[Any]:
     reader, packed = None, file.name.lower().endswith(".gz")
     try:
         with (gzip.open if packed else open)(file, "rt", encoding="utf-8-sig", newline="") as text:
-            reader = csv.reader(_lines(text), delimiter=dialect.character, skipinitialspace=True, strict=True)
+            reader = csv.reader(
+                _iterate_lines(text), delimiter=dialect.character, skipinitialspace=True, strict=True
+            )
             yield reader
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         line = f" line {reader.line_num + 1}" if reader is not None and reader.line_num else ""
         raise DataError(f"{file}{line}: cannot be read as CSV in UTF-8: {error}") from error
 
 
-def _lines(text: IO[str]) -> Iterator[str]:
+def _iterate_lines(text: IO[str]) -> Iterator[str]:
     """Yield the lines. Raise csv.Error at an endless line: a few packed bytes may hold many gigabytes."""
     while line := text.readline(MAX_LINE_CHARACTERS):
         if len(line) == MAX_LINE_CHARACTERS:
@@ -586,7 +588,7 @@ def _are_flags(texts: Sequence[str]) -> bool:
     return next(present, None) in FLAGS and all(text in FLAGS for text in present)
 
 
-def _flag(text: str, where: Callable[[], str]) -> str:
+def _parse_flag(text: str, where: Callable[[], str]) -> str:
     number = FLAGS.get(text.strip().lower(), text)
     if number is text and not is_missing(text):
         raise DataError(
@@ -595,13 +597,13 @@ def _flag(text: str, where: Callable[[], str]) -> str:
     return number
 
 
-def _parsed(texts: Sequence[str], dtype: np.dtype[Any], fill: float | None, where: Any) -> Any:
+def _parse_numbers(texts: Sequence[str], dtype: np.dtype[Any], fill: float | None, where: Any) -> Any:
     """Convert cells to numbers of the type, all at once; one by one only if that fails, to find the wrong cell."""
-    whole, values = dtype.kind in "iu", numbers_in(texts)
+    whole, values = dtype.kind in "iu", parse_cells(texts)
     if values is None or (values.dtype.kind == "f" and (whole or np.isnan(values).any())):
         numbers = [_number(text, whole, fill) for text in texts]
         values = np.array(numbers, np.int64 if whole else np.float64)
-    return narrow_numbers(values, str(dtype), where)
+    return narrow_type(values, str(dtype), where)
 
 
 def _number(text: str, whole: bool, fill: float | None) -> float:
@@ -609,7 +611,7 @@ def _number(text: str, whole: bool, fill: float | None) -> float:
         if fill is None:
             raise UnreadableCell
         return fill
-    value = numbers_in([text])
+    value = parse_cells([text])
     if value is None or (whole and value.dtype.kind == "f"):
         raise UnreadableCell
     return value[0]  # type: ignore[no-any-return]

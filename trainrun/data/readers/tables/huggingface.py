@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.data.readers.column_store import ColumnWriter, StoredColumns, load_columns
-from trainrun.data.readers.parts import SplitRequest, group_numbers
-from trainrun.data.readers.paths import files_of, fingerprint_of, plain_file
-from trainrun.data.readers.pictures.decode import Form, form_of_picture
-from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
+from trainrun.data.readers.parts import SplitRequest, number_groups
+from trainrun.data.readers.paths import fingerprint_files, is_plain_file, list_files
+from trainrun.data.readers.pictures.decode import Form, build_form
+from trainrun.data.readers.reader_protocol import Info, ReadFiles, build_splits
 from trainrun.data.readers.tables.arrow_columns import (
-    class_names_in,
-    feature_in,
-    one_array,
-    stored_field,
+    build_stored_field,
+    combine_chunks,
+    find_stored_class_names,
+    read_feature,
     write_number,
     write_ragged,
 )
@@ -33,8 +33,8 @@ from trainrun.data.readers.tables.arrow_files import (
     ParquetFile,
     TableFile,
     describe_read_errors,
-    row_in_files,
-    table_of,
+    name_row_in_files,
+    open_table,
 )
 from trainrun.data.readers.tables.stored_samples import (
     DecodePicture,
@@ -44,7 +44,7 @@ from trainrun.data.readers.tables.stored_samples import (
     number_of,
 )
 from trainrun.data.readers.tables.table_choice import VERSION
-from trainrun.data.readers.targets import named_columns
+from trainrun.data.readers.targets import parse_column_names
 from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, PixelType
@@ -70,25 +70,25 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     found = request.find_files(tuple(FORMATS), set_or_files)
-    form = form_of_picture(shape, fit, dtype, draft)
+    form = build_form(shape, fit, dtype, draft)
     names = None if columns is None else tuple(columns)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         setting = found.setting_of(files)
-        paths, open_file = table_files(files, setting)
+        paths, open_file = find_table_files(files, setting)
         stored = load_samples(paths, open_file, names, groups, groups if found.holds_out else None)
         return ReadFiles(
-            stored_samples(paths, open_file, stored, names is None, form), stored.arrays.get("groups")
+            build_stored_samples(paths, open_file, stored, names is None, form), stored.arrays.get("groups")
         )
 
-    return splits_of_files(found, read)
+    return build_splits(found, read)
 
 
 def load_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tuple[str, ...] | None,
                  left_out: str | None, group: str | None) -> StoredColumns:  # fmt: skip
     """Return the columns of files. names: of the columns; None: all but that which is left out. group: the column of
     the groups, if they are needed."""
-    key = fingerprint_of(paths, VERSION, "samples", names, left_out, group)
+    key = fingerprint_files(paths, VERSION, "samples", names, left_out, group)
     num_bytes = 0
     for path in paths:
         with describe_read_errors(path, open_file.name):
@@ -102,11 +102,11 @@ def write_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tu
                   left_out: str | None, group: str | None, writer: ColumnWriter) -> dict[str, Any]:  # fmt: skip
     """Read files into a writer. The facts: `ends` of the files, the `kinds` of the columns by name, and the
     `class_names` of the last."""
-    table = table_of(paths, open_file)
+    table = open_table(paths, open_file)
     if names is None:
         names = tuple(name for name in table.columns if name != left_out)
     if group is not None:
-        named_columns(group, table.columns, "data.train.groups")
+        parse_column_names(group, table.columns, "data.train.groups")
     check_sample_columns(table, names)
     cells: list[str] = []
     for begin, block in table.blocks(list(dict.fromkeys([*names, *([] if group is None else [group])]))):
@@ -117,14 +117,14 @@ def write_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tu
             else:
                 write_ragged(kind, column, "float32", f"column.{number}", begin, writer)
         if group is not None:
-            cells += map(str, one_array(block[group]).to_pylist())
+            cells += map(str, combine_chunks(block[group]).to_pylist())
         writer.report_progress(begin + len(block))
     if group is not None:
-        writer.add("groups", group_numbers(cells))
+        writer.add("groups", number_groups(cells))
     return {
         "ends": table.ends.tolist(),
         "kinds": {name: table.kinds[name].name for name in names},
-        "class_names": class_names_in(table.schema, names[-1]),
+        "class_names": find_stored_class_names(table.schema, names[-1]),
     }
 
 
@@ -135,7 +135,7 @@ def check_sample_columns(table: ArrowTable, names: Sequence[str]) -> None:
             raise DataError(
                 f"data.train.columns: {table.files[0]} has no column {name}; it has {', '.join(table.columns)}"
             )
-        feature = str(feature_in(table.schema, name).get("_type", ""))
+        feature = str(read_feature(table.schema, name).get("_type", ""))
         if table.kinds[name].name == "other" or feature in MEDIA:
             raise DataError(
                 f"data.train.columns: column {name} holds {feature or table.kinds[name].text}, which is not read; "
@@ -144,15 +144,16 @@ def check_sample_columns(table: ArrowTable, names: Sequence[str]) -> None:
     table.check(names)
 
 
-def stored_samples(paths: tuple[Path, ...], open_file: type[TableFile], stored: StoredColumns, as_dict: bool,
+def build_stored_samples(paths: tuple[Path, ...], open_file: type[TableFile], stored: StoredColumns, as_dict: bool,
                form: Form) -> StoredSamples:  # fmt: skip
     """Return the rows of stored columns as samples."""
     kinds: dict[str, str] = stored.facts["kinds"]
     fields = [
-        stored_column(stored, number, name, kind, form) for number, (name, kind) in enumerate(kinds.items())
+        open_stored_column(stored, number, name, kind, form)
+        for number, (name, kind) in enumerate(kinds.items())
     ]
     names, class_names = tuple(kinds), tuple(stored.facts["class_names"])
-    place = partial(row_in_files, paths, stored.facts["ends"])
+    place = partial(name_row_in_files, paths, stored.facts["ends"])
     pack = partial(pack_columns, names if as_dict else None)
     info = Info(
         paths, (names, as_dict, form), fields[-1].values if class_names else None, class_names,
@@ -160,15 +161,17 @@ def stored_samples(paths: tuple[Path, ...], open_file: type[TableFile], stored: 
     )  # fmt: skip
     as_columns = partial(Columns, names=names if as_dict else (), pack=pack)
     field_names = names if as_dict else ("inputs", "target", *(f"part {k}" for k in range(2, len(names))))
-    return StoredSamples(fields, field_names[: len(names)], pack, info, partial(cell_name, place), as_columns)
+    return StoredSamples(fields, field_names[: len(names)], pack, info, partial(name_cell, place), as_columns)
 
 
-def stored_column(stored: StoredColumns, number: int, name: str, kind: str, form: Form) -> SampleField:
+def open_stored_column(stored: StoredColumns, number: int, name: str, kind: str, form: Form) -> SampleField:
     """Return a column of the store as a column of samples."""
     converters = {"number": number_of, "word": decode_text, "picture": DecodePicture(form)}
     is_sequence = kind in ("list", "nested")
     convert = converters.get(kind)
-    return stored_field(stored.arrays, f"column.{number}", name, convert=convert, is_sequence=is_sequence)
+    return build_stored_field(
+        stored.arrays, f"column.{number}", name, convert=convert, is_sequence=is_sequence
+    )
 
 
 def pack_columns(names: tuple[str, ...] | None, cells: Sequence[Any]) -> Any:
@@ -178,28 +181,28 @@ def pack_columns(names: tuple[str, ...] | None, cells: Sequence[Any]) -> Any:
     return tuple(cells) if len(cells) > 1 else cells[0]
 
 
-def cell_name(place: Callable[[int], str], column: str, row: int) -> str:
+def name_cell(place: Callable[[int], str], column: str, row: int) -> str:
     return f"{place(row)}: column {column!r}"
 
 
 def read_column(paths: tuple[Path, ...], open_file: type[TableFile], name: str) -> Any:
     """Return a column of numbers; None if there is none of that name."""
-    return table_of(paths, open_file).column(name)
+    return open_table(paths, open_file).column(name)
 
 
 def set_or_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, ...]:
     """Return the folder of a saved data set, the folders of a saved set of data sets, or files."""
     folder = None if path is None else Path(path).expanduser()
     if folder is None or not folder.is_dir():
-        return files_of(path, key, endings)
+        return list_files(path, key, endings)
     if (folder / SET_FILE).is_file():
         return (folder,)
     if (folder / SETS_FILE).is_file():
         return tuple(sorted(item for item in folder.iterdir() if (item / SET_FILE).is_file()))
-    return files_of(path, key, endings)
+    return list_files(path, key, endings)
 
 
-def table_files(files: tuple[Path, ...], setting: str) -> tuple[tuple[Path, ...], type[TableFile]]:
+def find_table_files(files: tuple[Path, ...], setting: str) -> tuple[tuple[Path, ...], type[TableFile]]:
     """Return the files of a table and their format. files: of a split; a saved data set is one folder."""
     if not files or (len(files) > 1 and files[0].is_dir()):
         sets = ", ".join(file.name for file in files) or "none"
@@ -207,7 +210,7 @@ def table_files(files: tuple[Path, ...], setting: str) -> tuple[tuple[Path, ...]
             f"{setting}: a set of data sets without a part train; name one, as {setting}/... (it has {sets})"
         )
     if files[0].is_dir():
-        return saved_files(files[0], setting), ArrowFile
+        return list_saved_files(files[0], setting), ArrowFile
     names = [file.name.lower() for file in files]
     formats = {next((kind for end, kind in FORMATS.items() if name.endswith(end)), None) for name in names}
     if len(formats) > 1 or None in formats:
@@ -220,7 +223,7 @@ def table_files(files: tuple[Path, ...], setting: str) -> tuple[tuple[Path, ...]
     return files, open_file
 
 
-def saved_files(folder: Path, setting: str) -> tuple[Path, ...]:
+def list_saved_files(folder: Path, setting: str) -> tuple[Path, ...]:
     """Return the Arrow files of a data set that save_to_disk wrote, in their order."""
     try:
         state = json.loads((folder / SET_FILE).read_bytes())
@@ -233,5 +236,5 @@ def saved_files(folder: Path, setting: str) -> tuple[Path, ...]:
         )
     paths = tuple(folder / Path(name).name for name in names)
     for path in paths:
-        plain_file(path, setting)
+        is_plain_file(path, setting)
     return paths

@@ -13,30 +13,35 @@ import numpy as np
 import torch
 
 from trainrun.data.readers.column_store import ColumnWriter, StoredColumns
-from trainrun.data.readers.mapped_rows import rows_of_columns
-from trainrun.data.readers.parts import SplitRequest, group_numbers
+from trainrun.data.readers.mapped_rows import build_row_samples
+from trainrun.data.readers.parts import SplitRequest, number_groups
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.pictures.decode import Form, form_of_picture
-from trainrun.data.readers.reader_protocol import Info, ReadFiles, splits_of_files
+from trainrun.data.readers.pictures.decode import Form, build_form
+from trainrun.data.readers.reader_protocol import Info, ReadFiles, build_splits
 from trainrun.data.readers.tables.arrow_columns import (
     Kind,
-    class_names_in,
+    build_stored_field,
+    convert_column,
+    find_stored_class_names,
     list_dtype,
-    numbers_of,
-    stored_field,
-    words_of,
+    read_target_cells,
     write_ragged,
 )
-from trainrun.data.readers.tables.arrow_files import ArrowTable, ParquetFile, table_of
-from trainrun.data.readers.tables.stored_samples import DecodePicture, SampleField, StoredSamples, tensor_of
+from trainrun.data.readers.tables.arrow_files import ArrowTable, ParquetFile, open_table
+from trainrun.data.readers.tables.stored_samples import (
+    DecodePicture,
+    SampleField,
+    StoredSamples,
+    convert_tensor,
+)
 from trainrun.data.readers.tables.table_choice import (
     FirstTargets,
     TableChoice,
-    coding_in,
-    facts_of_coding,
+    format_coding,
     load_table,
+    read_coding,
 )
-from trainrun.data.readers.targets import Coding, chosen_inputs, chosen_target, coding_of
+from trainrun.data.readers.targets import Coding, choose_coding, choose_inputs, choose_target
 from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, NumberType, TargetType
@@ -56,51 +61,51 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     found = request.find_files(ENDINGS["parquet"])
-    training = table_of(found.files["train"], ParquetFile)
-    goal = chosen_target(target, training.columns)
-    names = chosen_inputs(inputs, goal, training.columns, groups)
+    training = open_table(found.files["train"], ParquetFile)
+    goal = choose_target(target, training.columns)
+    names = choose_inputs(inputs, goal, training.columns, groups)
     chosen = (*names, *goal)
     training.check(training.unlike if inputs is None else chosen)
     kinds = [training.kinds[name] for name in names]
     check_kinds(kinds, [training.kinds[name] for name in goal])
     has_pictures = any(kind.name == "picture" for kind in kinds)
     form = (
-        form_of_picture(shape, fit, "uint8" if dtype == "uint8" else "float32", draft)
-        if has_pictures
-        else Form()
+        build_form(shape, fit, "uint8" if dtype == "uint8" else "float32", draft) if has_pictures else Form()
     )
     group = groups if found.holds_out else None
     choice = TableChoice(names, goal, group, dtype, target_dtype, fill)
-    input_form = InputForm(form, shape_of_inputs(shape, kinds), has_pictures)
+    input_form = InputForm(form, choose_input_shape(shape, kinds), has_pictures)
     load_training = cache(partial(read_table, training, choice))
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         if files == training.files:
-            return table_samples(training, choice, input_form, load_training())
-        table = table_of(files, ParquetFile)
+            return build_table_samples(training, choice, input_form, load_training())
+        table = open_table(files, ParquetFile)
         table.check(table.unlike if inputs is None else chosen)
         check_like(table, training, chosen)
         coding = None
         if len(goal) == 1 and not has_list_target(choice, training):
-            coding = coding_in(load_training())
+            coding = read_coding(load_training())
         own_choice = choice._replace(group=None)
-        return table_samples(table, own_choice, input_form, read_table(table, own_choice, coding))
+        return build_table_samples(table, own_choice, input_form, read_table(table, own_choice, coding))
 
-    return splits_of_files(found, read)
+    return build_splits(found, read)
 
 
-def first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
+def read_first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
     """Return the first targets of the training data; None if several columns are the target, or one holds no numbers.
 
     node: `data.train`.
     """
     request = SplitRequest(node["path"], node.get("val_path"), node.get("test_path"))
-    table = table_of(request.find_files(ENDINGS["parquet"]).files["train"], ParquetFile)
-    goal = chosen_target(node.get("target"), table.columns)
+    table = open_table(request.find_files(ENDINGS["parquet"]).files["train"], ParquetFile)
+    goal = choose_target(node.get("target"), table.columns)
     if len(goal) != 1 or table.kinds[goal[0]].name != "number":
         return None
     for _, block in table.blocks(goal):
-        numbers = words_of(table.kinds[goal[0]], block[goal[0]], partial(table.cell_name, goal[0], 0))
+        numbers = read_target_cells(
+            table.kinds[goal[0]], block[goal[0]], partial(table.cell_name, goal[0], 0)
+        )
         return FirstTargets(goal[0], numbers, len(numbers) == len(table))
     return None
 
@@ -113,31 +118,31 @@ class InputForm(NamedTuple):
     has_pictures: bool
 
 
-def table_samples(
+def build_table_samples(
     table: ArrowTable, choice: TableChoice, form: InputForm, stored: StoredColumns
 ) -> ReadFiles:
     """Return the rows of a table as samples."""
-    arrays, coding = stored.arrays, coding_in(stored)
+    arrays, coding = stored.arrays, read_coding(stored)
     kinds = [table.kinds[name] for name in choice.inputs]
     encoded, groups = arrays.get("target"), arrays.get("groups")
     info = Info(
         table.files, (choice, form.pictures, form.shape), encoded, coding.names, coding.num_classes, table.place,
         column=table.column, input_columns={kind.column: f"{kind.name}s" for kind in kinds},
     )  # fmt: skip
-    target = None if encoded is None else SampleField("", encoded, convert=tensor_of)
+    target = None if encoded is None else SampleField("", encoded, convert=convert_tensor)
     has_list = has_list_target(choice, table)
     if has_list:
-        target = stored_field(arrays, "list_target", choice.targets[0])
+        target = build_stored_field(arrays, "list_target", choice.targets[0])
     unused = {} if form.has_pictures else {"fit": "no input is a picture"}
     if is_matrix(kinds):
         matrix = arrays["inputs"] if form.shape is None else arrays["inputs"].reshape(-1, *form.shape)
         if not has_list:
             tensors = (matrix,) if encoded is None else (matrix, encoded)
-            return rows_of_columns(tensors, stored.is_mapped, info, groups, unused)
+            return build_row_samples(tensors, stored.is_mapped, info, groups, unused)
         fields = [SampleField("inputs", matrix)]
     else:
         fields = [
-            stored_field(arrays, f"inputs.{number}", kind.column, convert=converter_of(kind, form.pictures),
+            build_stored_field(arrays, f"inputs.{number}", kind.column, convert=choose_converter(kind, form.pictures),
                          is_sequence=kind.name == "list")
             for number, kind in enumerate(kinds)
         ]  # fmt: skip
@@ -154,7 +159,7 @@ def table_samples(
     return ReadFiles(StoredSamples(fields, names, pack, info, table.where, columns), groups, unused)
 
 
-def converter_of(kind: Kind, pictures: Form) -> Any:
+def choose_converter(kind: Kind, pictures: Form) -> Any:
     """Return what is made of the values of a row of inputs; None: a copy of them."""
     return DecodePicture(pictures) if kind.name == "picture" else None
 
@@ -195,21 +200,23 @@ def write_columns(
             if is_list and name == choice.targets[0]:
                 write_ragged(table.kinds[name], block[name], choice.dtype, "list_target", begin, writer)
             else:
-                parts.append(words_of(table.kinds[name], block[name], partial(table.cell_name, name, begin)))
+                parts.append(
+                    read_target_cells(table.kinds[name], block[name], partial(table.cell_name, name, begin))
+                )
         writer.report_progress(begin + len(block))
     coded = choice.usual_coding
     if choice.targets and not is_list:
         columns = [join_blocks(table.kinds[name], cells[name]) for name in choice.targets]
         if len(columns) == 1:
-            coded = coding_of_table(table, choice, columns[0], coding)
+            coded = choose_table_coding(table, choice, columns[0], coding)
         encoded = [
             coded.encode(column, partial(table.where, name))
             for column, name in zip(columns, choice.targets, strict=True)
         ]
         writer.add("target", (torch.cat(encoded, 1) if len(encoded) > 1 else encoded[0]).numpy())
     if choice.group is not None:
-        writer.add("groups", group_numbers(join_blocks(table.kinds[choice.group], cells[choice.group])))
-    return {"coding": facts_of_coding(coded)}
+        writer.add("groups", number_groups(join_blocks(table.kinds[choice.group], cells[choice.group])))
+    return {"coding": format_coding(coded)}
 
 
 def write_inputs(table: ArrowTable, choice: TableChoice, kinds: Sequence[Kind], begin: int, block: Any,
@@ -223,7 +230,7 @@ def write_inputs(table: ArrowTable, choice: TableChoice, kinds: Sequence[Kind], 
         end = 0
         for kind in kinds:
             where = partial(table.cell_name, kind.column, begin)
-            values = numbers_of(kind, block[kind.column], choice.dtype, choice.fill, where)
+            values = convert_column(kind, block[kind.column], choice.dtype, choice.fill, where)
             matrix[:, end : end + kind.size] = values.reshape(len(block), kind.size)
             end += kind.size
         writer.add("inputs", matrix)
@@ -232,7 +239,7 @@ def write_inputs(table: ArrowTable, choice: TableChoice, kinds: Sequence[Kind], 
         name, column = f"inputs.{number}", block[kind.column]
         if kind.name == "number":
             where = partial(table.cell_name, kind.column, begin)
-            writer.add(name, numbers_of(kind, column, choice.dtype, choice.fill, where))
+            writer.add(name, convert_column(kind, column, choice.dtype, choice.fill, where))
         else:
             write_ragged(kind, column, choice.dtype, name, begin, writer)
 
@@ -241,11 +248,11 @@ def join_blocks(kind: Kind, parts: list[Any]) -> Any:
     return np.concatenate(parts) if kind.name == "number" else [word for part in parts for word in part]
 
 
-def coding_of_table(table: ArrowTable, choice: TableChoice, cells: Any, coding: Coding | None) -> Coding:
+def choose_table_coding(table: ArrowTable, choice: TableChoice, cells: Any, coding: Coding | None) -> Coding:
     """Return how the target is coded. coding: of the training data, if the table holds other data."""
-    names = class_names_in(table.schema, choice.targets[0])
+    names = find_stored_class_names(table.schema, choice.targets[0])
     if coding is None:
-        return coding_of(cells, choice.target_dtype, names, partial(table.where, choice.targets[0]))
+        return choose_coding(cells, choice.target_dtype, names, partial(table.where, choice.targets[0]))
     if coding.kind == "int64" and names:  # mapped to the names of the training data by the run
         return replace(coding, names=names, num_classes=len(names))
     return coding
@@ -279,7 +286,7 @@ def check_kinds(inputs: Sequence[Kind], targets: Sequence[Kind]) -> None:
             )
 
 
-def shape_of_inputs(shape: Sequence[int] | None, kinds: Sequence[Kind]) -> tuple[int, ...] | None:
+def choose_input_shape(shape: Sequence[int] | None, kinds: Sequence[Kind]) -> tuple[int, ...] | None:
     """Return what inputs are reshaped to; pictures and lists are not."""
     if shape is None or any(kind.name in ("picture", "list") for kind in kinds):
         return None

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.batch import RaggedBatch, RaggedRows, as_tensor
+from trainrun.data.batch import RaggedBatch, RaggedRows, convert_to_tensor
 from trainrun.data.readers.column_store import Array
 from trainrun.data.readers.mapped_files import LengthCheck
 from trainrun.data.readers.pictures.decode import Form, decode_picture
@@ -83,7 +83,7 @@ class SampleField:
         if len(self.missing) and np.isin(numbers, self.missing[:, 0]).any():
             return None
         if self.ends is None:
-            return as_tensor(np.asarray(self.values)[numbers])
+            return convert_to_tensor(np.asarray(self.values)[numbers])
         ends = np.asarray(self.ends)
         begins = np.where(numbers > 0, ends[numbers - 1], 0)
         return RaggedRows(np.asarray(self.values), begins, ends[numbers] - begins)
@@ -116,7 +116,7 @@ class DecodePicture:
         return decode_picture(values.tobytes(), self.form, where)
 
 
-def file_of(values: Array, where: Where) -> bytes:
+def convert_file(values: Array, where: Where) -> bytes:
     return values.tobytes()
 
 
@@ -129,7 +129,7 @@ def number_of(values: Any, where: Where) -> Any:
     return values.item()
 
 
-def tensor_of(values: Any, where: Where) -> Tensor:
+def convert_tensor(values: Any, where: Where) -> Tensor:
     """Return a tensor that shares no memory with the column."""
     return torch.from_numpy(np.array(values))
 
@@ -179,7 +179,7 @@ class StoredSamples:
 
     def read_files(self, indices: Sequence[int]) -> list[Any]:
         fields = [
-            replace(one, convert=file_of) if isinstance(one.convert, DecodePicture) else one
+            replace(one, convert=convert_file) if isinstance(one.convert, DecodePicture) else one
             for one in self._fields
         ]
         return [self._sample(index, fields=fields) for index in indices]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trainrun.data.facts import count_quantities
 from trainrun.data.readers.column_store import Array, Build, StoredColumns, load_columns
-from trainrun.data.readers.paths import fingerprint_of
+from trainrun.data.readers.paths import fingerprint_files
 from trainrun.data.readers.targets import Coding
 
 VERSION = 5  # of the columns of tables in the store
@@ -69,17 +69,17 @@ def load_table(
     files: Sequence[Path], choice: TableChoice, coding: Coding | None, num_bytes: int, build: Build
 ) -> StoredColumns:
     """Return the columns of files, which a large table keeps in the store. coding: of the target in other files."""
-    key = fingerprint_of(files, VERSION, choice, coding)
+    key = fingerprint_files(files, VERSION, choice, coding)
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return load_columns(key, f"{files[0]}{more}", num_bytes, build)
 
 
-def facts_of_coding(coding: Coding) -> list[Any]:
+def format_coding(coding: Coding) -> list[Any]:
     """Return a coding as JSON holds it."""
     return [coding.kind, coding.names, coding.num_classes]
 
 
-def coding_in(stored: StoredColumns) -> Coding:
+def read_coding(stored: StoredColumns) -> Coding:
     """Return how the target of stored columns is encoded: its type, its class names and their number."""
     kind, names, num_classes = stored.facts["coding"]
     return Coding(kind, tuple(names), num_classes)
@@ -102,7 +102,7 @@ def describe_quantities(node: Mapping[str, Any]) -> str:
     module = names.get(str(node.get("_target_")))
     if module is None or node.get("target_dtype", "auto") != "auto":
         return ""
-    first: FirstTargets | None = import_module(module).first_targets(node)
+    first: FirstTargets | None = import_module(module).read_first_targets(node)
     count = 0 if first is None else count_quantities(first.numbers)
     if first is None or not count:
         return ""

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainrun.data.readers.mapped_files import check_lengths, mappings_of
+from trainrun.data.readers.mapped_files import check_lengths, find_mappings
 from trainrun.data.readers.parts import Part, SplitFiles, SplitRequest
-from trainrun.data.readers.paths import fingerprint_of
-from trainrun.data.readers.text.text_files import TEXTS, text_files
-from trainrun.data.readers.text.token_file import Text, TokenFile, text_cache, token_file
-from trainrun.data.readers.text.trained_tokenizer import is_trained, trained_file
+from trainrun.data.readers.paths import fingerprint_files
+from trainrun.data.readers.text.text_files import TEXTS, find_text_files
+from trainrun.data.readers.text.token_file import Text, TokenFile, find_text_cache, open_token_file
+from trainrun.data.readers.text.trained_tokenizer import is_trained, open_trained_file
 from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count
@@ -51,7 +51,7 @@ class TextSamples:
         self._ends = ends
         self.notice = notice
         self.unused_arguments = unused_arguments
-        self._values, self._mappings = tokens.values.view(np.ndarray), mappings_of([tokens.values])
+        self._values, self._mappings = tokens.values.view(np.ndarray), find_mappings([tokens.values])
         self.lengths = ends - begins - 1
         self.num_classes = tokens.vocabulary
         self.num_tokens = int(self.lengths.sum())
@@ -90,15 +90,15 @@ class TextSamples:
 
     def as_rows(self) -> Columns | None:
         """Return blocks as rows of the token file, to gather many at once. Targets start one token after the inputs."""
-        return self._columns() if self._text.kind == "blocks" else None
+        return self._open_columns() if self._text.kind == "blocks" else None
 
-    def _columns(self) -> Columns:
+    def _open_columns(self) -> Columns:
         content = self._mapped()[int(self._begins[0]) : int(self._ends[-1])]
         unsigned = content.dtype == np.uint16
         content = content.view(np.int16) if unsigned else content
         rows = (len(self), int(self.lengths[0]))
         values = (content[:-1].reshape(rows), content[1:].reshape(rows))
-        return Columns(values, (), tuple, again=self._columns, int_dtype=torch.int64, unsigned=unsigned)
+        return Columns(values, (), tuple, again=self._open_columns, int_dtype=torch.int64, unsigned=unsigned)
 
     def describe(self, index: int) -> str:
         """Return file and line of a sample; for a block the position of its first token in the file."""
@@ -115,7 +115,9 @@ class TextSamples:
     def fingerprint(self) -> str:
         text = self._text
         files = (*text.files, Path(text.tokenizer).expanduser()) if text.tokenizer else text.files
-        return fingerprint_of(files, text.kind, text.max_bytes, self._begins.tobytes(), self._ends.tobytes())
+        return fingerprint_files(
+            files, text.kind, text.max_bytes, self._begins.tobytes(), self._ends.tobytes()
+        )
 
     def _mapped(self) -> np.ndarray[Any, Any]:
         check_lengths(self._mappings)
@@ -130,27 +132,27 @@ def load(path: str | None, kind: Literal["blocks", "lines", "documents"] = "bloc
 
     path: a file, a pattern or a folder; plain or gzip. None: Python's own sources.
     block_size: tokens in a sample, for blocks. max_bytes: only so much of the text is read.
-    cache_dir: see `token_file`; None: ~/.cache/trainrun/text. tokenizer: a file, or see `trained_tokenizer`.
+    cache_dir: see `open_token_file`; None: ~/.cache/trainrun/text. tokenizer: a file, or see `trained_tokenizer`.
     """
-    found = SplitRequest(path, val_path, test_path, val_fraction).find_files(TEXTS, text_files)
+    found = SplitRequest(path, val_path, test_path, val_fraction).find_files(TEXTS, find_text_files)
     held = None
     if tokenizer is not None and is_trained(tokenizer):
-        held = unseen_share(found)
-        tokenizer = trained_file(
-            tokenizer, found.files["train"], kind, max_bytes, held, text_cache(cache_dir)
+        held = read_held_share(found)
+        tokenizer = open_trained_file(
+            tokenizer, found.files["train"], kind, max_bytes, held, find_text_cache(cache_dir)
         )
 
     @cache
     def read(files: tuple[Path, ...], held: float | None) -> tuple[TokenFile, Text]:
         text = Text(files, kind, tokenizer, max_bytes, held)
-        return token_file(text, cache_dir), text
+        return open_token_file(text, cache_dir), text
 
     def build(split: str) -> TextSamples | None:
         part = found.part(split)
         if part is None:
             return None
         tokens, text = read(part.files, None if part.is_own else held)
-        begins, ends = bounds_of_samples(tokens, kind, block_size, part)
+        begins, ends = find_sample_bounds(tokens, kind, block_size, part)
         if len(begins) == 0:
             source = "Python's sources" if path is None else part.setting
             needed = f"block_size + 1 = {block_size + 1}" if kind == "blocks" else f"2 in one of its {kind}"
@@ -166,7 +168,7 @@ def load(path: str | None, kind: Literal["blocks", "lines", "documents"] = "bloc
     return Splits(build)
 
 
-def bounds_of_samples(
+def find_sample_bounds(
     tokens: TokenFile, kind: str, block_size: int, part: Part
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return the begins and ends of the samples of a split, (N,) each."""
@@ -182,19 +184,19 @@ def bounds_of_samples(
     return begins[long][begin:end], ends[long][begin:end]
 
 
-def tokenizer_file(node: Mapping[str, Any]) -> str:
+def find_tokenizer(node: Mapping[str, Any]) -> str:
     """Return the path of the tokenizer that is trained for a `data.train` node. It is trained if it is not cached
     yet.
     """
     arguments = {name: node[name] for name in ("val_path", "test_path", "val_fraction") if name in node}
     request = SplitRequest(node.get("path"), **{"val_fraction": 0.1, **arguments})
-    found = request.find_files(TEXTS, text_files)
-    kind, cache_dir = node.get("kind", "blocks"), text_cache(node.get("cache_dir"))
-    training, held = found.files["train"], unseen_share(found)
-    return trained_file(node["tokenizer"], training, kind, node.get("max_bytes"), held, cache_dir)
+    found = request.find_files(TEXTS, find_text_files)
+    kind, cache_dir = node.get("kind", "blocks"), find_text_cache(node.get("cache_dir"))
+    training, held = found.files["train"], read_held_share(found)
+    return open_trained_file(node["tokenizer"], training, kind, node.get("max_bytes"), held, cache_dir)
 
 
-def unseen_share(found: SplitFiles) -> float:
+def read_held_share(found: SplitFiles) -> float:
     """Return the share at the end of the training text that validates, which no tokenizer may see."""
     return found.request.val_fraction if found.holds_out else 0.0
 

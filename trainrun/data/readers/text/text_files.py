@@ -12,7 +12,7 @@ from typing import IO, cast
 
 from trainrun.data.readers.free_space import GZIP_MAGIC
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.paths import files_of
+from trainrun.data.readers.paths import list_files
 from trainrun.errors import DataError
 
 TEXTS = (*ENDINGS["text"], ".py")
@@ -20,10 +20,10 @@ CHUNK_BYTES, MAX_LINE_BYTES = 2**20, 2**26
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}  # of the library
 
 
-def text_files(path: str | None, key: str, endings: Sequence[str] = TEXTS) -> tuple[Path, ...]:
+def find_text_files(path: str | None, key: str, endings: Sequence[str] = TEXTS) -> tuple[Path, ...]:
     """Return the files of a text; without a path, the sources of Python's standard library, without its tests."""
     if path is not None:
-        return files_of(path, key, endings)
+        return list_files(path, key, endings)
     library = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, folders, names in os.walk(library):
@@ -41,10 +41,10 @@ def is_packed(file: Path) -> bool:
         with file.open("rb") as opened:
             return opened.read(2) == GZIP_MAGIC
     except OSError as error:
-        raise unreadable_file(file, error) from error
+        raise build_unreadable_error(file, error) from error
 
 
-def chunks_of(files: Sequence[Path], max_bytes: int | None) -> Iterator[tuple[int, bytes]]:
+def iterate_chunks(files: Sequence[Path], max_bytes: int | None) -> Iterator[tuple[int, bytes]]:
     """Yield (file number, bytes). Each chunk ends with a line or with the file; after `max_bytes` none follows.
 
     Every file that is reached gives at least one chunk. Files that begin as gzip does are unpacked.
@@ -62,8 +62,8 @@ def chunks_of(files: Sequence[Path], max_bytes: int | None) -> Iterator[tuple[in
                     yield number, content
                     left = None if left is None else left - len(content)
         except (OSError, EOFError, zlib.error) as error:
-            raise unreadable_file(file, error) from error
+            raise build_unreadable_error(file, error) from error
 
 
-def unreadable_file(file: Path, error: Exception) -> DataError:
+def build_unreadable_error(file: Path, error: Exception) -> DataError:
     return DataError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}")

@@ -16,12 +16,12 @@ import numpy as np
 
 from trainrun.data.cache.room import cache_home
 from trainrun.data.readers.column_store import ColumnWriter, open_or_build
-from trainrun.data.readers.free_space import check_memory, unpacked_bytes
+from trainrun.data.readers.free_space import check_memory, estimate_unpacked_bytes
 from trainrun.data.readers.mapped_files import map_bytes
-from trainrun.data.readers.paths import fingerprint_of
-from trainrun.data.readers.text.text_files import chunks_of, is_packed, unreadable_file
-from trainrun.data.readers.text.tokenizer import BYTES, Tokens, Values, encoded_chunk, open_tokenizer
-from trainrun.data.readers.text.trained_tokenizer import divide_chunks, training_end
+from trainrun.data.readers.paths import fingerprint_files
+from trainrun.data.readers.text.text_files import build_unreadable_error, is_packed, iterate_chunks
+from trainrun.data.readers.text.tokenizer import BYTES, Tokens, Values, encode_chunk, open_tokenizer
+from trainrun.data.readers.text.trained_tokenizer import divide_chunks, find_training_end
 from trainrun.errors import DataError
 
 LOG = logging.getLogger(__name__)
@@ -65,28 +65,28 @@ class TokenFile:
         return len(self.values)
 
 
-def text_cache(cache_dir: str | None) -> Path:
+def find_text_cache(cache_dir: str | None) -> Path:
     return cache_home() / "text" if cache_dir is None else Path(cache_dir).expanduser()
 
 
-def token_file(text: Text, cache_dir: str | None) -> TokenFile:
+def open_token_file(text: Text, cache_dir: str | None) -> TokenFile:
     """Return the file of tokens of a text; it is built if it is not cached.
 
     Raise DataError if a file or the tokenizer cannot be read, or the cache cannot be written.
     """
     if text.tokenizer is None and len(text.files) == 1 and not is_packed(text.files[0]):
-        return _file_itself(text)
+        return _is_token_file(text)
     tokens, content = BYTES, b""
     if text.tokenizer is not None:
         tokens, content = open_tokenizer(text.tokenizer)
-    key = fingerprint_of(text.files, VERSION, text.kind, text.max_bytes, text.held, content)
-    expected = unpacked_bytes(text.files)
+    key = fingerprint_files(text.files, VERSION, text.kind, text.max_bytes, text.held, content)
+    expected = estimate_unpacked_bytes(text.files)
     expected = expected if text.max_bytes is None else min(expected, text.max_bytes)
     if tokens.encode is not None:  # to tokens of two bytes, each for several of the text
         expected //= 2
     more = f" and {len(text.files) - 1} more" if len(text.files) > 1 else ""
     source, build = f"{text.kind} of {text.files[0]}{more}", partial(write_tokens, text, tokens)
-    folder = text_cache(cache_dir)
+    folder = find_text_cache(cache_dir)
     try:
         stored = open_or_build(folder, key, source, expected, build, LOG.info)
     except OSError as error:
@@ -100,20 +100,20 @@ def token_file(text: Text, cache_dir: str | None) -> TokenFile:
     )  # fmt: skip
 
 
-def _file_itself(text: Text) -> TokenFile:
+def _is_token_file(text: Text) -> TokenFile:
     (file,) = text.files
     try:
         size = file.stat().st_size
         size = size if text.max_bytes is None else min(size, text.max_bytes)
-        ends = _line_ends(file, size) if text.kind == "lines" else np.array([size], np.int64)
+        ends = _find_line_ends(file, size) if text.kind == "lines" else np.array([size], np.int64)
     except OSError as error:
-        raise unreadable_file(file, error) from error
+        raise build_unreadable_error(file, error) from error
     samples = np.empty(0, np.int64) if text.kind == "blocks" else ends
     file_ends = np.array([size], np.int64)
     return TokenFile(map_bytes(str(file), size), size, BYTES.vocabulary, file_ends, samples)
 
 
-def _line_ends(file: Path, size: int) -> Ends:
+def _find_line_ends(file: Path, size: int) -> Ends:
     """Return the position after each newline among the first `size` bytes, and after a last line without one."""
     found, place = [np.empty(0, np.int64)], 0
     with file.open("rb") as opened:
@@ -133,12 +133,14 @@ def write_tokens(text: Text, tokens: Tokens, writer: ColumnWriter) -> dict[str, 
     """Read a text into a writer: `tokens`, `file_ends` and `sample_ends`. Return the facts: `num_bytes` of the text,
     and `num_training` tokens of the part that is not held."""
     num_tokens, num_bytes, num_lines, num_training = 0, 0, 0, 0
-    end = None if text.held is None else training_end(text.files, text.kind, text.max_bytes, text.held)
+    end = None if text.held is None else find_training_end(text.files, text.kind, text.max_bytes, text.held)
     file_ends: dict[int, int] = {}
     line_ends = [np.empty(0, np.int64)]
-    for number, content, is_training in divide_chunks(chunks_of(text.files, text.max_bytes), end, text.kind):
+    for number, content, is_training in divide_chunks(
+        iterate_chunks(text.files, text.max_bytes), end, text.kind
+    ):
         file, is_cut = text.files[number], text.max_bytes == num_bytes + len(content)
-        values, lines = encoded_chunk(tokens, content, text.kind == "lines", is_cut, file)
+        values, lines = encode_chunk(tokens, content, text.kind == "lines", is_cut, file)
         writer.add("tokens", values)
         line_ends.append(lines + num_tokens)
         num_lines += len(lines)

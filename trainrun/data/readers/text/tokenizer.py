@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.paths import plain_file
+from trainrun.data.readers.optional_packages import import_extra
+from trainrun.data.readers.paths import is_plain_file
 from trainrun.errors import DataError
 
 LINE = re.compile(r"[^\n]*\n|[^\n]+")  # str.splitlines would also cut at form feeds and others
@@ -38,9 +38,9 @@ BYTES = Tokens(256)
 
 def open_tokenizer(path: str) -> tuple[Tokens, bytes]:
     """Return the tokenizer and the content of its file. It adds no special tokens."""
-    package = extra("tokenizers", "text data.train.tokenizer=...", "text")
+    package = import_extra("tokenizers", "text data.train.tokenizer=...", "text")
     file, key = Path(path).expanduser(), f"data.train.tokenizer={path}"
-    plain_file(file, key)
+    is_plain_file(file, key)
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -63,7 +63,7 @@ def open_tokenizer(path: str) -> tuple[Tokens, bytes]:
     return Tokens(max(tokenizer.get_vocab().values(), default=0) + 1, encode, decode), content
 
 
-def encoded_chunk(
+def encode_chunk(
     tokens: Tokens, content: bytes, by_line: bool, is_cut: bool, file: Path
 ) -> tuple[Values, Values]:
     """Encode some whole lines. With `by_line`, also return the position after the last token of each line.
@@ -77,7 +77,7 @@ def encoded_chunk(
             ends = np.append(ends, len(values))
         return values, ends if by_line else ends[:0]
     lines = LINE.findall(decode_text_block(content, is_cut, file))
-    pieces = tokens.encode(lines if by_line else _pieces(lines))
+    pieces = tokens.encode(lines if by_line else _join_lines(lines))
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     values = np.array([token for piece in pieces for token in piece], dtype=tokens.dtype)
     return values, ends if by_line else ends[:0]
@@ -97,7 +97,7 @@ def decode_text_block(content: bytes, is_cut: bool, file: Path) -> str:
         ) from error
 
 
-def _pieces(lines: list[str]) -> list[str]:
+def _join_lines(lines: list[str]) -> list[str]:
     """Join lines to pieces, so that the cores can share the work."""
     pieces, current, size = [], [], 0
     for line in lines:

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainrun.data.readers.optional_packages import extra
-from trainrun.data.readers.paths import fingerprint_of
-from trainrun.data.readers.text.text_files import chunks_of
+from trainrun.data.readers.optional_packages import import_extra
+from trainrun.data.readers.paths import fingerprint_files
+from trainrun.data.readers.text.text_files import iterate_chunks
 from trainrun.data.readers.text.tokenizer import LINE, decode_text_block
 from trainrun.errors import DataError
 
@@ -31,7 +31,7 @@ def is_trained(tokenizer: Any) -> bool:
     return isinstance(tokenizer, str) and tokenizer.startswith("bpe:")
 
 
-def trained_file(
+def open_trained_file(
     spec: str, files: tuple[Path, ...], kind: str, max_bytes: int | None, held: float, cache: Path
 ) -> str:
     """Return the path of the tokenizer file; train the tokenizer if the file does not exist.
@@ -46,10 +46,10 @@ def trained_file(
         )
     if found[2]:
         return found[2]
-    told = repr((VERSION, int(found[1]), kind, max_bytes, held, fingerprint_of(files)))
+    told = repr((VERSION, int(found[1]), kind, max_bytes, held, fingerprint_files(files)))
     place = cache / f"bpe-{found[1]}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
     if not place.is_file():
-        text = _trained(int(found[1]), _lines(files, kind, max_bytes, held))
+        text = _train(int(found[1]), _iterate_training_lines(files, kind, max_bytes, held))
         making = place.with_name(f".{place.name}.{os.getpid()}")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -62,8 +62,8 @@ def trained_file(
     return str(place)
 
 
-def _trained(size: int, lines: Iterator[str]) -> str:
-    package = extra("tokenizers", "text data.train.tokenizer=bpe:...", "text")
+def _train(size: int, lines: Iterator[str]) -> str:
+    package = import_extra("tokenizers", "text data.train.tokenizer=bpe:...", "text")
     level = package.pre_tokenizers.ByteLevel
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = level(add_prefix_space=False)
@@ -75,18 +75,20 @@ def _trained(size: int, lines: Iterator[str]) -> str:
     return str(tokenizer.to_str())
 
 
-def _lines(files: tuple[Path, ...], kind: str, max_bytes: int | None, held: float) -> Iterator[str]:
-    end = training_end(files, kind, max_bytes, held)
-    for number, content, is_training in divide_chunks(chunks_of(files, max_bytes), end, kind):
+def _iterate_training_lines(
+    files: tuple[Path, ...], kind: str, max_bytes: int | None, held: float
+) -> Iterator[str]:
+    end = find_training_end(files, kind, max_bytes, held)
+    for number, content, is_training in divide_chunks(iterate_chunks(files, max_bytes), end, kind):
         if not is_training:
             return
         yield from LINE.findall(decode_text_block(content, True, files[number]))
 
 
-def training_end(files: tuple[Path, ...], kind: str, max_bytes: int | None, held: float) -> int:
+def find_training_end(files: tuple[Path, ...], kind: str, max_bytes: int | None, held: float) -> int:
     """Return about how many bytes belong to the training part; for documents, the bytes of whole files."""
     sizes: dict[int, int] = {}
-    for number, content in chunks_of(files, max_bytes):
+    for number, content in iterate_chunks(files, max_bytes):
         sizes[number] = sizes.get(number, 0) + len(content)
     if kind == "documents":
         return sum(list(sizes.values())[: len(sizes) - round(held * len(sizes))])
