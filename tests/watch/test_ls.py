@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from trainrun.cli.main import main
 from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.sweep.jobs import Job, Sweep
 from trainrun.sweep.results import Result
+from trainrun.watch import ls_command
 
 GONE = 2**30  # no process has this number
 
@@ -135,3 +137,28 @@ def test_the_page_leads_to_the_reports(tmp_path: Path, capsys: pytest.CaptureFix
     page = (tmp_path / "runs.html").read_text()
     assert 'href="a%20%3Cb%3E%26%23/report.html"' in page
     assert "<b>" not in page
+
+
+def test_a_run_that_is_removed_meanwhile_or_is_damaged_does_not_end_the_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "stays", ("optimizer.lr=0.1",))
+    make(tmp_path / "damaged").config.write_text("{")
+    for name in ("leaves", "sweep"):
+        make(tmp_path / name)
+    write_json(tmp_path / "sweep/sweep.json", {"calls": [], "jobs": []})
+    whole_list = ls_command.run_folders_below
+
+    def list_and_remove(folder: Path, depth: int) -> list[Path]:
+        paths = list(whole_list(folder, depth))
+        for name in ("leaves", "sweep"):
+            shutil.rmtree(tmp_path / name)
+        return paths
+
+    monkeypatch.setattr(ls_command, "run_folders_below", list_and_remove)
+    monkeypatch.setattr(
+        ls_command, "is_run", lambda folder: folder.name != "sweep"
+    )  # it was there a moment ago
+    monkeypatch.setattr(ls_command, "is_sweep", lambda folder: folder.name == "sweep")
+    rows = listed(capsys, str(tmp_path), "--filter", "lr<1")
+    assert [row[0] for row in rows[1:] if row[0] != tmp_path.name] == ["stays"]

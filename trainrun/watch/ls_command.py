@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.cli.run_arguments import Parser
-from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.errors import EXIT_DONE, ConfigError, DataError
 from trainrun.folder.run_folder import RunDir, resolve_folder, write_text
 from trainrun.folder.status import is_sweep, read_status
 from trainrun.live.follow import is_writer_alive
@@ -41,8 +41,9 @@ SIGNS: dict[str, Callable[[Any, Any], bool]] = {
 class Listed:
     """One row of the table: a run, or a sweep with its best job.
 
-    name: the folder relative to the listed one. page: the page that the row links to, if it exists. seconds: of
-        training; for a sweep from the start to the end of all jobs.
+    name: the folder relative to the listed one. page: the page that the row links to, if it exists. changed: when the
+        status was written, in seconds since 1970. seconds: of training; for a sweep from the start to the end of all
+        jobs.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Listed:
     state: str
     status: dict[str, Any]
     page: Path
+    changed: float
     seconds: float | None = None
 
     @property
@@ -57,14 +59,13 @@ class Listed:
         """Return the typed settings and options, without the folder."""
         return settings_in(self.status.get("overrides", []))
 
-    @property
-    def changed(self) -> float:
-        """The time of the last change of the status, in seconds since 1970."""
-        return float(self.status.get("time") or self.run.root.stat().st_mtime)
-
     @cached_property
     def config(self) -> dict[str, Any]:
-        return flat(read_config(self.run))
+        """The settings of the run by their keys; empty if they cannot be read."""
+        try:
+            return flat(read_config(self.run))
+        except (OSError, DataError):
+            return {}
 
     def facts(self) -> dict[str, Any]:
         """Return the row for programs."""
@@ -140,14 +141,20 @@ def runs_below(folder: Path) -> Iterator[Listed]:
     """Yield the runs and sweeps below a folder. The jobs of a sweep are listed only if the folder is the sweep
     itself.
     """
-    if is_run(folder):
-        yield listed_run(RunDir(folder), folder.name)
-    for path in run_folders_below(folder, MOST_DEEP):
-        name = path.relative_to(folder).as_posix()
+    own = listed_run(RunDir(folder), folder.name) if is_run(folder) else None
+    rows = (listed_folder(path, folder) for path in run_folders_below(folder, MOST_DEEP))
+    yield from (row for row in (own, *rows) if row is not None)
+
+
+def listed_folder(path: Path, above: Path) -> Listed | None:
+    """Return the row of a folder; None if it is neither a run nor a sweep, or was removed meanwhile."""
+    name = path.relative_to(above).as_posix()
+    try:
         if is_sweep(path):
-            yield listed_sweep(path, name)
-        elif is_run(path):
-            yield listed_run(RunDir(path), name)
+            return listed_sweep(path, name)
+        return listed_run(RunDir(path), name) if is_run(path) else None
+    except FileNotFoundError:
+        return None
 
 
 def run_folders_below(folder: Path, depth: int) -> Iterator[Path]:
@@ -174,7 +181,12 @@ def listed_run(run: RunDir, name: str) -> Listed:
     state = str(status.get("state", "not begun"))
     if state in ("running", "not begun") and is_writer_alive(run) is False:
         state = "dead"
-    return Listed(name, run, state, status, run.report, status.get("seconds"))
+    return Listed(name, run, state, status, run.report, time_changed(run, status), status.get("seconds"))
+
+
+def time_changed(run: RunDir, status: dict[str, Any]) -> float:
+    """Return when a status was written, or its folder changed. Raise FileNotFoundError if the folder is gone."""
+    return float(status.get("time") or run.root.stat().st_mtime)
 
 
 def listed_sweep(folder: Path, name: str) -> Listed:
@@ -182,14 +194,18 @@ def listed_sweep(folder: Path, name: str) -> Listed:
     try:
         sweep = load_sweep(folder)
     except ConfigError:
-        return Listed(f"{name}/", RunDir(folder), "unreadable", {}, folder / PAGE_OF_SWEEP)
+        run = RunDir(folder)
+        return Listed(f"{name}/", run, "unreadable", {}, folder / PAGE_OF_SWEEP, time_changed(run, {}))
     jobs = [job for point in sweep.points() for job in point.jobs]
     folders = [folder / job.folder for job in jobs]
     best = RunDir(next((path for path in folders if path.is_dir()), folder))  # no job may have begun
     done = sum(job.result.state == "done" for job in jobs)
     seconds = sum(job.result.seconds or 0.0 for job in jobs)
     state = f"{done}/{len(jobs)} done"
-    return Listed(f"{name}/", best, state, read_status(best), folder / PAGE_OF_SWEEP, seconds)
+    status = read_status(best)
+    return Listed(
+        f"{name}/", best, state, status, folder / PAGE_OF_SWEEP, time_changed(best, status), seconds
+    )
 
 
 @dataclass(frozen=True)
