@@ -3,8 +3,9 @@
     python scripts/bench_race.py fashion        a CNN on a part of Fashion-MNIST (Debian: dataset-fashion-mnist)
     python scripts/bench_race.py bible          an LSTM on verses (Debian: bible-kjv), with batches by length
     python scripts/bench_race.py gpt            a small GPT on blocks of the same text
+    python scripts/bench_race.py WORK --usual   the presets beside the settings that a run has without any
     python scripts/bench_race.py techniques     each technique of the recipe alone, on the CNN
-    python scripts/bench_race.py threads | ranks | pinned | load     two settings against each other
+    python scripts/bench_race.py PAIR           threads, ranks, pinned, load, length: settings against each other
 
 Each prints its `trainrun race` command and runs it. --seeds 2 is meant for five minutes a work on two quiet cores.
 --tuned adds the preset that `trainrun autotune --allow numeric` finds. --only names racers. Results: FOLDER/WORK.
@@ -39,6 +40,7 @@ RECIPE = (  # the rate follows the batch
 SEQUENCES = "data.padding=bucket data.max_sequence_length=192"
 TEXT = "data=text data.path=book.txt task=language_modeling trainer.num_threads=1"
 PRESETS = {"fast": "preset=fast", "max-perf": "preset=max-perf"}
+USUAL_PRESETS = {**PRESETS, "memory-limited": "preset=memory-limited"}
 
 
 class Work(NamedTuple):
@@ -73,6 +75,10 @@ PAIRS = {  # two settings against each other: common settings, the racers, the t
              "data.train.wait=0.000625 model=faulty_parts.Waiting data.batch_size=32 trainer.max_epochs=2 "
              "trainer.num_threads=1 data.val_batch_size=32 --every 6400", "val/loss=10",
              ["data.num_workers=0", "data.num_workers=auto"]),
+    "length": (f"{WORKS['bible'].common} data.batch_size=16 scheduler.lr_scaling=sqrt scheduler.base_batch_size=1 "
+               "trainer.max_epochs=2 --every 500", "val/loss=2.1",
+               ["data.padding=longest", "data.padding=longest data.max_sequence_length=192",
+                "data.padding=longest data.max_sequence_length=192 data.truncate=split", "data.padding=bucket"]),
 }  # fmt: skip
 TECHNIQUES = {  # of the recipe, each alone on the start
     "batch 4": "data.batch_size=4",
@@ -94,24 +100,32 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--until", help="another target")
     parser.add_argument("--only", nargs="+", help="of recipe, fast, max-perf, or of the techniques")
+    parser.add_argument(
+        "--usual", action="store_true", help="begin with the usual settings, which the presets change"
+    )
     parser.add_argument("--tuned", action="store_true", help="also the preset of autotune")
     parser.add_argument("--out", type=Path, default=Path("race-bench"), metavar="FOLDER")
     typed = parser.parse_args()
     folder = typed.out.absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    if typed.work in ("bible", "gpt", "length") and not has_text(folder):
+        print("no text: install Debian's bible-kjv, or put a book.txt into", folder)
+        return 2
     if typed.work in PAIRS:
         common, until, racers = PAIRS[typed.work]
         words = [*racers, "--with", *common.split()]
     else:
         words, until = race_of(typed, folder)
-    target = typed.until or until
-    words += ["--until", target, "--seeds", str(typed.seeds), "--out", str(folder / typed.work)]
-    if typed.work not in ("bible", "gpt") or (folder / "book.txt").exists():
-        return run(["race", *words], folder)
-    if subprocess.run(BIBLE, shell=True, cwd=folder, check=False).returncode:
-        print("no text: install Debian's bible-kjv, or put a book.txt into", folder)
-        return 2
+    name = f"{typed.work}-usual" if typed.usual else typed.work
+    words += ["--until", typed.until or until, "--seeds", str(typed.seeds), "--out", str(folder / name)]
     return run(["race", *words], folder)
+
+
+def has_text(folder: Path) -> bool:
+    """Return whether the folder has the text; write it if the command that prints it is installed."""
+    if (folder / "book.txt").exists():
+        return True
+    return subprocess.run(BIBLE, shell=True, cwd=folder, check=False).returncode == 0
 
 
 def race_of(typed: argparse.Namespace, folder: Path) -> tuple[list[str], str]:
@@ -123,11 +137,15 @@ def race_of(typed: argparse.Namespace, folder: Path) -> tuple[list[str], str]:
     else:
         work = WORKS[typed.work]
         first, others = (f"trainer.max_epochs={epochs}" for epochs in work.epochs)
-        ways = {"recipe": f"{RECIPE} {work.recipe}".strip(), **PRESETS}
+        ways = USUAL_PRESETS if typed.usual else {"recipe": f"{RECIPE} {work.recipe}".strip(), **PRESETS}
         if typed.tuned:
-            ways["tuned"] = f"preset={tuned_preset(typed.work, work, folder)}"
+            ways = {**ways, "tuned": f"preset={tuned_preset(typed.work, work, folder)}"}
         chosen = [words for name, words in ways.items() if wanted(name, typed.only)]
-        racers = [f"{START} {first}", *(f"{words} {others}" for words in chosen)]
+        beside = others if typed.usual else f"{START} {first}"
+        racers = [beside, *(f"{words} {others}" for words in chosen)]
+        if typed.usual:  # the target is what the usual settings reach
+            until = work.until.partition("=")[0]
+            return [*racers, "--with", *work.common.split()], until
     return [*racers, "--with", *work.common.split(), "--every", str(work.every)], work.until
 
 
