@@ -20,7 +20,7 @@ from trainrun.folder.run_folder import read_json, write_json
 from trainrun.race import race_command, racer_process
 from trainrun.race.judged_loop import training_limit
 from trainrun.race.race_report import notes_of, print_report, race_table, write_report
-from trainrun.race.racers import judge_reads, read_racers, variations
+from trainrun.race.racers import read_racers, validation_reads, variations
 from trainrun.race.turns import PILOT, PILOT_SEED, Race, RaceGoal
 from trainrun.sweep.job_queue import StopRelay
 
@@ -230,7 +230,7 @@ TRAINED = ["data=digits", "model.hidden=[8]", "trainer.max_steps=30", "monitor.l
            "trainer.num_threads=1", "data.num_workers=0", "trainer.limit_val_batches=2"]  # fmt: skip
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def iterate_points(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {
@@ -258,7 +258,7 @@ def test_a_judged_run_trains_as_ever_and_is_judged_on_all_of_the_validation_data
     """The judge sees the whole set; the run itself validates on two batches, as its settings say."""
     looks = judge(workdir / "judged", TRAINED)
     assert main([*TRAINED, "seed=3", "monitor.plots=false", "output_dir=plain"]) == 0
-    assert rows_of(workdir / "judged") == rows_of(workdir / "plain")
+    assert iterate_points(workdir / "judged") == iterate_points(workdir / "plain")
     assert [row["step"] for row in looks[1:]] == [7, 13, 19, 26, 30]
     assert [row["samples"] for row in looks[1:]] == pytest.approx(
         [1438 / 45 * n for n in (7, 13, 19, 26, 30)]
@@ -314,7 +314,7 @@ def test_the_judge_reads_the_validation_data_as_the_first_racer_does(workdir: Pa
     words = [*TEXT, "optimizer.lr=0"]
     whole = judge(workdir / "whole", words, metric="val/loss", mode="min", every=4)[-1]["value"]
     short = [*words, "data.max_sequence_length=4"]
-    reads = judge_reads(read_racers(["lr=0", "lr=0.1"], TEXT)[0])
+    reads = validation_reads(read_racers(["lr=0", "lr=0.1"], TEXT)[0])
     judged = judge(workdir / "short", short, metric="val/loss", mode="min", every=4, reads=reads)[-1]["value"]
     own = judge(workdir / "own", short, metric="val/loss", mode="min", every=4)[-1]["value"]
     assert judged == pytest.approx(whole, rel=1e-6)

@@ -10,7 +10,7 @@ from approved import refused
 from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
-from trainrun.race.race_command import differences_to_race, read_goal
+from trainrun.race.race_command import choose_variations, read_goal
 from trainrun.race.racers import read_racers, variations, words_of
 
 FILE = """
@@ -133,7 +133,7 @@ def test_texts_of_mistakes():
     with refused(ConfigError, "--until"):
         read_goal("acc=0.9", None)
     with refused(ConfigError, "--table"):
-        differences_to_race(read_racers(["lr=0.1", "lr=0.1"], []))
+        choose_variations(read_racers(["lr=0.1", "lr=0.1"], []))
 
 
 @pytest.mark.parametrize(

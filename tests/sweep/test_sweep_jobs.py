@@ -9,11 +9,11 @@ from approved import refused
 
 from trainrun.errors import ConfigError
 from trainrun.sweep.jobs import file_name_of, open_sweep
-from trainrun.sweep.space import expand
+from trainrun.sweep.space import expand_grid
 
 
 def test_the_first_word_varies_slowest():
-    assert expand(["b=1,2", "fixed=0", "a=x,y"]) == [
+    assert expand_grid(["b=1,2", "fixed=0", "a=x,y"]) == [
         ("b=1", "fixed=0", "a=x"),
         ("b=1", "fixed=0", "a=y"),
         ("b=2", "fixed=0", "a=x"),
@@ -41,7 +41,7 @@ def test_the_first_word_varies_slowest():
     ],
 )
 def test_words_of_one_kind_each(word: str, values: list[str]):
-    assert expand([word]) == [(value,) for value in values]
+    assert expand_grid([word]) == [(value,) for value in values]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_words_of_one_kind_each(word: str, values: list[str]):
 )
 def test_what_cannot_be_swept_is_refused(word: str):
     with refused(ConfigError) as caught:
-        expand([word.replace("***", "one,two")])
+        expand_grid([word.replace("***", "one,two")])
     assert str(caught.value).startswith(word)
     assert "\n" not in str(caught.value)
 
@@ -115,7 +115,7 @@ def test_secrets_are_in_no_file_and_in_the_words_of_the_jobs_all_the_same(tmp_pa
     words = ["lr=1,2", "model.api_key=typed-1", "model.auth={token: typed-2, user: x}"]
     for _ in range(2):  # the second goes on with what is saved
         sweep = open_sweep([words], tmp_path)
-        assert [job.words for job in sweep.jobs.values()] == expand(words)
+        assert [job.words for job in sweep.jobs.values()] == expand_grid(words)
         assert sweep.wanted == [0, 1]
         text = (tmp_path / "sweep.json").read_text()
         assert "typed-" not in text

@@ -10,14 +10,14 @@ import pytest
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import best_job
 from trainrun.sweep.results import Job, Result
-from trainrun.sweep.space import expand
+from trainrun.sweep.space import expand_grid
 from trainrun.sweep.table import CLOSE, point_table, points_csv
 
 
 def sweep_of(words: list[str], values: Sequence[float | None], mode: str = "max") -> Sweep:
     jobs = {
         num: Job(num, row, f"{num}-x", Result("failed" if value is None else "done", value, "val/acc", mode))
-        for num, (row, value) in enumerate(zip(expand(words), values, strict=True))
+        for num, (row, value) in enumerate(zip(expand_grid(words), values, strict=True))
     }
     return Sweep(Path("sweep"), [words], jobs)
 

@@ -8,7 +8,7 @@ from approved import refused
 from trainrun.errors import ConfigError
 from trainrun.sweep.options import SweepOptions, read_options
 from trainrun.sweep.run_sweep import notes_on_points
-from trainrun.sweep.space import dimensions_of, draw_points, num_points, points_of, words_to_check
+from trainrun.sweep.space import draw_points, num_points, parse_dimensions, points_of, words_to_check
 
 SPACE = ["lr=tag(log, interval(1e-4, 1e-1))", "width=int(interval(16, 20))", "model=mlp,cnn", "fixed=1"]
 
@@ -93,7 +93,7 @@ def test_each_point_is_trained_with_all_seeds() -> None:
 
 def test_the_points_of_a_discrete_space_differ_until_all_are_drawn() -> None:
     words = ["a=1,2,3", "b=int(interval(1,4))", "fixed=0", "seed=0,1"]
-    assert num_points(dimensions_of(words)) == 12
+    assert num_points(parse_dimensions(words)) == 12
     few, all_of_them = draw_points(words, 7, 0), draw_points(words, 99, 0)
     assert all_of_them[:7] == few
     assert len({jobs[0] for jobs in all_of_them}) == len(all_of_them) == 12
@@ -102,7 +102,7 @@ def test_the_points_of_a_discrete_space_differ_until_all_are_drawn() -> None:
 @pytest.mark.parametrize("values", ["1e-3,1e-3", "choice(1e-3,1e-3)", "1e-3,0.001,1e-3"])
 def test_equal_values_are_one_choice(values: str) -> None:
     words = [f"lr={values}"]
-    assert num_points(dimensions_of(words)) == 1
+    assert num_points(parse_dimensions(words)) == 1
     assert draw(words, 5, 0) == [("lr=0.001",)]
 
 
@@ -128,7 +128,7 @@ BRANCHES = ["model=mlp,cnn,none", "model=mlp: width=16,32", "model=cnn: width=8,
 def test_a_word_of_a_branch_is_in_its_points_alone() -> None:
     points = [" ".join(word.partition("=")[2] for word in jobs[0]) for jobs in points_of(BRANCHES)]
     assert points == ["mlp 16", "mlp 32 0.1", "mlp 32 0.2", "cnn 8", "cnn 9", "none"]
-    assert num_points(dimensions_of(BRANCHES)) == 6
+    assert num_points(parse_dimensions(BRANCHES)) == 6
     drawn = draw(BRANCHES, 6, 0)
     assert {jobs[0] for jobs in points_of(BRANCHES)} == set(drawn)
 

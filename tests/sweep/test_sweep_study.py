@@ -16,7 +16,7 @@ from approved import refused
 from trainrun.errors import ConfigError
 from trainrun.sweep.jobs import Sweep, open_sweep
 from trainrun.sweep.options import read_options, split_options
-from trainrun.sweep.results import Job, Result, with_objective
+from trainrun.sweep.results import Job, Result, apply_objective
 from trainrun.sweep.run_sweep import resume_sweep, run_sweep
 from trainrun.sweep.table import job_table, jobs_csv
 
@@ -241,11 +241,11 @@ def test_the_objective_is_read_where_the_job_reports_it(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"state": "done", "best_step": 5, "num_parameters": 7}')
     done = Result("done", 0.9, "val/acc", "max", seconds=3.0)
     objective = ("val/f1", "-seconds", "-num_parameters")
-    result = with_objective(done, tmp_path, objective)
+    result = apply_objective(done, tmp_path, objective)
     assert (result.value, result.monitor, result.mode) == (0.4, "val/f1", "max")
     assert result.scores == [-0.4, 3.0, 7.0]
     assert done.scores == [-0.9]
-    lacking = with_objective(done, tmp_path, ("val/none",))
+    lacking = apply_objective(done, tmp_path, ("val/none",))
     assert (lacking.state, lacking.value) == ("failed", None)
 
 
@@ -344,4 +344,4 @@ def test_equal_values_of_a_search_are_one_point(tmp_path: Path) -> None:
 
 def test_a_search_that_its_number_of_points_ends_says_no_more(tmp_path: Path) -> None:
     Search(tmp_path, [*SPACE, "sweep.trials=2"]).run(2)
-    assert Search(tmp_path, [*SPACE, "sweep.trials=1"]).sweep.why_search_ended() == ""
+    assert Search(tmp_path, [*SPACE, "sweep.trials=1"]).sweep.reason_search_ended() == ""

@@ -52,8 +52,8 @@ class JudgedLoop:
         self._limits, self._process_began = limits, began
 
     def __call__(self, run: Components, state: TrainState) -> TrainState:
-        every = self._every or samples_between(run)
-        judge = Judge(run, self._file, self._metric, every, whole_validation(run.config, self._reads))
+        every = self._every or default_interval(run)
+        judge = Judge(run, self._file, self._metric, every, with_whole_validation(run.config, self._reads))
         if self._target is not None:
             start = time.time() - self._process_began
             judge.wait_for(self._target, self._mode, training_limit(self._limits, start))
@@ -132,7 +132,7 @@ class Judge:
         return {split: opened}
 
     def is_due(self, state: TrainState) -> bool:
-        intervals = samples_at(self._run, state) // self._every
+        intervals = count_samples(self._run, state) // self._every
         return state.step > self.looked_at and intervals > self._intervals_done
 
     def look(self, state: TrainState) -> None:
@@ -141,7 +141,7 @@ class Judge:
         wait_for_device(run.parallel.device)
         paused = time.perf_counter()
         seconds = paused - self._began - self._away
-        samples = samples_at(run, state)
+        samples = count_samples(run, state)
         self.looked_at, self._intervals_done = state.step, int(samples // self._every)
         peak = peak_memory(run)
         with run.phases.on(MEASURING):
@@ -181,14 +181,14 @@ def training_limit(limits: Mapping[str, float] | None, start: float) -> float:
     return max(limits["training"], limits["with_start"] - start)
 
 
-def whole_validation(config: RunConfig, reads: Mapping[str, Any]) -> RunConfig:
+def with_whole_validation(config: RunConfig, reads: Mapping[str, Any]) -> RunConfig:
     """Return the config with all validation data, read as the first racer reads it."""
     limit = config.trainer.limit_val_batches
     whole = limit if isinstance(limit, float) and limit == 1.0 else 1.0
     return with_values(config, {"trainer.limit_val_batches": whole, **reads})
 
 
-def samples_at(run: Components, state: TrainState) -> float:
+def count_samples(run: Components, state: TrainState) -> float:
     """Return the training samples so far, over all ranks; about, where batches hold different numbers."""
     lengths, num_samples = run.triggers.rhythm.lengths, run.train.num_samples
     if lengths.steps_per_epoch is not None and num_samples is not None and state.step > 0:
@@ -201,7 +201,7 @@ def samples_of_step(run: Components) -> int:
     return config.data.batch_size * config.trainer.accumulate_grad_batches * run.parallel.world_size
 
 
-def samples_between(run: Components) -> int:
+def default_interval(run: Components) -> int:
     """Return a twentieth of the samples of the training. Raise ConfigError if its length is not known."""
     rhythm = run.triggers.rhythm
     if rhythm.total_steps is None:

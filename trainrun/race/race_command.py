@@ -17,7 +17,7 @@ from trainrun.folder.run_folder import RunDir, is_run_folder, remove_new_folder,
 from trainrun.output import counted, path_to_paste, report_result, say
 from trainrun.race.race_report import PAGE, print_report, race_facts, write_report
 from trainrun.race.racers import Racer, Variation, read_racers, variations
-from trainrun.race.turns import Race, RaceGoal, names_of, new_folder
+from trainrun.race.turns import Race, RaceGoal, describe_racers, new_race_folder
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.job_queue import StopRelay
 from trainrun.task.metrics.directions import direction_of_name
@@ -43,9 +43,9 @@ def main(argv: list[str]) -> int:
     common = [word for several in words.common for word in several]
     add_import_paths([])
     racers = read_racers(words.racers, common)
-    changes = differences_to_race(racers) if words.table else []
+    changes = choose_variations(racers) if words.table else []
     varied = [racer for change in changes for racer in (change.alone, change.left_out) if racer is not None]
-    folder = new_folder() if words.out is None else resolve_folder(words.out)
+    folder = new_race_folder() if words.out is None else resolve_folder(words.out)
     if is_run_folder(RunDir(folder)):
         raise ConfigError(f"--out {folder}: holds a run; name another folder for the race")
     race = Race(folder, [*racers, *varied], goal, words.seeds, words.every, words.margin)
@@ -118,7 +118,7 @@ def parse_float(text: str) -> float:
     return number
 
 
-def differences_to_race(racers: Sequence[Racer]) -> list[Variation]:
+def choose_variations(racers: Sequence[Racer]) -> list[Variation]:
     """Return the differences between two racers. Raise ConfigError if there are not two, or none."""
     if len(racers) != 2:
         raise ConfigError(f"--table: takes two racers apart, and there are {len(racers)}")
@@ -140,7 +140,7 @@ def run_race(race: Race, changes: Sequence[Variation], again: str) -> int:
         closing.enter_context(lock_folder(RunDir(race.folder)))
         runs = counted(len(race.racers) * race.num_seeds, "run")
         differences = f", {counted(len(changes), 'difference')}" if changes else ""
-        say(f"race: {names_of(race.racers)}{differences}; {runs} in {race.folder}", flush=True)
+        say(f"race: {describe_racers(race.racers)}{differences}; {runs} in {race.folder}", flush=True)
         try:
             with catch_stops(relay.handle):
                 race.run_all(relay)

@@ -18,7 +18,7 @@ from trainrun.race.racers import Racer, Variation
 from trainrun.race.standings import Equivalence, RaceResults, RaceRun, Standing
 from trainrun.race.turns import Race
 from trainrun.sweep.points import half_of_mean
-from trainrun.sweep.table import csv_text, print_table
+from trainrun.sweep.table import format_csv, print_table
 from trainrun.timing.paired import Ratio
 
 Table = tuple[list[str], list[list[str]]]
@@ -153,7 +153,7 @@ def write_report(race: Race, changes: Sequence[Variation]) -> None:
         for run in results.runs[racer.name]:
             rows.append([racer.name, run.seed, not results.is_late(run), run.start, run.arrived, run.end, run.seconds,
                          run.peak_bytes, run.error])  # fmt: skip
-    write_text(race.folder / CSV, csv_text(rows))
+    write_text(race.folder / CSV, format_csv(rows))
     title = f"Race to {race.goal}"
     settings = [(racer.name, racer.about) for racer in race.racers if len(racer.name) == 1]
     parts = [

@@ -81,7 +81,7 @@ def validation_sets(data: DataConfig) -> object:
     return validation_nodes(data), folds, data.val_transform
 
 
-def judge_reads(racer: Racer) -> dict[str, Any]:
+def validation_reads(racer: Racer) -> dict[str, Any]:
     """Return the settings of `data` with which a racer reads its validation data, by their keys."""
     data = compose_racer(racer.words).config.data
     return {f"data.{name}": getattr(data, name) for name in READS}
@@ -120,7 +120,7 @@ def words_of_file(path: Path) -> list[str]:
     if not isinstance(values, dict):
         raise ConfigError("holds no settings; write one a line, as `data.batch_size: 64`")
     options = [option for entry in values.pop("defaults", None) or [] for option in words_of_default(entry)]
-    return [*options, *(f"{key}={format_value_as_typed(value)}" for key, value in leaves(values))]
+    return [*options, *(f"{key}={format_value_as_typed(value)}" for key, value in iterate_leaves(values))]
 
 
 def words_of_default(entry: Any) -> Iterator[str]:
@@ -131,10 +131,10 @@ def words_of_default(entry: Any) -> Iterator[str]:
             yield f"{group.removeprefix('override ').strip('/')}={option}"
 
 
-def leaves(values: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def iterate_leaves(values: dict[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            yield from leaves(value, f"{above}{key}.")
+            yield from iterate_leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
 
@@ -166,18 +166,18 @@ def variations(first: Racer, second: Racer) -> list[Variation]:
 
     None in place of a racer whose settings are refused, such as a warm-up without its schedule.
     """
-    back = grouped_changes(second, first)
+    back = group_changes(second, first)
     return [
         Variation(
             (about := describe(key, settings)),
-            varied(first, f"+ {about}", settings),
-            varied(second, f"without {about}", back[key]),
+            build_variation(first, f"+ {about}", settings),
+            build_variation(second, f"without {about}", back[key]),
         )
-        for key, settings in grouped_changes(first, second).items()
+        for key, settings in group_changes(first, second).items()
     ]
 
 
-def grouped_changes(before: Racer, after: Racer) -> dict[str, list[str]]:
+def group_changes(before: Racer, after: Racer) -> dict[str, list[str]]:
     """Return the settings that turn one racer into another, by group: each group is changed as a whole.
 
     If the racers have different options of a group, the first setting is that option. The others are what differs
@@ -211,7 +211,7 @@ def describe(key: str, settings: Sequence[str]) -> str:
     return " ".join(settings) or f"{key} left out"
 
 
-def varied(racer: Racer, how: str, settings: Sequence[str]) -> Racer | None:
+def build_variation(racer: Racer, how: str, settings: Sequence[str]) -> Racer | None:
     words = replace_overrides(racer.words, settings)
     try:
         compose_racer(words)

@@ -18,7 +18,7 @@ from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from trainrun.folder.run_folder import build_folder_error, read_json, write_json
 from trainrun.output import figure, masked_words, say
 from trainrun.race.racer_process import JUDGED, REQUEST
-from trainrun.race.racers import Racer, judge_reads
+from trainrun.race.racers import Racer, validation_reads
 from trainrun.race.standings import RaceResults, RaceRun, late_limit
 from trainrun.runtime.python_module import module_command
 from trainrun.sweep.forked_job import end_with_sweep
@@ -128,7 +128,7 @@ class Race:
     @cached_property
     def _reads(self) -> dict[str, Any]:
         """Return the settings with which the judge reads the validation data."""
-        return judge_reads(self.racers[0])
+        return validation_reads(self.racers[0])
 
     def results(self) -> RaceResults:
         runs = {racer.name: self.seeds_of(racer.name) for racer in self.racers}
@@ -255,7 +255,7 @@ def read_judge_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def new_folder() -> Path:
+def new_race_folder() -> Path:
     return (
         Path("races").absolute()
         / f"{time.strftime('%Y-%m-%d')}"
@@ -263,6 +263,6 @@ def new_folder() -> Path:
     )
 
 
-def names_of(racers: Sequence[Racer]) -> str:
+def describe_racers(racers: Sequence[Racer]) -> str:
     """Return the racers of the command line, whose names are letters."""
     return ", ".join(f"{racer.name} = {racer.about}" for racer in racers if len(racer.name) == 1)

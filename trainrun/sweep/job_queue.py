@@ -26,11 +26,11 @@ from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import (
     OUTPUT,
     Job,
-    finite,
+    apply_objective,
+    finite_or_none,
     has_checkpoint,
     mark_pruned,
     read_result,
-    with_objective,
 )
 from trainrun.sweep.search.study import SweepStudy
 
@@ -94,13 +94,13 @@ def job_words(words: list[str], folder: Path) -> list[str]:
     return [*words, *plots, f"hydra.run.dir={folder}"]
 
 
-def longer(noted: float | None, said: object) -> float:
+def earlier_seconds(noted: float | None, said: object) -> float:
     """Return the seconds of a job's earlier tries.
 
     noted: by the sweep, with start and end; not of a try during which the sweep was killed. said: by the job's own
     status, of all its tries.
     """
-    return max(noted or 0.0, finite(said) or 0.0)
+    return max(noted or 0.0, finite_or_none(said) or 0.0)
 
 
 @dataclass
@@ -233,8 +233,8 @@ class JobQueue:
         elif read_status(RunDir(folder)).get("state") == "done":
             result = read_result(folder)
             if job.result.seconds is not None:
-                result = replace(result, seconds=longer(job.result.seconds, result.seconds))
-            result = with_objective(result, folder, self._objective)
+                result = replace(result, seconds=earlier_seconds(job.result.seconds, result.seconds))
+            result = apply_objective(result, folder, self._objective)
             if result != job.result:
                 self._sweep.note(num, result)
         elif not self._sweep.has_ended(job):
@@ -309,10 +309,12 @@ class JobQueue:
         result = read_result(self._sweep.folder / job.folder, code, running.earlier)
         if code == EXIT_USAGE and not running.goes_on:
             self.refused.add(job.num)
-        before = longer(job.result.seconds, running.earlier.get("seconds")) if running.goes_on else 0.0
+        before = (
+            earlier_seconds(job.result.seconds, running.earlier.get("seconds")) if running.goes_on else 0.0
+        )
         result = replace(result, seconds=before + time.monotonic() - running.began)
         is_done = result.state == "done"
-        result = with_objective(result, self._sweep.folder / job.folder, self._objective)
+        result = apply_objective(result, self._sweep.folder / job.folder, self._objective)
         if job.result.state == "pruned" and not is_done:
             result = replace(result, state="pruned", error="")
             mark_pruned(self._sweep.folder / job.folder)

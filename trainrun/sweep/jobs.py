@@ -25,13 +25,13 @@ from trainrun.output import counted, masked_words
 from trainrun.sweep.options import hide_password, read_options, split_options
 from trainrun.sweep.places.sweep_locks import SweepLocks
 from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_points
-from trainrun.sweep.results import Job, Result, as_number, short_numbers
+from trainrun.sweep.results import Job, Result, parse_number, short_numbers
 from trainrun.sweep.space import (
     Dimension,
-    dimensions_of,
     jobs_of_point,
     key_of,
     num_points,
+    parse_dimensions,
     point_of,
     points_of,
     varied_keys,
@@ -125,7 +125,7 @@ class Sweep:
     def add_call(self, words: list[str]) -> None:
         """Add the jobs of these settings. Jobs that the sweep has already are not added twice. Raise ConfigError."""
         options, job_words = read_options(split_options(words)[0]), split_options(words)[1]
-        dimensions = dimensions_of(job_words)
+        dimensions = parse_dimensions(job_words)
         call = [hide_password(word) for word in masked_words(words)]
         others = [other for other in self.calls if identity_of(other) != identity_of(call)]
         searches = [other for other in [*others, call] if identity_of(other)[0] == "optuna"]
@@ -220,7 +220,7 @@ class Sweep:
         earlier = set(map(tuple, self.trials[:-MOST_REPEATED]))
         return bool(earlier) and earlier.issuperset(map(tuple, self.trials))
 
-    def why_search_ended(self) -> str:
+    def reason_search_ended(self) -> str:
         """Return why a search has ended before its number of points or its time; empty if it has not."""
         trials, total = read_options(split_options(self.search)[0]).trials, num_points(self.dimensions())
         if not self.search or self.points_to_come != 0 or (trials and len(self.trials) >= trials):
@@ -231,7 +231,7 @@ class Sweep:
 
     def dimensions(self) -> list[Dimension]:
         """Return the space of a search."""
-        return dimensions_of(split_options(self.search)[1])
+        return parse_dimensions(split_options(self.search)[1])
 
     def first_words(self) -> tuple[str, ...]:
         """Return the words of the first job, or of a job like those that a search will make."""
@@ -266,10 +266,10 @@ class Sweep:
     def is_logarithmic(self, key: str) -> bool:
         """Return whether numbers of a setting belong on a logarithmic axis: its interval says so, or a decade."""
         for words in self.calls:
-            for dimension in dimensions_of(split_options(words)[1]):
+            for dimension in parse_dimensions(split_options(words)[1]):
                 if dimension.key == key and dimension.interval is not None:
                     return dimension.interval.log
-        values = [as_number(job.settings[key]) for job in self.jobs.values() if key in job.settings]
+        values = [parse_number(job.settings[key]) for job in self.jobs.values() if key in job.settings]
         numbers = [value for value in values if value is not None]
         return len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= LOG_RANGE * min(numbers)
 
@@ -395,7 +395,7 @@ def seal_of_words(calls: list[list[str]]) -> str:
 
 def new_sweep_folder(words: list[str]) -> Path:
     """Return the path of a folder for a new sweep with these settings, named after those that vary."""
-    keys = varied_keys(dimensions_of(split_options(words)[1]))
+    keys = varied_keys(parse_dimensions(split_options(words)[1]))
     now = datetime.now()
     name = file_name_of(keys) if keys else "sweep"
     return Path("sweeps") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{name}-{secrets.token_hex(4)}"

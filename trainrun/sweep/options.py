@@ -66,7 +66,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, [word for word in words if word not in own]
 
 
-def from_hydra(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def translate_hydra_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the settings of a sweep with Hydra's names for them translated, and a note on each. Raise ConfigError."""
     own, notes = [], []
     for word in words:
@@ -106,13 +106,13 @@ def read_options(words: Sequence[str]) -> SweepOptions:
             faults.append(f"{word}: must be {allowed}")
     options = SweepOptions(**values)
     if not faults:
-        faults = faults_together(options, values)
+        faults = check_combinations(options, values)
     if faults:
         raise ConfigError(*faults)
     return options
 
 
-def faults_together(options: SweepOptions, given: Collection[str]) -> list[str]:
+def check_combinations(options: SweepOptions, given: Collection[str]) -> list[str]:
     """Return what is wrong with settings that are right by themselves. given: the fields that the words give."""
     faults = []
     if (
@@ -147,26 +147,26 @@ def faults_together(options: SweepOptions, given: Collection[str]) -> list[str]:
     return faults
 
 
-def objective_of(text: str) -> tuple[str, ...]:
+def parse_objective(text: str) -> tuple[str, ...]:
     names = tuple(name.strip(" \"'") for name in text.strip("[]").split(","))
     if not all(re.fullmatch(r"-?[\w./@-]+", name) for name in names) or len(set(names)) < len(names):
         raise ValueError(text)
     return names
 
 
-def storage_of(text: str) -> str:
+def parse_storage(text: str) -> str:
     if not re.fullmatch(r"[a-z][a-z0-9+]*://.*", text):
         raise ValueError(text)
     return text
 
 
-def revive_of(text: str) -> int:
+def parse_revive(text: str) -> int:
     if not text.startswith("best:"):
         raise ValueError(text)
-    return whole_number(1)(text.removeprefix("best:"))
+    return parse_whole_number(1)(text.removeprefix("best:"))
 
 
-def one_of(*choices: str) -> Callable[[str], str]:
+def parse_choice(*choices: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in choices:
             raise ValueError(text)
@@ -175,7 +175,7 @@ def one_of(*choices: str) -> Callable[[str], str]:
     return read
 
 
-def whole_number(least: int) -> Callable[[str], int]:
+def parse_whole_number(least: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         number = int(text)
         if number < least:
@@ -185,11 +185,11 @@ def whole_number(least: int) -> Callable[[str], int]:
     return read
 
 
-def jobs_of(text: str) -> int | None:
-    return None if text == AUTO else whole_number(1)(text)
+def parse_number_of_jobs(text: str) -> int | None:
+    return None if text == AUTO else parse_whole_number(1)(text)
 
 
-def seconds_of(text: str) -> float:
+def parse_max_time(text: str) -> float:
     seconds = parse_seconds(float(text) if re.fullmatch(r"[\d.]+", text) else text)
     if not seconds:
         raise ValueError(text)
@@ -198,20 +198,20 @@ def seconds_of(text: str) -> float:
 
 # The field of each setting, what is allowed, and how the text is read.
 READERS: Final[dict[str, tuple[str, str, Callable[[str], Any]]]] = {
-    "sweep": ("kind", "one of " + ", ".join(KINDS), one_of(*KINDS)),
-    "sweep.trials": ("trials", "a whole number, 1 or more", whole_number(1)),
-    "sweep.seed": ("seed", "a whole number, 0 or more", whole_number(0)),
-    "sweep.sampler": ("sampler", "one of " + ", ".join(SAMPLERS), one_of(*SAMPLERS)),
+    "sweep": ("kind", "one of " + ", ".join(KINDS), parse_choice(*KINDS)),
+    "sweep.trials": ("trials", "a whole number, 1 or more", parse_whole_number(1)),
+    "sweep.seed": ("seed", "a whole number, 0 or more", parse_whole_number(0)),
+    "sweep.sampler": ("sampler", "one of " + ", ".join(SAMPLERS), parse_choice(*SAMPLERS)),
     "sweep.objective": (
         "objective",
         "a metric or a list of different ones, as [val/acc,-seconds]",
-        objective_of,
+        parse_objective,
     ),
-    "sweep.pruner": ("pruner", "one of " + ", ".join(PRUNERS), one_of(*PRUNERS)),
-    "sweep.resource": ("resource", "one of " + ", ".join(RESOURCES), one_of(*RESOURCES)),
-    "sweep.revive": ("revive", "best:3, for the three best pruned points", revive_of),
-    "sweep.jobs": ("jobs", "auto, or a whole number, 1 or more", jobs_of),
-    "sweep.per_device": ("per_device", "a whole number, 1 or more", whole_number(1)),
-    "sweep.storage": ("storage", "an address, as grpc://host:13000 or postgresql://host/name", storage_of),
-    "sweep.max_time": ("max_seconds", "a time, as 90s, 10min or 2h", seconds_of),
+    "sweep.pruner": ("pruner", "one of " + ", ".join(PRUNERS), parse_choice(*PRUNERS)),
+    "sweep.resource": ("resource", "one of " + ", ".join(RESOURCES), parse_choice(*RESOURCES)),
+    "sweep.revive": ("revive", "best:3, for the three best pruned points", parse_revive),
+    "sweep.jobs": ("jobs", "auto, or a whole number, 1 or more", parse_number_of_jobs),
+    "sweep.per_device": ("per_device", "a whole number, 1 or more", parse_whole_number(1)),
+    "sweep.storage": ("storage", "an address, as grpc://host:13000 or postgresql://host/name", parse_storage),
+    "sweep.max_time": ("max_seconds", "a time, as 90s, 10min or 2h", parse_max_time),
 }

@@ -29,7 +29,7 @@ from trainrun.output import duration, fields_that_fit, figure, say
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import best_job
 from trainrun.sweep.results import Job, Result
-from trainrun.sweep.table import mean_text, shown_value
+from trainrun.sweep.table import format_mean, format_result
 
 REDRAW_SECONDS: Final = 0.5
 BAR_WIDTH: Final = 20
@@ -56,13 +56,13 @@ class SweepProgress:
 
     def keep(self, job: Job, by_whom: str) -> None:
         """Report a job that was done by an earlier call or another worker."""
-        self._print_line(job, f"{job.result.state} {by_whom}, {shown_value(job.result)}")
+        self._print_line(job, f"{job.result.state} {by_whom}, {format_result(job.result)}")
 
     def end(self, job: Job, result: Result) -> None:
         """Report the end of a job, once the sweep holds its result."""
         self._finished.append(self._clock() - self._running.pop(job.num))
         del self._followers[job.num]
-        words = [f"{result.state}, {result.error or shown_value(result)}"]
+        words = [f"{result.state}, {result.error or format_result(result)}"]
         best = best_job(self._sweep.points())
         if best is not None and best.num == job.num and len(self._sweep.jobs) > 1:
             words.append("the best so far")
@@ -117,7 +117,7 @@ class SweepProgress:
                 continue
             about = result.error
             if is_best and len(points[0].jobs) > 1:
-                about = f"mean {mean_text(points[0])} of {len(points[0].values)} jobs"
+                about = f"mean {format_mean(points[0])} of {len(points[0].values)} jobs"
             value_text = "" if result.value is None else figure(result.value)
             rows.append(RunRow(job.folder, result.state, is_best, value=value_text, about=about))
         return rows

@@ -45,7 +45,7 @@ class Result:
     def scores(self) -> list[float]:
         """The values of all objectives, each better when smaller."""
         if self.values:
-            return [sign_of(name) * value for name, value in self.values.items()]
+            return [objective_sign(name) * value for name, value in self.values.items()]
         return [] if self.value is None else [self.sign * self.value]
 
     @property
@@ -102,9 +102,9 @@ def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any
     elif exit_code in STOPS or said == "stopped":  # the second: 128 + a signal, where saving took too long
         state, error = "stopped", str(fresh.get("message") or "")
     else:
-        state, error = "failed", explain(folder, fresh, exit_code)
+        state, error = "failed", describe_failure(folder, fresh, exit_code)
     monitor, mode = (str(status.get(name) or "") for name in ("monitor", "mode"))
-    value, seconds = (finite(status.get(name)) for name in ("value", "seconds"))
+    value, seconds = (finite_or_none(status.get(name)) for name in ("value", "seconds"))
     return Result(state, value, monitor, mode, seconds, " ".join(error.split()))
 
 
@@ -116,7 +116,7 @@ def mark_pruned(folder: Path) -> None:
         write_json(run.status, status | {"state": "pruned"})
 
 
-def with_objective(result: Result, folder: Path, objective: Sequence[str]) -> Result:
+def apply_objective(result: Result, folder: Path, objective: Sequence[str]) -> Result:
     """Return a result judged by the names of sweep.objective; one that lacks a value of a job that is done has failed.
 
     A metric of the validation is taken at the best checkpoint. Others are fields of `status.json`.
@@ -126,7 +126,7 @@ def with_objective(result: Result, folder: Path, objective: Sequence[str]) -> Re
     status = read_status(RunDir(folder))
     rows = [row for row in EvaluationRows(folder).read_new() if row.get("step") == status.get("best_step")]
     reported = {**status, **(rows[-1] if rows else status.get("metrics") or {}), "seconds": result.seconds}
-    values = {name: finite(reported.get(name.removeprefix("-"))) for name in objective}
+    values = {name: finite_or_none(reported.get(name.removeprefix("-"))) for name in objective}
     missing = [name for name, value in values.items() if value is None]
     if missing:
         names = sorted(name for name in reported if "/" in name)
@@ -135,12 +135,12 @@ def with_objective(result: Result, folder: Path, objective: Sequence[str]) -> Re
         )
         return replace(result, state="failed", value=None, error=error)
     first = objective[0]
-    mode = "min" if sign_of(first) > 0 else "max"
+    mode = "min" if objective_sign(first) > 0 else "max"
     numbers = {name: value for name, value in values.items() if value is not None}
     return replace(result, value=values[first], monitor=first.removeprefix("-"), mode=mode, values=numbers)
 
 
-def sign_of(name: str) -> int:
+def objective_sign(name: str) -> int:
     """Return 1 if an objective is better when smaller: one with a minus, or a metric known to be. Else -1."""
     return 1 if name.startswith("-") or direction_of_name(name) == "min" else -1
 
@@ -176,7 +176,7 @@ class EvaluationRows:
         return rows
 
 
-def explain(folder: Path, status: dict[str, Any], exit_code: int) -> str:
+def describe_failure(folder: Path, status: dict[str, Any], exit_code: int) -> str:
     """Return in one line why a job failed: its message, the signal that killed it, or the last line that it
     printed and that is no note.
     """
@@ -196,13 +196,13 @@ def explain(folder: Path, status: dict[str, Any], exit_code: int) -> str:
     return lines[-1] if lines and exit_code else f"ended with exit code {exit_code} and no result"
 
 
-def finite(value: Any) -> float | None:
+def finite_or_none(value: Any) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return None
 
 
-def as_number(text: str) -> float | None:
+def parse_number(text: str) -> float | None:
     with contextlib.suppress(ValueError):
-        return finite(float(text))
+        return finite_or_none(float(text))
     return None

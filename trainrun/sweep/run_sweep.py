@@ -27,18 +27,18 @@ from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.forked_job import import_what_jobs_need
 from trainrun.sweep.job_queue import Command, JobQueue, StopRelay, job_command
 from trainrun.sweep.jobs import Sweep, calls_to_resume, open_sweep
-from trainrun.sweep.options import AUTO, SweepOptions, from_hydra, read_options, split_options
+from trainrun.sweep.options import AUTO, SweepOptions, read_options, split_options, translate_hydra_words
 from trainrun.sweep.places.leases import DevicePlace, Leases, core_numbers, find_places, gpu_names
 from trainrun.sweep.points import best_job
 from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import Job
 from trainrun.sweep.search.study import SweepStudy
 from trainrun.sweep.space import (
-    branch_words,
-    dimensions_of,
     num_points,
+    parse_dimensions,
     points_of,
     split_branch,
+    split_branches,
     words_to_check,
 )
 from trainrun.sweep.table import MEANS, jobs_csv, points_csv, print_tables, repeated_keys, sweep_facts
@@ -59,12 +59,12 @@ def check_sweep(prepared: CommandLine, sweep_words: list[str]) -> tuple[list[str
 
     sweep_words: settings of the sweep itself, also by Hydra's names, and words that hold for one of its branches.
     """
-    branches, own = branch_words(sweep_words)
-    options, notes = from_hydra(own)
+    branches, own = split_branches(sweep_words)
+    options, notes = translate_hydra_words(own)
     for note in [*prepared.notes, *notes]:
         say(f"note: {note}", file=sys.stderr)
     words = [*[f"--config-dir={folder}" for folder in prepared.config_dirs], *prepared.overrides]
-    words += [word for branch in branches for word in prepared_branch(branch)] + options
+    words += [word for branch in branches for word in translate_branch(branch)] + options
     named = [prepared.own[key] for key in OWN_KEYS if key in prepared.own]
     if len(named) > 1:
         raise ConfigError(
@@ -74,7 +74,7 @@ def check_sweep(prepared: CommandLine, sweep_words: list[str]) -> tuple[list[str
     return words, Path(named[0]) if named else None
 
 
-def prepared_branch(word: str) -> list[str]:
+def translate_branch(word: str) -> list[str]:
     """Return a word of a branch, translated as a command line: its condition, and its setting, which may be several."""
     condition, setting = split_branch(word)
     conditions, settings = (
@@ -90,7 +90,7 @@ def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
 
     options: settings of the sweep itself that are others now, as sweep.jobs=2.
     """
-    calls = [with_options(words, options) for words in calls_to_resume(folder, trust)]
+    calls = [replace_options(words, options) for words in calls_to_resume(folder, trust)]
     kinds = [read_options(split_options(words)[0]).kind for words in calls]
     if set(kinds) == {"grid"}:
         read_options(options)  # raises for settings of points that a grid has not
@@ -98,7 +98,7 @@ def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
     return run_sweep(calls, folder)
 
 
-def with_options(words: list[str], options: list[str]) -> list[str]:
+def replace_options(words: list[str], options: list[str]) -> list[str]:
     """Return the words of a call with other settings of the sweep. Raise ConfigError if they make other points."""
     own, job_words = split_options(words)
     values = {word.partition("=")[0]: word for word in own}
@@ -144,7 +144,7 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
     relay = StopRelay(writes=False)
     folder = None if folder is None else resolve_folder(str(folder))
     is_new = folder is None or not folder.exists()
-    with joined_sweep(calls, folder) as sweep, catch_stops(relay.handle):
+    with join_sweep(calls, folder) as sweep, catch_stops(relay.handle):
         forks = command is job_command and can_fork(sweep, options)
         if forks:
             import_what_jobs_need()
@@ -167,11 +167,11 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
             queue.run()
         finally:
             progress.close()
-            if (why := sweep.why_search_ended()) and why not in " ".join(notes):
+            if (why := sweep.reason_search_ended()) and why not in " ".join(notes):
                 say(f"sweep=optuna: {why}", flush=True)
             all_refused = is_new and bool(sweep.wanted) and queue.refused == set(sweep.wanted)
             if not all_refused and has_begun(sweep):
-                conclude(sweep)
+                write_tables(sweep)
             report_result(**sweep_facts(sweep))
     if all_refused:
         remove_refused(sweep)
@@ -201,7 +201,7 @@ def notes_on_points(calls: list[list[str]]) -> list[str]:
     for words in calls:
         own, job_words = split_options(words)
         options = read_options(own)
-        trials, total = options.trials, num_points(dimensions_of(job_words))
+        trials, total = options.trials, num_points(parse_dimensions(job_words))
         if options.kind == "random" and total is None:
             total = len(points_of(words))  # of an interval with few numbers
         if trials is not None and total is not None and trials > total:
@@ -222,7 +222,7 @@ def notes_on_pruner(sweep: Sweep, options: SweepOptions, num_places: int) -> lis
     ]
 
 
-def conclude(sweep: Sweep) -> None:
+def write_tables(sweep: Sweep) -> None:
     """Print the tables, write them with the picture, and print where they are and how to go on."""
     print_tables(sweep)
     write_text(sweep.folder / "sweep.csv", jobs_csv(sweep))
@@ -232,15 +232,15 @@ def conclude(sweep: Sweep) -> None:
         say(f"means: {sweep.folder / MEANS}")
     best = best_job(sweep.points())
     if best is not None:
-        from trainrun.sweep.sweep_page import PAGE, best_text, longer_command, write_page
+        from trainrun.sweep.sweep_page import PAGE, command_to_train_longer, describe_best, write_page
 
         try:
             say(f"page: {write_page(sweep)}")
         except OSError as error:
             say(f"page: {sweep.folder / PAGE} cannot be written ({error.strerror})")
-        say(f"best: {best_text(sweep.points()[0], best)}")
+        say(f"best: {describe_best(sweep.points()[0], best)}")
         if best.result.state == "done":
-            say(f"train the best longer: {longer_command(sweep, best)}")
+            say(f"train the best longer: {command_to_train_longer(sweep, best)}")
     if any(sweep.jobs[num].result.state not in ENDED for num in sweep.wanted) or sweep.num_jobs > len(
         sweep.wanted
     ):
@@ -318,7 +318,7 @@ def can_fork(sweep: Sweep, options: SweepOptions) -> bool:
 
 
 @contextlib.contextmanager
-def joined_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]:
+def join_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]:
     """`open_sweep`; inside, this process is one of its workers. A new one of which no job began leaves no folder."""
     is_new = folder is None or not folder.exists()
     if folder is not None and is_run_folder(RunDir(folder)):

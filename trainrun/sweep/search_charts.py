@@ -13,7 +13,7 @@ from trainrun.plots.chart import Chart, Curve
 from trainrun.plots.series import Floats
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import REPEATED, SweepPoint
-from trainrun.sweep.results import as_number, sign_of
+from trainrun.sweep.results import objective_sign, parse_number
 from trainrun.sweep.search.importance import setting_importances
 
 FEWEST_POINTS = 4  # of a chart of all points
@@ -59,9 +59,10 @@ def parallel_chart(sweep: Sweep, points: Sequence[SweepPoint], keys: Sequence[st
     """Return a line a point over all settings and the metric, each from its lowest value at 0 to its highest at 1."""
     monitor = points[0].jobs[0].result.monitor
     columns = [
-        heights([point.settings.get(key, "") for point in points], sweep.is_logarithmic(key)) for key in keys
+        axis_positions([point.settings.get(key, "") for point in points], sweep.is_logarithmic(key))
+        for key in keys
     ]
-    table = np.stack([*columns, scaled(means_of(points))], axis=1)
+    table = np.stack([*columns, scale_to_unit(means_of(points))], axis=1)
     positions = {"setting": np.arange(len(keys) + 1, dtype=np.float64)}
     curves = [
         Curve(f"{point.label}: {figure(point.mean)}", positions, line, is_faint=place >= MOST_NAMED)
@@ -70,10 +71,10 @@ def parallel_chart(sweep: Sweep, points: Sequence[SweepPoint], keys: Sequence[st
     return Chart("Parallel coordinates, lowest to highest", curves, log=False, x_names=[*keys, monitor])
 
 
-def heights(texts: Sequence[str], is_log: bool) -> Floats:
+def axis_positions(texts: Sequence[str], is_log: bool) -> Floats:
     """Return the place of each value between the lowest, 0, and the highest, 1. Words stand in their order."""
     names = list(dict.fromkeys(texts))
-    numbers = [as_number(text) for text in texts]
+    numbers = [parse_number(text) for text in texts]
     values = np.asarray(
         [
             names.index(text) if None in numbers else number
@@ -81,10 +82,10 @@ def heights(texts: Sequence[str], is_log: bool) -> Floats:
         ],
         dtype=np.float64,
     )
-    return scaled(np.log(values) if is_log and None not in numbers else values)
+    return scale_to_unit(np.log(values) if is_log and None not in numbers else values)
 
 
-def scaled(values: Floats) -> Floats:
+def scale_to_unit(values: Floats) -> Floats:
     """Return values between 0, the lowest, and 1, the highest."""
     low, high = float(values.min()), float(values.max())
     return np.asarray((values - low) / ((high - low) or 1.0), dtype=np.float64)
@@ -103,8 +104,10 @@ def front_charts(points: Sequence[SweepPoint]) -> list[Chart]:
 
 def front_chart(first: str, second: str, points: Sequence[SweepPoint]) -> Chart:
     y, x = objective_of_points(first, points), objective_of_points(second, points)
-    order = np.lexsort((sign_of(first) * y, sign_of(second) * x))  # from the best of the second on
-    best = np.minimum.accumulate(sign_of(first) * y[order])
+    order = np.lexsort(
+        (objective_sign(first) * y, objective_sign(second) * x)
+    )  # from the best of the second on
+    best = np.minimum.accumulate(objective_sign(first) * y[order])
     is_front = np.append(True, best[1:] < best[:-1])
     front = np.sort(order[is_front])
     front = front[np.argsort(x[front])]

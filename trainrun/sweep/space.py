@@ -84,7 +84,9 @@ class Dimension:
 
     def holds(self, point: Sequence[str]) -> bool:
         """Return whether a point is in the branch of this word."""
-        return not self.condition or any(plain_word(word) == plain_word(self.condition) for word in point)
+        return not self.condition or any(
+            unmarked_word(word) == unmarked_word(self.condition) for word in point
+        )
 
     def with_value(self, value: object) -> str:
         return f"{self.word.partition('=')[0]}={value}"
@@ -106,13 +108,13 @@ class Dimension:
         return tuple(map(self.with_value, range(int(self.interval.low), int(self.interval.high) + 1)))
 
 
-def dimensions_of(words: Sequence[str]) -> list[Dimension]:
+def parse_dimensions(words: Sequence[str]) -> list[Dimension]:
     """Return the dimensions of a sweep's words. Raise ConfigError for one that cannot be read."""
     dimensions: list[Dimension] = []
     for word in words:
         condition, setting = split_branch(word)
-        interval = interval_of(setting)
-        choices = () if interval else tuple(choices_of_word(setting))
+        interval = read_interval(setting)
+        choices = () if interval else tuple(parse_choices(setting))
         earlier = [choice for dimension in dimensions for choice in dimension.ends]
         if condition and not Dimension(setting, choices, None, condition).holds(earlier):
             raise ConfigError(
@@ -123,7 +125,7 @@ def dimensions_of(words: Sequence[str]) -> list[Dimension]:
     return dimensions
 
 
-def branch_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_branches(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the words that hold for one branch alone, and the others."""
     branches = [word for word in words if split_branch(word)[0]]
     return branches, [word for word in words if word not in branches]
@@ -156,7 +158,7 @@ def points_of(words: list[str]) -> list[list[tuple[str, ...]]]:
     if about.kind == "random" and about.trials is not None:
         return draw_points(job_words, about.trials, about.seed)
     points: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for row in expand(job_words):
+    for row in expand_grid(job_words):
         points.setdefault(tuple(word for word in row if key_of(word) not in REPEATED), []).append(row)
     return list(points.values())
 
@@ -167,18 +169,18 @@ def jobs_of_point(dimensions: Sequence[Dimension], point: Sequence[str]) -> list
     return list(itertools.product(*[typed.get(word, (word,)) for word in point]))
 
 
-def expand(words: Sequence[str]) -> list[tuple[str, ...]]:
+def expand_grid(words: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the words of every job; the first word with several values varies slowest. Raise ConfigError."""
-    return list(rows_of(dimensions_of(words)))
+    return list(iterate_points(parse_dimensions(words)))
 
 
-def rows_of(dimensions: Sequence[Dimension], row: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def iterate_points(dimensions: Sequence[Dimension], row: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     if not dimensions:
         yield row
         return
     first, *others = dimensions
     if not first.holds(row):
-        yield from rows_of(others, row)
+        yield from iterate_points(others, row)
     elif first.interval is not None:
         raise ConfigError(
             f"{first.word}: a grid takes values, as {first.key}=0.1,0.2; an interval is for random points: add "
@@ -186,7 +188,7 @@ def rows_of(dimensions: Sequence[Dimension], row: tuple[str, ...] = ()) -> Itera
         )
     else:
         for choice in first.choices:
-            yield from rows_of(others, (*row, choice))
+            yield from iterate_points(others, (*row, choice))
 
 
 def num_points(dimensions: Sequence[Dimension]) -> int | None:
@@ -206,7 +208,7 @@ def all_points(dimensions: tuple[Dimension, ...]) -> list[tuple[str, ...]] | Non
         if choices is None or most >= MOST_COUNTED:
             return None
         counted.append(Dimension(dimension.word, choices, None, dimension.condition))
-    return list(dict.fromkeys(rows_of(counted)))
+    return list(dict.fromkeys(iterate_points(counted)))
 
 
 def words_to_check(words: list[str]) -> list[tuple[str, ...]]:
@@ -216,8 +218,8 @@ def words_to_check(words: list[str]) -> list[tuple[str, ...]]:
     """
     own, job_words = split_options(words)
     if read_options(own).kind == "grid":
-        return expand(job_words)
-    dimensions = dimensions_of(job_words)
+        return expand_grid(job_words)
+    dimensions = parse_dimensions(job_words)
     wanted = [dict[str, str]()]
     for dimension in dimensions:
         branch = words_of_branch(dimensions, dimension)
@@ -233,9 +235,9 @@ def words_of_branch(dimensions: Sequence[Dimension], dimension: Dimension) -> di
     """Return the words, by the names of their dimensions, that a point of the branch of a dimension has."""
     if not dimension.condition:
         return {}
-    condition = plain_word(dimension.condition)
+    condition = unmarked_word(dimension.condition)
     other, choice = next(
-        (other, choice) for other in dimensions for choice in other.ends if plain_word(choice) == condition
+        (other, choice) for other in dimensions for choice in other.ends if unmarked_word(choice) == condition
     )
     return {**words_of_branch(dimensions, other), other.name: choice}
 
@@ -247,7 +249,7 @@ def draw_points(words: Sequence[str], count: int, seed: int) -> list[list[tuple[
     Where the draws bring nothing new any more, the points that were not drawn follow in the order of a grid.
     A seed or a fold with several values is no part of the space: each point is trained with all of them.
     """
-    dimensions = dimensions_of(words)
+    dimensions = parse_dimensions(words)
     every = all_points(tuple(dimensions))
     wanted = count if every is None else min(count, len(every))
     points: dict[tuple[str, ...], None] = {}
@@ -281,7 +283,7 @@ def draw_value(dimension: Dimension, seed: int, number: int) -> str:
     return dimension.with_value(min(math.floor(value), high) if interval.is_whole else f"{value:.6g}")
 
 
-def interval_of(word: str) -> Interval | None:
+def read_interval(word: str) -> Interval | None:
     """Return the interval of a word; None if it has none. Raise ConfigError for one that cannot be drawn from."""
     override = parse_word(word)
     if override is None or override.value_type is not ValueType.INTERVAL_SWEEP:
@@ -298,15 +300,17 @@ def interval_of(word: str) -> Interval | None:
     return Interval(low, high, log)
 
 
-def choices_of_word(word: str) -> list[str]:
+def parse_choices(word: str) -> list[str]:
     """Return a word for each value: `lr=1,2` -> `lr=1`, `lr=2`; a word with one value stays as it was typed."""
     override = parse_word(word)
     if override is None or not override.is_sweep_override():
         return [word]
     if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
-        return names_of_glob(word, override)
+        return expand_glob(word, override)
     try:
-        values = [f"{override.get_key_element()}={value}" for value in override.sweep_iterator(text_of_value)]
+        values = [
+            f"{override.get_key_element()}={value}" for value in override.sweep_iterator(format_swept_value)
+        ]
     except HydraException as error:
         raise ConfigError(explain_unreadable(word)) from error
     if not values:
@@ -320,7 +324,7 @@ def choices_of_word(word: str) -> list[str]:
     return list(dict.fromkeys(values))  # equal ones make one job
 
 
-def text_of_value(value: Any) -> Any:
+def format_swept_value(value: Any) -> Any:
     """Return a value as it is typed. Hydra escapes also the braces and colons of a reference, as `${oc.env:NAME}`."""
     if isinstance(value, str) and "${" in value:
         return value
@@ -328,7 +332,7 @@ def text_of_value(value: Any) -> Any:
     return REFERENCE.sub(lambda reference: reference[0].replace("\\", ""), text)
 
 
-def names_of_glob(word: str, override: Override) -> list[str]:
+def expand_glob(word: str, override: Override) -> list[str]:
     """Return a word for each option of a group that a pattern names, as `model=glob(*)`. Raise ConfigError for none."""
     group, pattern = override.key_or_group, override.value()
     assert isinstance(pattern, Glob)
@@ -357,7 +361,7 @@ def key_of(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def plain_word(word: str) -> str:
+def unmarked_word(word: str) -> str:
     """Return a word without the marks of the grammar."""
     key, _, value = word.lstrip("+").partition("=")
     return f"{key}={value.strip(QUOTES)}"

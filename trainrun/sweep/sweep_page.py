@@ -20,7 +20,7 @@ from trainrun.plots.history import read_config, read_history
 from trainrun.plots.series import curves_in
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_jobs
-from trainrun.sweep.results import Job, as_number
+from trainrun.sweep.results import Job, parse_number
 from trainrun.sweep.search_charts import point_charts
 from trainrun.sweep.table import job_table, point_table, repeated_keys
 
@@ -49,11 +49,11 @@ def page_parts(sweep: Sweep) -> list[str]:
     ]
     best = best_job(points)
     if best is not None:
-        parts.append(page.banner("best", best_text(points[0], best)))
+        parts.append(page.banner("best", describe_best(points[0], best)))
         if best.result.state == "done":
-            parts.append(page.code("Train the best longer", longer_command(sweep, best)))
+            parts.append(page.code("Train the best longer", command_to_train_longer(sweep, best)))
     if charts := charts_html(setting_charts(sweep)):
-        parts += [page.heading("Settings"), page.paragraph(settings_note(sweep)), charts]
+        parts += [page.heading("Settings"), page.paragraph(describe_charts(sweep)), charts]
     if charts := charts_html(point_charts(sweep, comparable_points(sweep))):
         parts += [page.heading("All points"), charts]
     if repeated_keys(sweep):
@@ -70,7 +70,7 @@ def page_parts(sweep: Sweep) -> list[str]:
     return parts
 
 
-def best_text(point: SweepPoint, job: Job) -> str:
+def describe_best(point: SweepPoint, job: Job) -> str:
     """Return `lr=0.1: val/acc 0.97 (mean 0.965 ± 0.004 of 3 jobs)`."""
     mean = ""
     if len(point.values) > 1 and point.mean is not None and point.half is not None:
@@ -78,7 +78,7 @@ def best_text(point: SweepPoint, job: Job) -> str:
     return f"{job.folder}: {job.result.monitor} {figure(job.result.value)}{mean}"
 
 
-def longer_command(sweep: Sweep, job: Job) -> str:
+def command_to_train_longer(sweep: Sweep, job: Job) -> str:
     """Return the command that trains a new run with the settings of a job, twice as long where a limit ended it."""
     run = RunDir(sweep.folder / job.folder)
     config = read_config(run)
@@ -93,7 +93,7 @@ def link_to_report(sweep: Sweep, job: Job) -> str:
     return report.relative_to(sweep.folder).as_posix() if report.is_file() else ""
 
 
-def settings_note(sweep: Sweep) -> str:
+def describe_charts(sweep: Sweep) -> str:
     """Return what the points of the charts are, and which values are better."""
     over = repeated_keys(sweep)
     others = [key for key in sweep.swept_keys() if key not in over]
@@ -131,7 +131,7 @@ def setting_chart(key: str, points: Sequence[SweepPoint], is_log: bool) -> Chart
     values = list(dict.fromkeys(point.settings[key] for point in points))
     if len(values) < 2:
         return None
-    numbers = {value: as_number(value) for value in values}
+    numbers = {value: parse_number(value) for value in values}
     names = values if None in numbers.values() else []
     places = {
         value: float(values.index(value)) if names else number or 0.0 for value, number in numbers.items()

@@ -17,12 +17,12 @@ MEANS = "sweep-means.csv"
 CLOSE = "like the best"  # of a point whose difference from the best has an interval that holds 0
 
 
-def shown_value(result: Result) -> str:
+def format_result(result: Result) -> str:
     value = "no value" if result.value is None else f"{result.monitor} {result.value:.5g}".strip()
-    return value if result.seconds is None else f"{value} in {shown_seconds(result.seconds)} s"
+    return value if result.seconds is None else f"{value} in {format_seconds(result.seconds)} s"
 
 
-def shown_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
@@ -45,7 +45,7 @@ def job_table(jobs: Sequence[Job], keys: list[str]) -> tuple[list[str], list[lis
     head = ["job", "state", value, *others, "seconds", "settings", "error"]
     rows = []
     for job in jobs:
-        seconds = "" if job.result.seconds is None else shown_seconds(job.result.seconds)
+        seconds = "" if job.result.seconds is None else format_seconds(job.result.seconds)
         more = [f"{job.result.values[name]:.5g}" if name in job.result.values else "" for name in others]
         cells = [str(job.num), job.result.state, value_text(job.result), *more, seconds, job.label(keys)]
         rows.append([*cells, job.result.error])
@@ -67,11 +67,11 @@ def point_table(points: Sequence[SweepPoint]) -> tuple[list[str], list[list[str]
         difference = None if point is points[0] else point.difference_from(points[0])
         mark = CLOSE if difference is not None and abs(difference[0]) <= difference[1] else ""
         difference_text = "" if difference is None else f"{difference[0]:+.3g} ± {difference[1]:.2g}"
-        rows.append([point.label, mean_text(point), num_jobs, difference_text, mark])
+        rows.append([point.label, format_mean(point), num_jobs, difference_text, mark])
     return head, rows
 
 
-def mean_text(point: SweepPoint) -> str:
+def format_mean(point: SweepPoint) -> str:
     """Return `0.912 ± 0.004`."""
     if point.mean is None:
         return ""
@@ -108,7 +108,7 @@ def jobs_csv(sweep: Sweep) -> str:
         result, settings = job.result, [job.settings.get(key, "") for key in keys]
         facts = [result.state, result.value, result.monitor, result.seconds, *map(result.values.get, others)]
         rows.append([job.num, *facts, *settings, result.error, sweep.folder / job.folder])
-    return csv_text(rows)
+    return format_csv(rows)
 
 
 def points_csv(points: Sequence[SweepPoint]) -> str:
@@ -119,7 +119,7 @@ def points_csv(points: Sequence[SweepPoint]) -> str:
         count = len(point.values)
         settings = [point.settings.get(key, "") for key in keys]
         rows.append([*settings, point.mean, point.half, count, len(point.jobs) - count])
-    return csv_text(rows)
+    return format_csv(rows)
 
 
 def sweep_facts(sweep: Sweep) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def sweep_facts(sweep: Sweep) -> dict[str, Any]:
     return {**facts, "jobs": jobs, "points": means}
 
 
-def csv_text(rows: list[list[Any]]) -> str:
+def format_csv(rows: list[list[Any]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

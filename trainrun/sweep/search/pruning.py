@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.options import SweepOptions
-from trainrun.sweep.results import EvaluationRows, sign_of
+from trainrun.sweep.results import EvaluationRows, objective_sign
 
 if TYPE_CHECKING:
     from optuna.pruners import BasePruner
@@ -57,7 +57,7 @@ class Curves:
         facts = start.get("facts", {})
         objective = self._options.objective
         name = objective[0].removeprefix("-") if objective else facts.get("monitor")
-        sign = sign_of(objective[0]) if objective else -1 if facts.get("mode") == "max" else 1
+        sign = objective_sign(objective[0]) if objective else -1 if facts.get("mode") == "max" else 1
         value = row.get(name)
         return sign * float(value) if isinstance(value, (int, float)) else math.nan
 

@@ -23,7 +23,7 @@ from trainrun.sweep.points import REPEATED
 from trainrun.sweep.results import Job
 from trainrun.sweep.search.pruning import Curves, build_pruner
 from trainrun.sweep.search.study_file import StudyFile
-from trainrun.sweep.space import Dimension, jobs_of_point, plain_word, point_of
+from trainrun.sweep.space import Dimension, jobs_of_point, point_of, unmarked_word
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -132,7 +132,7 @@ class SweepStudy:
         return is_worse
 
     def _point(self, trial: Trial) -> tuple[str, ...]:
-        return point_of(self._dimensions, lambda dimension: suggested_word(trial, dimension))
+        return point_of(self._dimensions, lambda dimension: suggest_word(trial, dimension))
 
     def _jobs(self, number: int) -> list[Job]:
         return [self._sweep.jobs[num] for num in self._sweep.trials[number]]
@@ -203,11 +203,11 @@ class SweepStudy:
         if not self._sweep.search:
             return params
         values = {
-            plain_word(word).partition("=")[0]: plain_word(word).partition("=")[2] for word in job.words
+            unmarked_word(word).partition("=")[0]: unmarked_word(word).partition("=")[2] for word in job.words
         }
         for dimension in self._dimensions:
             if is_searched(dimension) and dimension.holds(job.words):
-                params[dimension.name] = param_of(dimension, values[dimension.key])
+                params[dimension.name] = parse_parameter(dimension, values[dimension.key])
         return params
 
 
@@ -223,7 +223,7 @@ def is_searched(dimension: Dimension) -> bool:
     return several and dimension.key not in REPEATED
 
 
-def suggested_word(trial: Trial, dimension: Dimension) -> str:
+def suggest_word(trial: Trial, dimension: Dimension) -> str:
     """Return the word of a dimension for a trial."""
     if not is_searched(dimension):
         return dimension.word if dimension.key in REPEATED else dimension.choices[0]
@@ -239,10 +239,10 @@ def suggested_word(trial: Trial, dimension: Dimension) -> str:
 
 
 def value_of(word: str) -> str:
-    return plain_word(word).partition("=")[2]
+    return unmarked_word(word).partition("=")[2]
 
 
-def param_of(dimension: Dimension, text: str) -> Any:
+def parse_parameter(dimension: Dimension, text: str) -> Any:
     if dimension.interval is None:
         return text
     return int(text) if dimension.interval.is_whole else float(text)
