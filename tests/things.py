@@ -9,10 +9,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from trainrun.config.compose import compose_run
+from trainrun.data.readers.records.record import encode_sample
 from trainrun.errors import ConfigError
 
 
@@ -47,6 +49,18 @@ def is_alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def tar_of_arrays(numbers: Iterable[int]) -> bytes:
+    """Return a tar shard whose samples are 1,500 times their number, and whether it is odd."""
+    content = BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for number in numbers:
+            sample = encode_sample((np.full(1500, number, np.float32), number % 2))
+            member = tarfile.TarInfo(f"{number:04d}.safetensors")
+            member.size = len(sample)
+            archive.addfile(member, BytesIO(sample))
+    return content.getvalue()
 
 
 def write_tar(path: Path, numbers: Iterable[int]) -> None:

@@ -66,6 +66,7 @@ NumberType = Literal["float32", "float64", "int64", "uint8"]  # of inputs
 TargetType = Literal["auto", "class", "int64", "float32", "float64"]
 PixelType = Literal["uint8", "float32"]
 Fit = Literal["crop", "stretch"]
+StreamOrder = Literal["shuffled", "in_order"]
 HeldOutBy = Literal["auto", "random", "group", "last"]
 NODE, NODES, NAMED, ANY = "node", "nodes", "named", "any"  # a `_target_`; several by name; either; anything
 

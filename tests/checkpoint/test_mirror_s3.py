@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from quiet_runs import QUIET, weights
+from s3_bucket import s3_bucket
 
 import trainrun
 from trainrun.checkpoint.mirror import fetch_run, list_stored_steps
 from trainrun.runtime.object_store import open_store
 
-moto = pytest.importorskip("moto.server", reason="no moto[server]")
-s3fs = pytest.importorskip("s3fs", reason="no s3fs, which the extra stores brings")
 pytestmark = pytest.mark.process
 
 WORDS = ["data=digits", "model.hidden=[4]", "seed=3", "checkpoint.every_n_train_steps=1", *QUIET]
@@ -38,17 +36,8 @@ trainrun.train(*{WORDS!r}, "trainer.max_steps=2", "checkpoint.mirror={URL}", "ou
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    server = moto.ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    address = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL")
-    for name, value in zip(names, ("name", "word", "us-east-1", address), strict=True):
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem().mkdir("bucket")
-    yield
-    urllib.request.urlopen(urllib.request.Request(f"{address}/moto-api/reset", method="POST")).close()
-    server.stop()
+    with s3_bucket(monkeypatch):
+        yield
 
 
 @pytest.mark.usefixtures("bucket")

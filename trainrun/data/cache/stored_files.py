@@ -3,7 +3,7 @@
 All files of a URL are downloaded once a machine, into one folder of the cache: ranks and workers that come later wait,
 and then read the same files. The cache has a limit, see `cache/room.py`; files in use are never removed. Readers get
 local files, so the order of samples and a resume are those of files on the disk. A URL whose files changed (name, size,
-ETag) is downloaded again.
+ETag) is downloaded again. A stream of shards downloads one file at a time, and it is in use only while it is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainrun.data.cache.room import META, SOURCE, cache_home, make_room, open_s
 from trainrun.data.readers.column_store import make_draft_folder, sync_folder
 from trainrun.data.readers.records.record import META_NAME
 from trainrun.errors import DataError
+from trainrun.limits import is_url
 from trainrun.output import counted, quantity, say_note
 from trainrun.runtime.object_store import open_store
 
@@ -44,21 +46,60 @@ def fetch_files(url: str, names: Sequence[str], key: str, endings: Sequence[str]
     a folder. Raise DataError if there are none, or if they cannot be read or have no room.
     """
     store, _ = open_store(names[0], key)
-    try:
-        store.invalidate_cache()
-        found = [list_files(store, open_store(name, key)[1], endings) for name in names]
-        if missing := [name for name, files in zip(names, found, strict=True) if not files]:
-            raise DataError(f"{key}={missing[0]}: no file is there, or none with {' or '.join(endings)}")
-        listed = {path: info for files in found for path, info in files.items()}
+    with explain_store_errors(url, key):
+        listed = list_names(store, names, key, endings)
         folder = open_download(store, url, listed)
+    inside = shorten_names(list(listed))
+    return tuple(folder / FOLDER / inside[path] for path in listed if not path.endswith(META_NAME))
+
+
+def list_urls(url: str, names: Sequence[str], key: str, endings: Sequence[str]) -> list[str]:
+    """Return the URL of each file of a URL, in the order of their names; see `fetch_files`. Nothing is downloaded."""
+    store, _ = open_store(names[0], key)
+    with explain_store_errors(url, key):
+        paths = list_names(store, names, key, endings)
+        return [str(store.unstrip_protocol(path)) for path in paths if not path.endswith(META_NAME)]
+
+
+@contextmanager
+def borrow_file(name: str, key: str) -> Iterator[Path]:
+    """Yield the local path of a file, which is open_download if `name` is a URL. Afterwards its copy may be removed."""
+    if not is_url(name):
+        yield Path(name)
+        return
+    (file,) = fetch_files(name, [name], key, ())
+    folder = file.parents[1]
+    try:
+        yield file
+    finally:
+        if folder in _held:
+            os.close(_held.pop(folder))
+
+
+@contextmanager
+def explain_store_errors(url: str, key: str) -> Iterator[None]:
+    """Raise DataError in place of the errors of a store, of which each has its own."""
+    try:
+        yield
     except DataError:
         raise
-    except Exception as error:  # each store has its own
+    except Exception as error:
         text = " ".join(str(error).split())[:300]
         raise DataError(f"{key}={url}: cannot be read ({type(error).__name__}: {text})") from error
-    inside = shorten_names(list(listed))
-    shown = [path for files in found for path in sorted(files, key=lambda path: Path(path).parts)]
-    return tuple(folder / FOLDER / inside[path] for path in shown if not path.endswith(META_NAME))
+
+
+def list_names(
+    store: Any, names: Sequence[str], key: str, endings: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Return what the store says of the files of some names, in their order. Raise DataError if one has no file."""
+    store.invalidate_cache()
+    listed: dict[str, dict[str, Any]] = {}
+    for name in names:
+        files = list_files(store, open_store(name, key)[1], endings)
+        if not files:
+            raise DataError(f"{key}={name}: no file is there, or none with {' or '.join(endings)}")
+        listed |= {path: files[path] for path in sorted(files, key=lambda path: Path(path).parts)}
+    return listed
 
 
 def list_files(store: Any, root: str, endings: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -31,7 +31,7 @@ def list_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path
     if path is not None and is_url(path):
         from trainrun.data.cache.stored_files import fetch_files  # needs an optional package
 
-        return fetch_files(path, list(itertools.islice(expand_braces(path), MAX_FILES)), key, endings)
+        return fetch_files(path, list_brace_names(path), key, endings)
     if path is not None and BRACES.search(path) and not Path(path).expanduser().exists():
         names = list(itertools.islice(expand_braces(path), MAX_FILES + 1))
         if len(names) > MAX_FILES:
@@ -102,6 +102,11 @@ def identify_path(path: Path) -> Identity:
     """Return what tells a file or folder from others, whatever its path."""
     state = path.stat()
     return state.st_dev, state.st_ino
+
+
+def list_brace_names(url: str) -> list[str]:
+    """Return the names that the braces of a URL stand for, at most MAX_FILES."""
+    return list(itertools.islice(expand_braces(url), MAX_FILES))
 
 
 def expand_braces(path: str) -> Iterator[str]:

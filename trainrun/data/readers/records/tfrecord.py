@@ -31,10 +31,11 @@ from trainrun.data.readers.records.record_files import (
     load_references,
     read_facts,
 )
+from trainrun.data.readers.records.shard_stream import build_stream_splits
 from trainrun.data.readers.records.values import decode_guessed
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne, Count, Fit, PixelType
+from trainrun.limits import BelowOne, Count, Fit, PixelType, StreamOrder
 
 SAMPLE = "sample"  # the feature that holds a whole sample
 HEADER, FOOTER = 12, 4
@@ -60,13 +61,14 @@ def load(path: str | None, columns: Sequence[str] | None = None,
          sequences: Sequence[str] = (), val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
-         draft: bool = True) -> Splits:  # fmt: skip
+         draft: bool = True, stream: StreamOrder | None = None) -> Splits:  # fmt: skip
     """Return the splits.
 
     columns: features by name; two or more form a tuple in this order. None: a dict of all of them.
     sequences: features that stay 1-D where they hold one number; others become a scalar.
+    stream: read the training shards one after the other, see `shard_stream`; None: any sample at any time.
     """
-    found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS["tfrecord"])
+    request = SplitRequest(path, val_path, test_path, val_fraction, seed)
     form = build_form(shape, fit, dtype, draft)
     names = None if columns is None else tuple(columns)
 
@@ -74,7 +76,9 @@ def load(path: str | None, columns: Sequence[str] | None = None,
         records = ExampleRecords(files, names, frozenset(sequences))
         return ReadFiles(RecordReader(records, form, read_facts(files)))
 
-    return build_splits(found, read)
+    if stream is not None:
+        return build_stream_splits(request, ENDINGS["tfrecord"], read, stream)
+    return build_splits(request.find_files(ENDINGS["tfrecord"]), read)
 
 
 def frame_record(content: bytes) -> bytes:

@@ -31,10 +31,11 @@ from trainrun.data.readers.records.record_files import (
     load_references,
     read_facts,
 )
+from trainrun.data.readers.records.shard_stream import build_stream_splits
 from trainrun.data.readers.records.values import NUMBERS, PICTURES, decode_value
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne, Count, Fit, PixelType
+from trainrun.limits import BelowOne, Count, Fit, PixelType, StreamOrder
 
 WHOLE = "safetensors"
 FAULTS = (
@@ -52,20 +53,23 @@ FAULTS = (
 def load(path: str | None, columns: Sequence[str] | None = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
-         draft: bool = True) -> Splits:  # fmt: skip
+         draft: bool = True, stream: StreamOrder | None = None) -> Splits:  # fmt: skip
     """Return the splits.
 
     columns: what a sample consists of, as `[jpg;png, cls]`, where `;` separates alternatives; two or more
         form a tuple. None: a whole sample where there is one; (picture, number) where samples are such a
         pair; else a dict of all that the first sample has.
+    stream: read the training shards one after the other, see `shard_stream`; None: any sample at any time.
     """
-    found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_files(ENDINGS["webdataset"])
+    request = SplitRequest(path, val_path, test_path, val_fraction, seed)
     form = build_form(shape, fit, dtype, draft)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         return ReadFiles(RecordReader(TarRecords(files, columns), form, read_facts(files)))
 
-    return build_splits(found, read)
+    if stream is not None:
+        return build_stream_splits(request, ENDINGS["webdataset"], read, stream)
+    return build_splits(request.find_files(ENDINGS["webdataset"]), read)
 
 
 class TarRecords:

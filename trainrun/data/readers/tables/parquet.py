@@ -14,10 +14,11 @@ import torch
 
 from trainrun.data.readers.column_store import ColumnWriter, StoredColumns
 from trainrun.data.readers.mapped_rows import build_row_samples
-from trainrun.data.readers.parts import SplitRequest, number_groups
+from trainrun.data.readers.parts import SplitFiles, SplitRequest, number_groups
 from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.pictures.decode import Form, build_form
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, build_splits
+from trainrun.data.readers.records.shard_stream import build_stream_splits, find_first_shard
 from trainrun.data.readers.tables.arrow_columns import (
     Kind,
     build_stored_field,
@@ -44,23 +45,25 @@ from trainrun.data.readers.tables.table_choice import (
 from trainrun.data.readers.targets import Coding, choose_coding, choose_inputs, choose_target
 from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
-from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, NumberType, TargetType
+from trainrun.limits import BelowOne, Count, Fit, HeldOutBy, NumberType, StreamOrder, TargetType
 
 
 def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, dtype: NumberType = "float32", target_dtype: TargetType = "auto",
          fill: float | None = None, fit: Fit = "crop", draft: bool = True, groups: str | None = None,
-         val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
+         val_by: HeldOutBy = "auto", stream: StreamOrder | None = None) -> Splits:  # fmt: skip
     """Return the splits: `Arrays`, or data sets of stored columns for lists, pictures and large tables.
 
     inputs, target: names of columns, as for CSV files. Inputs that are all numbers become one vector (K,);
         one list (int64 where it holds integers) or picture is taken as it is; several inputs with lists
         or pictures among them become a dict by name. A list as target is taken as it is too.
     dtype: of numbers and of lists of floats; pictures are float32 from 0 to 1, or with "uint8" as stored.
+    stream: read the training files one after the other, see `shard_stream`; their columns and classes are those of the
+        first one. None: any sample at any time.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
-    found = request.find_files(ENDINGS["parquet"])
+    found = find_files(request, stream)
     training = open_table(found.files["train"], ParquetFile)
     goal = choose_target(target, training.columns)
     names = choose_inputs(inputs, goal, training.columns, groups)
@@ -89,7 +92,20 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         own_choice = choice._replace(group=None)
         return build_table_samples(table, own_choice, input_form, read_table(table, own_choice, coding))
 
+    if stream is not None:
+        return build_stream_splits(
+            request, ENDINGS["parquet"], read, stream, read(training.files).reader.info
+        )
     return build_splits(found, read)
+
+
+def find_files(request: SplitRequest, stream: StreamOrder | None) -> SplitFiles:
+    """Return the files of each split; of a stream the first training file alone."""
+    return (
+        request.find_files(ENDINGS["parquet"])
+        if stream is None
+        else find_first_shard(request, ENDINGS["parquet"])
+    )
 
 
 def read_first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
@@ -98,7 +114,7 @@ def read_first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
     node: `data.train`.
     """
     request = SplitRequest(node["path"], node.get("val_path"), node.get("test_path"))
-    table = open_table(request.find_files(ENDINGS["parquet"]).files["train"], ParquetFile)
+    table = open_table(find_files(request, node.get("stream")).files["train"], ParquetFile)
     goal = choose_target(node.get("target"), table.columns)
     if len(goal) != 1 or table.kinds[goal[0]].name != "number":
         return None

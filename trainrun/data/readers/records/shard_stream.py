@@ -1,0 +1,145 @@
+"""`data.train.stream=shuffled|in_order`: shards that are read one after the other, for data larger than the disk.
+
+what: the training samples as an IterableDataset. Each rank, and each of its workers, reads shards of its own. A shard
+    of an object store is downloaded when its turn comes; afterwards the limit of the cache may remove it. `shuffled`:
+    each epoch has another order of the shards, and of the samples inside each. A resume continues at shard and sample.
+when: the shards do not fit on the disk, or an epoch is not read to its end. when not: all other data. Without
+    `stream`, each epoch shuffles over all samples, and the batches do not depend on ranks and workers.
+source: https://github.com/webdataset/webdataset reads shards in this way. gain: with a cache that holds half of the
+    shards, a shuffle over all samples would download a shard for every second sample; a stream downloads each once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from trainrun.data.cache.stored_files import borrow_file, list_urls
+from trainrun.data.engines.generators import new_generator
+from trainrun.data.readers.parts import SplitFiles, SplitRequest, sort_files_by_split
+from trainrun.data.readers.paths import list_brace_names, list_files
+from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles
+from trainrun.data.tensor_dataset import Splits
+from trainrun.errors import DataError
+from trainrun.limits import StreamOrder, is_url
+
+SHARD_ORDER, SAMPLE_ORDER = 0, 1  # kinds of orders that one seed gives
+ReadShards = Callable[[tuple[Path, ...]], ReadFiles]
+
+
+class ShardStream(IterableDataset[Any]):
+    """The samples of shards, one shard after the other.
+
+    shards: paths or URLs. read: reads local files of the format. numbers: of these shards among all; their samples
+    have the same order however the shards are divided. info: of the first shard, if it names the classes of all.
+    """
+
+    def __init__(
+        self, shards: Sequence[str], read: ReadShards, order: StreamOrder, seed: int,
+        numbers: Sequence[int] | None = None, info: Info | None = None,
+    ) -> None:  # fmt: skip
+        self._shards, self._read, self._order, self._seed = list(shards), read, order, seed
+        self._numbers = list(range(len(shards)) if numbers is None else numbers)
+        self._info = info
+        self.class_names = () if info is None else info.class_names
+        self.num_classes = None if info is None else info.num_classes
+        self._epoch = 0
+        self._position, self._num_read, self._shard = 0, 0, ""  # where the last sample was read
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._shards)
+
+    def shard(self, num_shards: int, index: int) -> ShardStream:
+        """Return a part of the shards, which is the same in each epoch: so a machine finds them in its cache."""
+        chosen = slice(index, None, num_shards)
+        numbers = self._numbers[chosen]
+        return ShardStream(self._shards[chosen], self._read, self._order, self._seed, numbers, self._info)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position, "num_read": self._num_read, "shard": self._shard}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position, self._num_read, self._shard = state["position"], state["num_read"], state["shard"]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the samples from the loaded state on. DataError: its shard is no longer at this position."""
+        order = self._numbers_in_order(len(self._shards), SHARD_ORDER)[self._position :]
+        if self._shard and (not order or self._shards[order[0]] != self._shard):
+            raise DataError(f"data.path: {self._shard} was being read, and the shards are now others")
+        for shard in order:
+            self._shard = self._shards[shard]
+            with borrow_file(self._shard, "data.path") as file:
+                samples = ReaderDataset(self._read((file,)).reader)
+                numbers = self._numbers_in_order(len(samples), SAMPLE_ORDER, self._numbers[shard])
+                for number in numbers[self._num_read :]:
+                    self._num_read += 1
+                    yield samples[number]
+            self._position, self._num_read, self._shard = self._position + 1, 0, ""
+        self._position = 0
+
+    def _numbers_in_order(self, count: int, *kind: int) -> list[int]:
+        if self._order == "in_order":
+            return list(range(count))
+        numbers: list[int] = torch.randperm(
+            count, generator=new_generator(self._seed, self._epoch, *kind)
+        ).tolist()
+        return numbers
+
+
+def build_stream_splits(
+    request: SplitRequest,
+    endings: Sequence[str],
+    read: ReadShards,
+    order: StreamOrder,
+    info: Info | None = None,
+) -> Splits:
+    """Return a stream of the training shards, and the other splits by index. Raise DataError without validation data.
+
+    read, info: see `ShardStream`.
+    """
+    shards = list_shards(request.path, "data.path", endings)
+    by_name = sort_files_by_split([Path(shard) for shard in shards])
+    shard_of_path = {Path(shard): shard for shard in shards}
+
+    def build(split: str) -> Any:
+        named = [shard_of_path[path] for path in by_name[split]]
+        if split == "train":
+            return ShardStream(named, read, order, request.seed, info=info)
+        key = f"data.train.{split}_path"
+        path = request.val_path if split == "val" else request.test_path
+        if path is not None:
+            named, key = [path], key
+        if not named and split == "test":
+            return None
+        if not named:
+            raise DataError(
+                f"data.train.stream={order}: holds no samples out; name {key}=..., or say data.val=null"
+            )
+        files = tuple(file for name in named for file in list_files(name, key, endings))
+        samples = read(files)
+        return samples.build(ReaderDataset(samples.reader))
+
+    return Splits(build)
+
+
+def find_first_shard(request: SplitRequest, endings: Sequence[str]) -> SplitFiles:
+    """Return a local copy of the first training shard as the only file."""
+    shards = list_shards(request.path, "data.path", endings)
+    first = sort_files_by_split([Path(shard) for shard in shards])["train"][0]
+    name = next(shard for shard in shards if Path(shard) == first)
+    return SplitFiles(request, {"train": list_files(name, "data.path", endings), "val": (), "test": ()})
+
+
+def list_shards(path: str | None, key: str, endings: Sequence[str]) -> list[str]:
+    """Return the shards of a path or URL, in the order of their names. Nothing is downloaded."""
+    if path is not None and is_url(path):
+        return list_urls(path, list_brace_names(path), key, endings)
+    return [str(file) for file in list_files(path, key, endings)]
