@@ -429,8 +429,8 @@ class Parallel(Protocol):
     def forward_is_collective(self) -> bool:
         """Return whether the ranks exchange weights in a forward, so that every forward is made by all of them."""
 
-    def materialize(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """Build the model with its tensors on the device of this backend."""
+    def building_model(self) -> AbstractContextManager[Any]:
+        """Return a context in which the model is built, begins with stored weights, and gets its transforms."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to call in training, which averages gradients over the ranks."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,52 @@ from torch.nn.functional import embedding
 
 WHOLE_SHAPE = "_whole_shape"  # the attribute of a parameter that is a part of a larger tensor
 HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+class StoredTensor(Tensor):
+    """A tensor whose values are in files. An operation on it reads all of them, `read` a range of rows.
+
+    read_rows: a function (start, stop) -> rows on the host. A change of the type of numbers is made when they are read.
+    """
+
+    _read_rows: Callable[[int, int], Tensor]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, read_rows: Callable[[int, int], Tensor]
+    ) -> StoredTensor:
+        tensor: StoredTensor = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        tensor._read_rows = read_rows
+        return tensor
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the rows from `start` to `stop`, or all of them; a tensor without dimensions is one row."""
+        num_rows = self.shape[0] if self.dim() else 1
+        return self._read_rows(start, num_rows if stop is None else stop).to(self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if str(function) == "aten._to_copy.default" and {*(kwargs or {})} == {"dtype"}:
+            return cls(args[0].shape, kwargs["dtype"], args[0]._read_rows)
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].shape, args[0].dtype, args[0]._read_rows)
+
+        def with_memory(leaf: Any) -> Any:
+            return leaf.read() if isinstance(leaf, StoredTensor) else leaf
+
+        return function(*map_leaves(args, with_memory), **map_leaves(kwargs or {}, with_memory))
+
+
+def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the arguments of an operation with every value in its lists, tuples and dicts changed."""
+    if type(tree) in (list, tuple):
+        return type(tree)([map_leaves(item, change) for item in tree])
+    if type(tree) is dict:
+        return {name: map_leaves(item, change) for name, item in tree.items()}
+    return change(tree)
 
 
 def segment_mask(segment_ids: Tensor, causal: bool = False) -> Tensor:

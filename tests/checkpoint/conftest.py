@@ -18,7 +18,7 @@ from trainrun.training.triggers import Every, Lengths
 
 
 class OneRank:
-    rank, world_size = 0, 1
+    rank, world_size, forward_is_collective = 0, 1, False
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -29,6 +29,8 @@ class OneRank:
 
 class ThreadRank:
     """One of several threads; `gather` meets the others at a barrier, and breaks instead of hanging."""
+
+    forward_is_collective = False
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self.rank, self.world_size = rank, len(slots)

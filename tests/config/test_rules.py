@@ -30,7 +30,6 @@ BREAKS: tuple[dict[str, Any], ...] = (
     {"data.test_transform": "same"},
     {"parallel.devices": [1, 1]},
     {"parallel.devices": 2},
-    {**FSDP, "trainer.channels_last": True},
     {**FSDP, "checkpoint.adapter_only": True, "init_from": "a"},
     {**FSDP, "monitor.histograms_every_n_steps": 5},
     {**FSDP, "precision.fp8": True, "precision.mode": "bf16-mixed"},

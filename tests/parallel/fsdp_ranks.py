@@ -14,7 +14,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 
-import exact_parts
 from exact_parts import parts_of, result
 
 from trainrun.checkpoint.load import Loaded
@@ -22,6 +21,7 @@ from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.config.schema import ParallelConfig
 from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.interfaces import Parallel
+from trainrun.parallel import deferred_init
 from trainrun.parallel.fsdp import Fsdp
 from trainrun.parallel.group import Group
 from trainrun.parallel.worker import run_as_rank
@@ -100,17 +100,18 @@ def fault_of(call: Callable[[], Any]) -> list[str]:
 def work(parallel: Parallel, flag: StopFlag) -> int:
     assert isinstance(parallel, Fsdp)
     folder = Path(sys.argv[1])
+    deferred_init.LARGE_BYTES = 1
     scenarios = json.loads((folder / "scenarios.json").read_text())
     seen: dict[str, Any] = {
         name: result(
             tuple(words),
-            another(parallel, replicate=replicate, reshard=reshard),
+            another(parallel, **options),
             batch_size=BATCH // parallel.world_size,
         )
-        for name, (words, replicate, reshard) in scenarios.items()
+        for name, (words, options) in scenarios.items()
     }
     seen["saved"] = save_at(parallel, folder / "checkpoints")
-    seen["no blocks"] = fault_of(lambda: another(parallel, blocks="auto").wrap(exact_parts.Net()))
+    seen["no blocks"] = fault_of(lambda: another(parallel, blocks="auto").wrap(torch.nn.Bilinear(2, 2, 2)))
     seen["replicate"] = fault_of(lambda: another(parallel, replicate=3))
     seen["muon"] = fault_of(
         lambda: parts_of(("optimizer=muon", "optimizer.lr=0.02"), batch_size=2, parallel=another(parallel))

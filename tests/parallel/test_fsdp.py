@@ -35,29 +35,33 @@ SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
 NUM_RANKS = int(os.environ.get("FSDP_RANKS", "2"))  # 4 in the long check
 ADAMW = ("optimizer=adamw", "optimizer.lr=0.03")
 DOUBLE = "precision=64"
-# (words, parallel.replicate, parallel.reshard)
-SCENARIOS: dict[str, tuple[tuple[str, ...], int, bool]] = {
-    "a filler in a window": ((DOUBLE, "data.train.count=17", "trainer.accumulate_grad_batches=3"), 1, True),
+PICTURES = ("model=exact_parts.PictureNet", "data.train.count=19", "data.train._target_=exact_parts.pictures")
+# words, and arguments of the backend
+SCENARIOS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "a filler in a window": ((DOUBLE, "data.train.count=17", "trainer.accumulate_grad_batches=3"), {}),
     "averaged over epochs": ((DOUBLE, *ADAMW, "data.train.count=9", "trainer.max_epochs=3", "ema=true",
-                              "ema.decay=0.5", "trainer.ema.update_every_n_steps=2"), 1, False),
-    "clipped": ((DOUBLE, *TOKENS, "data.train.count=27", "trainer.gradient_clip_val=0.05"), 1, True),
-    "two copies": ((DOUBLE, *TOKENS, "data.train.count=27", "trainer.gradient_clip_val=0.05"), 2, True),
+                              "ema.decay=0.5", "trainer.ema.update_every_n_steps=2"), {"reshard": False}),
+    "clipped": ((DOUBLE, *TOKENS, "data.train.count=27", "trainer.gradient_clip_val=0.05"), {}),
+    "two copies": ((DOUBLE, *TOKENS, "data.train.count=27", "trainer.gradient_clip_val=0.05"), {"replicate": 2}),
     "one sample to evaluate": ((DOUBLE, "data.train.count=16", "data.val._target_=exact_parts.samples",
-                                "data.val.count=1"), 1, True),
+                                "data.val.count=1"), {}),
     "evaluated averages": ((DOUBLE, *TOKENS, "data.train.count=16", "data.val._target_=exact_parts.tokens",
-                            "data.val.count=23", "ema=true", "trainer.val_check_interval=1"), 1, False),
+                            "data.val.count=23", "ema=true", "trainer.val_check_interval=1"), {"reshard": False}),
     "counts with the outputs": ((DOUBLE, *TOKENS, "task=exact_tasks.Rich", "data.train.count=29",
                                  "trainer.accumulate_grad_batches=2", "data.val._target_=exact_parts.tokens",
-                                 "data.val.count=9"), 1, True),
+                                 "data.val.count=9"), {}),
     "a step that is not finite": ((DOUBLE, "data.train.count=19", "data.train.bad=3", "trainer.nan_policy=skip",
-                                   "trainer.max_epochs=2", "scheduler=cosine", "ema=true"), 1, True),
-    "no target counts": ((DOUBLE, *TOKENS, "data.train.count=19", "+data.train.empty_below=9"), 1, True),
-    "groups": ((DOUBLE, *BY_SETTINGS, "data.train.count=29", "trainer.max_epochs=2"), 1, True),
+                                   "trainer.max_epochs=2", "scheduler=cosine", "ema=true"), {}),
+    "no target counts": ((DOUBLE, *TOKENS, "data.train.count=19", "+data.train.empty_below=9"), {}),
+    "groups": ((DOUBLE, *BY_SETTINGS, "data.train.count=29", "trainer.max_epochs=2"), {}),
     "frozen, trained later": ((DOUBLE, "data.train.count=29", "+model.freeze=layers.0.*", "+model.unfreeze_at=2step",
-                               "trainer.max_epochs=2"), 1, True),
-    "LoRA": ((DOUBLE, *ADAMW, "data.train.count=29", "transform=lora", "transform.lora.target=layers.2"), 1, True),
-    "float32": ((*TOKENS, *ADAMW, "data.train.count=27"), 1, True),
-    "bf16-mixed": (("precision=bf16-mixed", *TOKENS, "data.train.count=27"), 1, True),
+                               "trainer.max_epochs=2"), {}),
+    "LoRA": ((DOUBLE, *ADAMW, "data.train.count=29", "transform=lora", "transform.lora.target=layers.2"), {}),
+    "pictures in channels_last": ((DOUBLE, *PICTURES, "trainer.channels_last=true"), {"blocks": "auto"}),
+    "built without memory": ((DOUBLE, *ADAMW, "data.train.count=27", "ema=true", "transform=lora",
+                              "transform.lora.target=layers.2"), {"meta_device": True}),
+    "float32": ((*TOKENS, *ADAMW, "data.train.count=27"), {}),
+    "bf16-mixed": (("precision=bf16-mixed", *TOKENS, "data.train.count=27"), {}),
 }  # fmt: skip
 
 
@@ -66,7 +70,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What rank 0 of `fsdp_ranks.py` saw; one start of the ranks for all tests of this file."""
     run = RunDir(tmp_path_factory.mktemp("fsdp"))
     write_json(run.root / "scenarios.json", SCENARIOS)
-    for words, _, _ in SCENARIOS.values():
+    for words, _ in SCENARIOS.values():
         composed(words)  # once for this process and the ranks that are forked from it
     env = dict(os.environ, PYTHONPATH=str(SCRIPT.parents[2]), OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
     command = [sys.executable, str(SCRIPT), str(run.root)]
@@ -204,9 +208,7 @@ def test_a_pattern_names_whole_blocks(patterns: Any, expected: list[str]) -> Non
 def layers_with(change: str) -> torch.nn.Module:
     """Two layers, one of which has a weight that torch cannot divide."""
     first, second = torch.nn.Conv2d(2, 2, 3), torch.nn.Conv2d(2, 2, 3)
-    if change == "layout":
-        second.to(memory_format=torch.channels_last)
-    elif change == "type":
+    if change == "type":
         second.double()
     elif change == "scalar":
         second.scale = torch.nn.Parameter(torch.ones(()))
@@ -217,7 +219,7 @@ def layers_with(change: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [("layout", "1.weight"), ("type", "float64"), ("scalar", "1.scale"), ("complex", "1.scale")],
+    [("type", "float64"), ("scalar", "1.scale"), ("complex", "1.scale")],
 )
 def test_a_weight_that_torch_cannot_divide_is_named(change: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):

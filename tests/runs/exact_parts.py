@@ -23,6 +23,7 @@ from trainrun.config.compose import compose_run
 from trainrun.config.schema import ParallelConfig, RunConfig, with_values
 from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.interfaces import Parallel
+from trainrun.model.cnn import Cnn
 from trainrun.parallel.single import Single
 from trainrun.parallel.worker import run_as_rank
 from trainrun.runtime.signals import StopFlag
@@ -57,6 +58,13 @@ class Net(nn.Module):
         return self.layers(x)
 
 
+class PictureNet(Cnn):
+    """(B, 2, 8, 8) -> (B, CLASSES), with weights in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__([2, 8, 8], CLASSES, width=4, norm="layer")
+
+
 class Capped(Net):
     """A network for which memory ends in training above `limit` samples; of one rank where `only_rank` is set."""
 
@@ -82,6 +90,13 @@ def samples(count: int = 13, seed: int = 1, bad: int | None = None) -> tuple[Ten
     x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
     if bad is not None:
         x[bad] = torch.nan
+    return x, torch.randint(CLASSES, (count,), generator=generator)
+
+
+def pictures(count: int = 13, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """x (N, 2, 8, 8), y (N,)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 2, 8, 8, generator=generator, dtype=torch.float64)
     return x, torch.randint(CLASSES, (count,), generator=generator)
 
 

@@ -387,7 +387,8 @@ def build_update(
     parallel, options = context.parallel, precision_options(config)
     guarded, lines = build_precision(options, model, parallel.device, context.phases, parallel)
     notes.choices.extend(lines)
-    if parallel.forward_is_collective and context.is_new and config.trainer.check_task and not config.step:
+    is_checked = context.is_new and config.trainer.check_task and not config.step
+    if is_checked and parallel.forward_is_collective and not config.parallel.meta_device:
         alone = build_precision(options, model, parallel.device, context.phases)[0]
         counting = build_counting(config, model, task, parallel, context.phases)
         check_before_sharding(task, model, data.train, parallel, alone, counting, notes.advice.append)

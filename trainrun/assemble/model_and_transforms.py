@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,10 +44,8 @@ EXAMPLES = {
 }
 
 
-def build_model(
-    config: RunConfig, facts: DataFacts, materialize: Callable[[Callable[[], nn.Module]], nn.Module]
-) -> nn.Module:
-    """Build the model. Raise ConfigError if an argument is unknown.
+def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn.Module:
+    """Build the model on a device. Raise ConfigError if an argument is unknown.
 
     Arguments `in_shape`, `num_classes` or `vocab_size` with the value null come from the data.
     """
@@ -66,17 +64,14 @@ def build_model(
                 raise DataError(f"model.{name}: cannot be derived from the data; {way}")
             node[name] = value
 
-    def new_model() -> nn.Module:
-        model = checked(build(node, "model"), f"model._target_={node[TARGET]}")
-        if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-            with raise_as_config_error(ValueError):
-                give_sizes(model, facts.shape)
-        make_dense(model)
-        if "init" in words:
-            initialize(model, words["init"])
-        return model
-
-    return convert_to_precision(materialize(new_model), config)
+    model = checked(build(node, "model"), f"model._target_={node[TARGET]}")
+    if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        with raise_as_config_error(ValueError):
+            give_sizes(model, facts.shape)
+    make_dense(model)
+    if "init" in words:
+        initialize(model, words["init"])
+    return convert_to_precision(model.to(device), config)
 
 
 def give_sizes(model: nn.Module, shape: Sequence[int] | None) -> None:
@@ -111,11 +106,13 @@ def build_transformed_model(
 
     Return the model, the hook that unfreezes parameters later, and the frozen weights that checkpoints leave out.
     """
-    model, initial = build_model(config, facts, parallel.materialize), None
-    if init_from is not None:
-        initial = load_initial(model, init_from, parallel, config.init)
-        advice += initial.lines
-    model = apply_transforms(config, model, parallel.device, notes)
+    initial = None
+    with parallel.building_model():
+        model = build_model(config, facts, parallel.device)
+        if init_from is not None:
+            initial = load_initial(model, init_from, parallel, config.init)
+            advice += initial.lines
+        model = apply_transforms(config, model, parallel.device, notes)
     for name, tensor in model.state_dict().items():
         if getattr(tensor, "layout", None) is not torch.strided:
             raise PluginError(describe_unsaveable(name, tensor))

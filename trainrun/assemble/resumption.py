@@ -90,7 +90,7 @@ def load_network_of_run(run_dir: RunDir, config: RunConfig, which: str) -> nn.Mo
         num_classes=saved_facts.get("num_classes"),
     )
     device = torch.device("cpu")
-    model = build_model(config, facts, Single(device).materialize)
+    model = build_model(config, facts, device)
     if (base := find_base_weights(config.init_from, loaded)) is not None:
         load_initial(model, base, Single(device), config.init)
     model = apply_transforms(config, model, device)

@@ -17,9 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -56,6 +55,7 @@ from trainrun.errors import CheckpointError
 from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
 from trainrun.interfaces import Parallel
+from trainrun.tensors import StoredTensor
 
 BEST = "best.json"
 KINDS = ("last", "best", "periodic", "final", "stopped")
@@ -122,62 +122,98 @@ def parse_json(data: bytes, where: str) -> Any:
         raise CheckpointError(f"{where}: not valid JSON ({error})") from error
 
 
-def read_first_rows(path: Path) -> dict[str, int] | None:
-    """Return where the tensors of a safetensors file begin in larger ones; None if all of them are whole."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(SHARDING_INFO)
-        if text is None:
-            return None
-        return {name: int((*entry[SAVED_OFFSETS], 0)[0]) for name, entry in json.loads(text).items()}
-    except (
-        SafetensorError,
-        OSError,
-        RuntimeError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-    ) as error:
-        raise CheckpointError(f"{path}: no layout of shards ({_format_error(error)})") from error
+def open_tensors(
+    paths: Sequence[Path], is_wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, StoredTensor]:
+    """Return the tensors of safetensors files, whose values are read when they are needed.
 
-
-def join_shards(paths: Sequence[Path]) -> dict[str, Tensor]:
-    """Return the shared tensors of the files of all ranks, whole. Raise CheckpointError if rows are missing."""
-    parts: dict[str, list[tuple[int, Tensor]]] = {}
+    Tensors of one name are rows of a larger one, whose first rows are in the headers. is_wanted: called with
+    the name of each tensor. Raise CheckpointError if a file is damaged, or if rows are missing.
+    """
+    pieces: dict[str, list[StoredRows]] = {}
     for path in paths:
-        first_rows = read_first_rows(path) or {}
-        for name, tensor in read_tensors(path).items():
-            if name.startswith(f"{SHARED}/"):
-                parts.setdefault(name, []).append((first_rows.get(name, 0), tensor))
-    whole: dict[str, Tensor] = {}
-    for name in list(parts):
-        rows = sorted(parts.pop(name), key=itemgetter(0))
-        if len(rows) == 1 and rows[0][0] == 0:
-            whole[name] = rows[0][1]
-            continue
-        end = 0
-        for start, tensor in rows:
-            if start != end or not tensor.dim() or tensor.shape[1:] != rows[0][1].shape[1:]:
-                raise CheckpointError(f"{paths[0].parent}: the rows of {name[:200]} do not fit together")
-            end += len(tensor)
-        whole[name] = torch.cat([tensor for _, tensor in rows])
-    return whole
+        with explain_damage(path):
+            file: Any = safe_open(path, framework="pt")
+            text = (file.metadata() or {}).get(SHARDING_INFO)
+            offsets = {} if text is None else json.loads(text)
+            for name in [name for name in file.keys() if is_wanted(name)]:  # noqa: SIM118
+                first_row = int((*offsets[name][SAVED_OFFSETS], 0)[0]) if name in offsets else 0
+                shape = tuple(file.get_slice(name).get_shape())
+                pieces.setdefault(name, []).append(StoredRows(path, file, name, first_row, shape))
+    return {name: join_rows(name, rows) for name, rows in pieces.items()}
+
+
+class StoredRows(NamedTuple):
+    """Rows of a tensor in a safetensors file. first_row: their place in the whole tensor. shape: of these rows."""
+
+    path: Path
+    file: Any
+    name: str
+    first_row: int
+    shape: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return a copy of the rows that lie between two rows of the whole tensor."""
+        with explain_damage(self.path):
+            tensor: Tensor
+            if not self.shape or (start <= self.first_row and self.first_row + self.shape[0] <= stop):
+                tensor = self.file.get_tensor(self.name)
+            else:
+                rows = max(start - self.first_row, 0), min(stop - self.first_row, self.shape[0])
+                tensor = self.file.get_slice(self.name)[slice(*rows)]
+            if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+                raise ValueError(f"{self.name[:200]!r} holds a byte that is neither true nor false")
+            return tensor.clone()  # it is a view of the mapped file
+
+
+def is_shared(name: str) -> bool:
+    """Return whether a stored tensor is state of all ranks."""
+    return name.startswith(f"{SHARED}/")
+
+
+def has_shards(path: Path) -> bool:
+    """Return whether tensors of a safetensors file are rows of larger ones."""
+    with explain_damage(path), safe_open(path, framework="pt") as file:
+        return SHARDING_INFO in (file.metadata() or {})
+
+
+def join_rows(name: str, pieces: Sequence[StoredRows]) -> StoredTensor:
+    """Return the tensor that the rows of one or several files make up. Raise CheckpointError if they do not fit."""
+    pieces = sorted(pieces, key=lambda piece: piece.first_row)
+    end, tail = 0, pieces[0].shape[1:]
+    for piece in pieces:
+        if piece.first_row != end or piece.shape[1:] != tail or (len(pieces) > 1 and not piece.shape):
+            raise CheckpointError(f"{piece.path.parent}: the rows of {name[:200]} do not fit together")
+        end += piece.shape[0] if piece.shape else 0
+    with explain_damage(pieces[0].path):
+        dtype = pieces[0].read(0, 0).dtype if pieces[0].shape else pieces[0].read(0, 1).dtype
+
+    def read_rows(start: int, stop: int) -> Tensor:
+        if not pieces[0].shape:
+            return pieces[0].read(0, 1)
+        ends = [piece.first_row + piece.shape[0] for piece in pieces]
+        inside = [
+            piece for piece, last in zip(pieces, ends, strict=True) if piece.first_row < stop and last > start
+        ]
+        parts = [piece.read(start, stop) for piece in inside or pieces[:1]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return StoredTensor((end, *tail) if pieces[0].shape else (), dtype, read_rows)
+
+
+@contextmanager
+def explain_damage(path: Path) -> Iterator[None]:
+    """Turn the errors of a damaged safetensors file into CheckpointError."""
+    try:
+        yield
+    except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError,
+            MemoryError) as error:  # fmt: skip
+        raise CheckpointError(f"{path}: not a sound safetensors file ({_format_error(error)})") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return contiguous copies of all tensors of a safetensors file. Raise CheckpointError if it is damaged."""
-    tensors: dict[str, Tensor] = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no dict
-                tensor = file.get_tensor(name)
-                if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
-                    raise ValueError(f"{name[:200]!r} holds a byte that is neither true nor false")
-                tensors[name] = tensor.clone()  # it is a view of the mapped file
-    except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
-        raise CheckpointError(f"{path}: not a sound safetensors file ({_format_error(error)})") from error
-    return tensors
+    return {name: stored.read() for name, stored in open_tensors([path]).items()}
 
 
 def _format_error(error: BaseException) -> str:
@@ -258,10 +294,10 @@ class _TreeDecoder:
                 raise ValueError(f"no memory format for the shape {tuple(stored.shape)}")
         if name not in self.views:
             view = stored
-            if stride != stored.stride():
+            if stride != stored.stride() and not isinstance(stored, StoredTensor):
                 view = torch.empty_strided(stored.shape, stride, dtype=stored.dtype).copy_(stored)
             self.views[name] = view
-        if self.views[name].stride() != stride:
+        if self.views[name].stride() != stride and not isinstance(stored, StoredTensor):
             raise ValueError(f"{name[:200]!r} has two memory formats")
         return self.views[name]
 
@@ -360,11 +396,12 @@ def is_intact_checkpoint(folder: Path, run_id: str) -> bool:
     return manifest.run_id == run_id
 
 
-def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> Loaded:
+def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None, in_parts: bool = False) -> Loaded:
     """Read and verify a checkpoint. Rank 0 verifies the files of all ranks; other ranks verify only the files they
     read.
 
     run_id: the run that must have written it; None for any. Files that the manifest does not list are never opened.
+        in_parts: leave the shared tensors in the files, as `StoredTensor`, of which a rank reads its rows.
         Raise CheckpointError for damage, Incompatible if it is intact but unusable.
     """
     manifest = read_manifest(folder)
@@ -374,14 +411,15 @@ def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None) -> L
         for other in range(1, manifest.world_size):
             for name in rank_file_names(other):
                 _check_file(folder / name, manifest.files[name])
-    first = _read_part(folder, manifest, 0)
+    first = _read_part(folder, manifest, 0, in_parts)
     rank_state: dict[str, Any] = {"rank": None}
     if rank < manifest.world_size:
-        rank_state = first if rank == 0 else _read_part(folder, manifest, rank)
+        rank_state = first if rank == 0 else _read_part(folder, manifest, rank, in_parts)
     return Loaded(folder, manifest, first["shared"], rank_state["rank"])
 
 
-def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
+def _read_part(folder: Path, manifest: Manifest, rank: int, in_parts: bool) -> dict[str, Any]:
+    """Return the tree of one rank; that of rank 0 has the shared state, whose rows may be in the files of all ranks."""
     text_path, tensors_path = (folder / name for name in rank_file_names(rank))
     if manifest.files[text_path.name].size > MAX_STATE_BYTES:
         raise CheckpointError(f"{text_path}: longer than {MAX_STATE_BYTES} bytes")
@@ -389,14 +427,18 @@ def _read_part(folder: Path, manifest: Manifest, rank: int) -> dict[str, Any]:
         _check_file(path, manifest.files[path.name])
     with open_regular_file(text_path) as file:
         text = file.read(MAX_STATE_BYTES)
-    tensors = read_tensors(tensors_path)
-    if read_first_rows(tensors_path) is not None:
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{SHARED}/")}
+    if not has_shards(tensors_path):
+        stored = open_tensors([tensors_path])
+    else:
+        stored = open_tensors([tensors_path], lambda name: not is_shared(name))
         if rank == 0:
             paths = [folder / rank_file_names(other)[1] for other in range(manifest.world_size)]
             for path in paths[1:]:
                 _check_file(path, manifest.files[path.name])
-            tensors |= join_shards(paths)
+            stored |= open_tensors(paths, is_shared)
+    tensors = {
+        name: tensor if in_parts and is_shared(name) else tensor.read() for name, tensor in stored.items()
+    }
     tree = unflatten_tree(parse_json(text, str(text_path)), tensors, str(text_path))
     if not isinstance(tree, dict) or tree.keys() != ({"shared", "rank"} if rank == 0 else {"rank"}):
         raise CheckpointError(f"{text_path}: not the state of rank {rank}")
@@ -548,7 +590,7 @@ def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loade
     """
     loaded: Loaded | None = None
     try:
-        loaded = read_checkpoint(folder, parallel.rank, run_id)
+        loaded = read_checkpoint(folder, parallel.rank, run_id, in_parts=parallel.forward_is_collective)
         answer = "", " ".join(written.sha256 for written in loaded.manifest.files.values())
     except Incompatible as error:
         answer = "incompatible", str(error)

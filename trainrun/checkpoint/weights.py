@@ -25,7 +25,7 @@ from trainrun.checkpoint.load import (
     find_best_checkpoint,
     load_together,
     open_regular_file,
-    read_tensors,
+    open_tensors,
     resolve_checkpoint,
 )
 from trainrun.checkpoint.save import run_on_rank_zero
@@ -34,6 +34,7 @@ from trainrun.errors import CheckpointError, ConfigError, TrainingError
 from trainrun.interfaces import Parallel
 from trainrun.output import counted
 from trainrun.patterns import matching
+from trainrun.tensors import StoredTensor
 
 KEY = "init_from"
 CHECKPOINTS = "checkpoints"  # in a run folder
@@ -338,7 +339,8 @@ def _add_tied_names(here: Mapping[str, Tensor], found: dict[str, Tensor]) -> Non
     tied: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in here.items():
         if tensor.numel():
-            tied.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), []).append(name)
+            memory = tensor.untyped_storage()._cdata, tensor.storage_offset()  # of the meta device too
+            tied.setdefault((*memory, tensor.shape, tensor.stride()), []).append(name)
     for names in tied.values():
         there = [name for name in names if name in found]
         for name in there[1:]:
@@ -358,12 +360,13 @@ def _read_source(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor]
         return loaded.folder.name, weights, of_run + (", averaged" if averaged else "")
     if path.is_dir():
         path = next(path / name for name in (INDEX, SINGLE) if (path / name).is_file())
+    in_parts = parallel.forward_is_collective
     if path.is_file() and path.name.endswith(INDEX_ENDING):
-        return path.name, _read_shards(path), ""
+        return path.name, read_stored(_open_shards(path), in_parts), ""
     if not path.is_file():
         raise CheckpointError(f"{'not a plain file' if path.exists() else 'no such file or folder'}")
     if path.suffix == ".safetensors":
-        return path.name, read_tensors(path), ""
+        return path.name, read_stored(open_tensors([path]), in_parts), ""
     if path.suffix in TORCH_ENDINGS:
         return path.name, *read_torch_weights(path)
     raise CheckpointError(
@@ -433,7 +436,12 @@ def read_torch_file(path: Path) -> Any:
         raise CheckpointError(f"cannot be read ({type(error).__name__}: {reason})") from error
 
 
-def _read_shards(index: Path) -> dict[str, Tensor]:
+def read_stored(stored: Mapping[str, StoredTensor], in_parts: bool) -> dict[str, Tensor]:
+    """Return the tensors with their values; those of a model in shards stay in the files until they are copied."""
+    return {name: tensor if in_parts else tensor.read() for name, tensor in stored.items()}
+
+
+def _open_shards(index: Path) -> dict[str, StoredTensor]:
     """Return the tensors of all shards that an index file lists; they are in its folder. Raise CheckpointError."""
     with open_regular_file(index) as file:
         text = file.read(MAX_INDEX_BYTES + 1)
@@ -449,11 +457,11 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{index}: not the index of sharded safetensors (a JSON object with weight_map)"
         )
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(places.values())):
         if shard != Path(shard).name or not shard.endswith(".safetensors"):
             raise CheckpointError(f"{index}: {shard[:200]!r} is no name of a .safetensors file beside it")
-        part = read_tensors(index.parent / shard)
+        part = open_tensors([index.parent / shard])
         expected = {name for name, where in places.items() if where == shard}
         if part.keys() != expected:
             raise CheckpointError(

@@ -172,8 +172,6 @@ RULES = (
     Rule("parallel.devices={c.parallel.devices}",
          lambda c: c.parallel.mode == "single" and _has_several_devices(c),
          "parallel=single is one device", "use parallel=ddp"),
-    Rule("parallel=fsdp", lambda c: c.parallel.mode == "fsdp" and c.trainer.channels_last,
-         "does not go with trainer.channels_last=true: torch divides contiguous weights only", LEAVE_ONE),
     Rule("parallel=fsdp", lambda c: c.parallel.mode == "fsdp" and c.checkpoint.adapter_only,
          "does not go with checkpoint.adapter_only=true: no rank has the frozen weights whole", LEAVE_ONE),
     Rule("parallel=fsdp", lambda c: c.parallel.mode == "fsdp" and c.monitor.histograms_every_n_steps,

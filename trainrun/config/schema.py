@@ -369,6 +369,9 @@ class ParallelConfig:
         "auto", "fsdp: modules that are gathered as a whole, by patterns as layers.*; auto: the repeated blocks",
         kind=str | list[str],
     )  # fmt: skip
+    meta_device: bool = setting(
+        False, "fsdp: never hold the whole model: weights are made in shards from the start"
+    )
     offload: bool = setting(False, "fsdp: keep weights and moments in host memory (GPUs)")
     timeout_seconds: float = setting(1800.0, "limit for one exchange", above=0, read_by="the launcher")
     meeting_seconds: float = setting(

@@ -15,8 +15,8 @@ Two things differ from torch's default, so that a resumed run has the same bits:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
@@ -85,8 +85,8 @@ class Ddp:
         self.agree, self.sum_over_ranks = exchanges.agree, exchanges.sum_over_ranks
         self.gather, self.barrier = exchanges.gather, exchanges.barrier
 
-    def materialize(self, build: Callable[[], nn.Module]) -> nn.Module:
-        return build().to(self.device)
+    def building_model(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         check_parameters(model)

@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import TensorShard
 from trainrun.parallel.ddp import check_parameters
+from trainrun.parallel.deferred_init import DeferredInit, is_deferred
 from trainrun.parallel.group import Exchanges, Group, destroy_group, explain_lost_contact, spread_tensors
 from trainrun.patterns import matching
-from trainrun.tensors import WHOLE_SHAPE
+from trainrun.tensors import WHOLE_SHAPE, StoredTensor
 from trainrun.transform.blocks import model_blocks
 
 AUTO = "auto"
@@ -50,8 +52,9 @@ class Fsdp:
     """Fills `Parallel`.
 
     blocks: patterns of module names, each of which is gathered as a whole; `auto` takes the repeated blocks of the
-    model. reshard: whether a block's weights are released between forward and backward. replicate: how many copies of
-    the model the ranks hold together. offload: whether shards are kept in host memory.
+    model, else the layers of its Sequentials. reshard: whether a block's weights are released between forward and
+    backward. replicate: how many copies of the model the ranks hold together. offload: whether shards are kept in
+    host memory. meta_device: whether the model is built without memory, so that no rank ever holds it whole.
     """
 
     forward_is_collective = True
@@ -64,6 +67,7 @@ class Fsdp:
         replicate: int = 1,
         blocks: Any = AUTO,
         offload: bool = False,
+        meta_device: bool = False,
     ) -> None:
         if group.world_size % replicate:
             raise ConfigError(
@@ -80,6 +84,7 @@ class Fsdp:
         self.agree, self.sum_over_ranks = exchanges.agree, exchanges.sum_over_ranks
         self.gather, self.barrier = exchanges.gather, exchanges.barrier
         self._reshard, self._replicate, self._blocks, self._offload = reshard, replicate, blocks, offload
+        self._recording = DeferredInit() if meta_device else None
         self._shard_group: dist.ProcessGroup | None = None  # all ranks
         self._writes = True
         self._model: nn.Module | None = None
@@ -89,16 +94,20 @@ class Fsdp:
         self._by_name: dict[str, LocalShard] = {}
         self._outputs: list[Tensor] = []  # of the forwards of a micro-batch
 
-    def materialize(self, build: Callable[[], nn.Module]) -> nn.Module:
-        return build().to(self.device)
+    def building_model(self) -> AbstractContextManager[Any]:
+        return NOTHING if self._recording is None else self._recording.recording()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         check_parameters(model, "fsdp")
         check_shapes(model)
         blocks = find_blocks(model, self._blocks)
         check_tied_weights(model, blocks)
+        deferred = {name: param for name, param in model.named_parameters() if is_deferred(param)}
+        if self._recording is not None:
+            self._recording.build_other_tensors(model, self.device)
+        tensors = [*model.parameters(), *model.buffers()]
         with explain_lost_contact():
-            spread_tensors([*model.parameters(), *model.buffers()], self._host)
+            spread_tensors([tensor for tensor in tensors if not is_deferred(tensor)], self._host)
             classes = {id(module): type(module) for module in model.modules()}
             self._parts = self._shard(model, blocks)
             for part in self._parts:
@@ -109,8 +118,19 @@ class Fsdp:
         self._model = model
         self._held = hold_shards(model, classes, self._shards)
         self._by_name = name_shards(model, self._shards)
+        self._fill_shards(deferred)
         model.register_forward_hook(self._after_forward)
         return model
+
+    def _fill_shards(self, deferred: Mapping[str, nn.Parameter]) -> None:
+        """Write the first values into the shards of weights that were built without memory, one weight at a time."""
+        if self._recording is None:
+            return
+        for name, param in deferred.items():
+            shard = self._by_name[name]
+            rows = self._recording.build_rows(param, shard.start, shard.start + len(shard.local))
+            shard.local.detach().copy_(rows)
+        self._recording = None
 
     def held(self, model: nn.Module) -> nn.Module:
         assert self._held is not None, "wrap comes first"
@@ -182,7 +202,7 @@ class Fsdp:
             part.reshard()
 
     def _shard(self, model: nn.Module, blocks: list[nn.Module]) -> list[Any]:
-        """TensorShard the blocks, then the rest of the model, in place. Return the modules that were sharded."""
+        """Shard the blocks, then the rest of the model, in place. Return the modules that were sharded."""
         kind, groups = self.device.type, self.world_size // self._replicate
         if self._replicate > 1:
             mesh = init_device_mesh(kind, (self._replicate, groups), mesh_dim_names=("replicate", "shard"))
@@ -194,6 +214,7 @@ class Fsdp:
         warnings.filterwarnings("ignore", OF_VIEWS)
         for module in [*blocks, model]:
             module.register_forward_hook(refuse_changes_of_views)
+            prepare_weights(module, self.device)
             fully_shard(module, mesh=mesh, reshard_after_forward=self._reshard, offload_policy=policy)
         rank_in_group = mesh.get_local_rank("shard") if self._replicate > 1 else mesh.get_local_rank()
         self._shards = [
@@ -210,12 +231,18 @@ class Fsdp:
         return self._mapped(tree, shard, self._as_shards)
 
     def _own_rows(self, tree: Any, shard: LocalShard | None) -> Any:
-        """Return the tree with the rows of this rank of each whole tensor."""
-        if isinstance(tree, Tensor):
-            if shard is None or tree.shape != shard.whole.shape:
-                return tree
-            return tree.narrow(0, shard.start, len(shard.local)).clone()
-        return self._mapped(tree, shard, self._own_rows)
+        """Return the tree with the rows of this rank of each whole tensor. Of a stored tensor, read no others."""
+        if not isinstance(tree, Tensor):
+            return self._mapped(tree, shard, self._own_rows)
+        is_whole = shard is not None and tree.shape == shard.whole.shape
+        if shard is None or not is_whole:
+            return tree.read() if isinstance(tree, StoredTensor) else tree
+        stop = shard.start + len(shard.local)
+        return (
+            tree.read(shard.start, stop)
+            if isinstance(tree, StoredTensor)
+            else tree[shard.start : stop].clone()
+        )
 
     def _mapped(self, tree: Any, shard: LocalShard | None, change: Callable[..., Any]) -> Any:
         if isinstance(tree, dict):
@@ -281,7 +308,9 @@ def find_blocks(model: nn.Module, patterns: Any) -> list[nn.Module]:
             )
         outer = tuple(f"{name}." for name in called)  # a `*` fits the parts of a block too
         return [modules[name] for name in called if not name.startswith(outer)]
-    blocks = [block.owner for block in model_blocks(model) if not block.layers]
+    found = model_blocks(model)
+    layers = [layer for block in found for layer in block.layers if any(True for _ in layer.parameters())]
+    blocks = [block.owner for block in found if not block.layers] or layers
     if not blocks:
         raise ConfigError(
             f"parallel=fsdp: {type(model).__name__} has no repeated blocks, so each rank would gather all of it "
@@ -299,10 +328,6 @@ def check_shapes(model: nn.Module) -> None:
             )
         if param.is_complex():
             raise ConfigError(f"parallel=fsdp: {name} is complex; use two real tensors, or parallel=ddp")
-        if not param.is_contiguous():
-            raise ConfigError(
-                f"parallel=fsdp: {name} is not contiguous, and torch divides contiguous weights only; use parallel=ddp"
-            )
     trained = {param.dtype for param in model.parameters() if param.requires_grad}
     if len(trained) > 1:
         types = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in trained))
@@ -332,6 +357,22 @@ def check_tied_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
                     f"parallel=fsdp: the weight {name} is tied between {places}, which are gathered at different "
                     "times; leave these modules out of parallel.blocks, or use parallel=ddp"
                 )
+
+
+def prepare_weights(module: nn.Module, device: torch.device) -> None:
+    """Give the weights memory if they have none, and the order of rows that torch divides. Divided ones stay."""
+    changed: dict[nn.Parameter, nn.Parameter] = {}
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is None or isinstance(param, DTensor):
+                continue
+            if is_deferred(param):
+                if param not in changed:
+                    empty = torch.empty(param.shape, dtype=param.dtype, device=device)
+                    changed[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
+                part._parameters[name] = changed[param]
+            elif not param.is_contiguous():
+                param.data = param.data.contiguous()
 
 
 def local_rows(whole: Any, num_parts: int, part: int) -> tuple[nn.Parameter, int]:

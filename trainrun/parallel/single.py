@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +26,8 @@ class Single:
     local_world_size: int = 1
     forward_is_collective: bool = False
 
-    def materialize(self, build: Callable[[], nn.Module]) -> nn.Module:
-        return build().to(self.device)
+    def building_model(self) -> AbstractContextManager[Any]:
+        return NO_EXCHANGE
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model

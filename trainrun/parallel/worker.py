@@ -104,6 +104,7 @@ def build_backend(options: ParallelConfig, store: Store) -> Parallel:
             replicate=options.replicate,
             blocks=options.blocks,
             offload=options.offload,
+            meta_device=options.meta_device,
         )
     return Ddp(
         group,

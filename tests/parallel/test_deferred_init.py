@@ -1,0 +1,132 @@
+"""A model that is built without memory has the bits of one that was built with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainrun.checkpoint.load import open_tensors
+from trainrun.errors import ConfigError
+from trainrun.parallel import deferred_init
+from trainrun.parallel.deferred_init import DeferredInit, is_deferred
+from trainrun.tensors import StoredTensor
+
+
+class Various(nn.Module):
+    """Ways in which constructors fill their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(40, 20, padding_idx=3), nn.Linear(20, 40, bias=False)
+        self.head.weight = self.table.weight
+        self.first, self.second = nn.Linear(20, 30), nn.Linear(30, 20)
+        nn.init.orthogonal_(self.first.weight)
+        nn.init.trunc_normal_(self.second.weight, std=0.02)
+        self.scale = float(self.second.weight.detach().abs().max())
+        self.conv, self.lstm, self.norm = nn.Conv2d(3, 8, 3), nn.LSTM(8, 9), nn.BatchNorm2d(8)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(20, 21))
+        self.attention = nn.MultiheadAttention(20, 4)
+        angles = torch.arange(50)[:, None] * torch.exp(torch.arange(0, 20, 2) * -0.1)
+        waves = torch.zeros(50, 20)
+        waves[:, 0::2], waves[:, 1::2] = torch.sin(angles), torch.cos(angles)
+        self.register_buffer("waves", waves)
+        self.mask = torch.tril(torch.ones(30, 30)).bool()  # no buffer
+        self.noise = nn.Parameter(torch.randn(33, 5) * 0.1)
+        self.own = nn.Parameter(torch.randn(30, 4, generator=torch.Generator().manual_seed(5)))
+        self.mixed = nn.Parameter(torch.empty(7, 40))
+        nn.init.kaiming_uniform_(self.mixed)
+        self.second.weight.data.mul_(2)
+        with torch.no_grad():
+            self.first.bias.copy_(self.first.weight.sum(1))
+            self.mixed[2:4] = self.mixed[0:2] * 2
+            self.noise /= self.noise.norm(dim=0, keepdim=True)
+            self.noise.data = self.noise.data.t().contiguous()
+            if self.mixed.mean() > 0:
+                self.mixed.neg_()
+            self.mixed.copy_(self.mixed[torch.randperm(7)])
+            self.mixed.add_(torch.multinomial(torch.rand(7, 9), 40, replacement=True))
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.double()
+
+
+def named(model: Various) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers()), "mask": model.mask}
+
+
+@pytest.fixture
+def all_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred_init, "LARGE_BYTES", 64)
+
+
+def built_twice() -> tuple[Various, Various, DeferredInit]:
+    """Return a model with memory, one without, and the recording; both were built from one random state."""
+    torch.manual_seed(3)
+    whole = Various()
+    after = torch.rand(2)
+    torch.manual_seed(3)
+    recording = DeferredInit()
+    with recording.recording():
+        deferred = Various()
+    assert torch.equal(torch.rand(2), after)  # what is drawn next is the same too
+    return whole, deferred, recording
+
+
+@pytest.mark.usefixtures("all_deferred")
+def test_every_tensor_has_the_bits_of_the_constructor() -> None:
+    whole, deferred, recording = built_twice()
+    expected, tensors = named(whole), named(deferred)
+    assert sum(map(is_deferred, tensors.values())) > 20
+    assert deferred.head.weight is deferred.table.weight
+    assert deferred.scale == whole.scale
+    for name in reversed(list(expected)):  # in another order than that of the constructor
+        if is_deferred(tensors[name]):
+            built = recording.build_tensor(tensors[name])
+            assert torch.equal(built, expected[name])
+            assert built.stride() == expected[name].stride()
+            if built.dim():
+                assert torch.equal(recording.build_rows(tensors[name], 1, 3), expected[name][1:3])
+
+
+@pytest.mark.usefixtures("all_deferred")
+def test_buffers_and_plain_attributes_get_memory() -> None:
+    whole, deferred, recording = built_twice()
+    recording.build_other_tensors(deferred, torch.device("cpu"))
+    for name, tensor in [*deferred.named_buffers(), ("mask", deferred.mask)]:
+        assert not is_deferred(tensor)
+        assert torch.equal(tensor, named(whole)[name])
+
+
+@pytest.mark.usefixtures("all_deferred")
+def test_a_constructor_that_reads_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.meta_device=true"), DeferredInit().recording():
+        nn.Linear(9, 9).weight.detach().numpy()
+
+
+def test_small_tensors_are_ordinary_ones() -> None:
+    with DeferredInit().recording():
+        assert not is_deferred(nn.Linear(9, 9).weight)
+
+
+@pytest.mark.usefixtures("all_deferred")
+def test_of_a_loaded_weight_its_rows_alone_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"weight": torch.randn(10, 8), "bias": torch.randn(10)}
+    save_file(weights, tmp_path / "model.safetensors")
+    stored = open_tensors([tmp_path / "model.safetensors"])
+    ranges: list[Any] = []
+    read = StoredTensor.read
+    monkeypatch.setattr(
+        StoredTensor, "read", lambda tensor, *rows: ranges.append(rows) or read(tensor, *rows)
+    )
+    recording = DeferredInit()
+    with recording.recording():
+        model = nn.Linear(8, 10).double()
+        model.load_state_dict(dict(stored))
+    ranges.clear()
+    rows = recording.build_rows(model.weight, 3, 7)
+    assert torch.equal(rows, weights["weight"][3:7].double())
+    assert ranges == [(3, 7)]

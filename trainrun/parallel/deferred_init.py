@@ -1,0 +1,377 @@
+"""Build a model on the meta device, so that its tensors can be made later, one at a time, with the same bits.
+
+What: a dispatch mode for the time in which a model is built. Large tensors have no memory then. Each operation that
+    writes into them is recorded, with the state of the random generator before it. `build_tensor` repeats the
+    operations that a tensor depends on, and no others.
+When: a model does not fit into the memory of one process (`parallel.meta_device=true`).
+When not: it fits. Random numbers are drawn twice: while the model is built, so that the generator moves as it does
+    in one process, and when the tensor is made.
+How: a storage is the unit. Views need no record, since a tensor is a window (shape, strides, offset) on its storage.
+    If the constructor reads a value, as `float(tensor.max())`, the tensor is built for that moment. Tensors below
+    `LARGE_BYTES` are ordinary ones.
+Source: the deferred initialization of torchdistx, which records in C++ and repeats in the order of the recording.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainrun.errors import ConfigError
+from trainrun.tensors import StoredTensor, map_leaves
+
+LARGE_BYTES = 1 << 16
+META, HOST = torch.device("meta"), torch.device("cpu")
+# Operations in place that read nothing of the tensor that they write.
+OVERWRITING = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_",
+               "geometric_"}  # fmt: skip
+RANDOM = torch.Tag.nondeterministic_seeded
+
+
+class DeferredTensor(Tensor):
+    """A tensor on the meta device, which says that it is on the host, but not to the functions that compute shapes.
+
+    Otherwise torch.nn.init would leave the tensor as it is, and a constructor that compares devices would differ.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    computes_shapes = False
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return DeferredTensor.computes_shapes
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return not DeferredTensor.computes_shapes
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return META if DeferredTensor.computes_shapes else HOST
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor) -> DeferredTensor:
+        deferred: DeferredTensor = Tensor._make_subclass(cls, tensor, tensor.requires_grad)
+        return deferred
+
+
+class Window(NamedTuple):
+    """A tensor without memory: a view of a storage. storage: the number of the storage in the recording."""
+
+    storage: int
+    num_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def covers_storage(self) -> bool:
+        """Return whether writing all elements writes every byte of the storage."""
+        size = self.dtype.itemsize
+        for length in self.shape:
+            size *= length
+        return size == self.num_bytes and 0 not in self.strides
+
+
+class Constant(NamedTuple):
+    """A tensor with memory that an operation reads. version: torch's count of its changes, when it was recorded."""
+
+    tensor: Tensor
+    version: int
+
+
+class Operation(NamedTuple):
+    """A recorded call. reads, writes: storages by number. outputs: the windows of the results.
+
+    random: the generator of the call and its state before the call; None if nothing is drawn.
+    """
+
+    function: Any
+    args: Any
+    kwargs: Any
+    outputs: list[Window]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    overwrites: bool
+    random: tuple[torch.Generator, Tensor] | None
+
+
+Storages = dict[int, torch.UntypedStorage]
+
+
+class DeferredInit(TorchDispatchMode):
+    """The recording of how a model is built, and the mode that records."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operations: list[Operation] = []
+        self._writers: defaultdict[int, list[int]] = defaultdict(list)  # numbers of operations by storage
+        self._numbers: dict[int, int] = {}  # of storages, by the identity of torch's object
+        self._owners: list[Tensor] = []  # one tensor for each storage, so that no identity is used twice
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the calls of the block. Raise ConfigError if the block reads memory that a deferred tensor has not."""
+        try:
+            with self:
+                yield
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            if "meta" not in str(error).lower():
+                raise
+            raise ConfigError(
+                f"parallel.meta_device=true: the model cannot be built without memory ({error}); use "
+                "parallel.meta_device=false"
+            ) from error
+
+    def build_other_tensors(self, model: nn.Module, device: torch.device) -> None:
+        """Give memory to what is no parameter: buffers, and tensors that are attributes of modules."""
+        built: dict[int, Tensor] = {}
+        for module in model.modules():
+            for values in (module._buffers, vars(module)):
+                for name, tensor in list(values.items()):
+                    if is_deferred(tensor):
+                        if id(tensor) not in built:
+                            built[id(tensor)] = self.build_tensor(tensor).to(device)
+                        values[name] = built[id(tensor)]
+
+    def build_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with memory on the host, as an undeferred constructor would have made it."""
+        return self._build(self._window(tensor), len(self._operations))
+
+    def build_rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Return some rows of `build_tensor`. If the tensor was loaded from a file, no other rows are read."""
+        window = self._window(tensor)
+        writers = self._writers[window.storage]
+        last = self._operations[writers[-1]] if writers else None
+        if last is not None and last.overwrites and last.args and last.args[0] == window:
+            source = last.args[1].tensor if isinstance(last.args[-1], Constant) else None
+            if isinstance(source, StoredTensor) and source.shape == tensor.shape:
+                return source.read(start, stop).to(tensor.dtype)
+        return self._build(window, len(self._operations))[start:stop].clone()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if not any(map(is_deferred, tensors_in((args, kwargs)))):
+            return self._create(function, args, kwargs)
+        if must_compute(function, args, kwargs):
+            return function(*map_leaves(args, self._with_memory), **map_leaves(kwargs, self._with_memory))
+        shapes = map_leaves((args, on_device(kwargs, META)), without_memory)
+        random = self._advance(function, args, kwargs)
+        arguments = self._recorded((args, kwargs))
+        DeferredTensor.computes_shapes = True
+        try:
+            result = function(*shapes[0], **shapes[1])
+        finally:
+            DeferredTensor.computes_shapes = False
+        result = map_leaves(result, as_deferred)
+        self._record(function, arguments, args, kwargs, result, random)
+        return result
+
+    def _create(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function that has no deferred arguments. The result is deferred if it is large and new."""
+        takes_device = any(argument.name == "device" for argument in function._schema.arguments)
+        if not takes_device or tensors_in((args, kwargs)):
+            return function(*args, **kwargs)
+        device = torch.device(kwargs.get("device") or HOST)
+        if device != HOST:
+            return function(*args, **kwargs)
+        result = function(*args, **kwargs | {"device": META})
+        if not isinstance(result, Tensor) or result.nbytes < LARGE_BYTES:
+            return function(*args, **kwargs)
+        result = as_deferred(result)
+        random = self._advance(function, args, kwargs)
+        self._record(function, (args, kwargs), args, kwargs, result, random)
+        return result
+
+    def _advance(self, function: Any, args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor] | None:
+        """Draw the random numbers of a call and drop them. Return the generator and its state before that."""
+        if RANDOM not in function.tags:
+            return None
+        generator = kwargs.get("generator")
+        if generator is None:
+            generator = next(
+                (arg for arg in args if isinstance(arg, torch.Generator)), torch.default_generator
+            )
+        state = generator.get_state()
+        if is_overwriting(function):
+            scratch = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype)
+            function(scratch, *args[1:], **kwargs)
+        else:
+            inputs = map_leaves((args, on_device(kwargs, HOST)), self._with_memory)
+            function(*inputs[0], **inputs[1])
+        return generator, state
+
+    def _record(
+        self, function: Any, arguments: Any, args: Any, kwargs: Any, result: Any, random: Any
+    ) -> None:  # fmt: skip
+        outputs = [self._window(leaf) for leaf in tensors_in(result)]
+        inputs = [self._window(leaf) for leaf in tensors_in((args, kwargs)) if is_deferred(leaf)]
+        reads = {window.storage for window in inputs}
+        new = {window.storage for window in outputs} - reads
+        written = [self._window(leaf) for leaf in written_arguments(function, args, kwargs)]
+        writes = new | {window.storage for window in written}
+        if not writes or function is torch.ops.aten.empty.memory_format:
+            return  # a view, or memory without values
+        overwrites = not written
+        if len(written) == 1 and is_overwriting(function) and written[0].covers_storage():
+            others = [leaf for leaf in tensors_in((args[1:], kwargs)) if is_deferred(leaf)]
+            reads, overwrites = {self._window(leaf).storage for leaf in others}, True
+            overwrites = written[0].storage not in reads
+        for storage in writes:
+            self._writers[storage].append(len(self._operations))
+        recorded_args, recorded_kwargs = arguments
+        self._operations.append(
+            Operation(function, recorded_args, recorded_kwargs, outputs, frozenset(reads), frozenset(writes),
+                      overwrites, random)
+        )  # fmt: skip
+
+    def _recorded(self, tree: Any) -> Any:
+        """Return arguments for the recording: windows for deferred tensors, `Constant` for others."""
+
+        def recorded(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if is_deferred(leaf):
+                return self._window(leaf)
+            if leaf.nbytes < LARGE_BYTES and not isinstance(leaf, StoredTensor):
+                leaf = leaf.detach().clone()
+            return Constant(leaf, leaf._version)
+
+        return map_leaves(tree, recorded)
+
+    def _window(self, tensor: Tensor) -> Window:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._numbers:
+            self._numbers[key] = len(self._owners)
+            self._owners.append(tensor.detach())
+        return Window(
+            self._numbers[key], storage.nbytes(), tensor.dtype, tuple(tensor.shape), tensor.stride(),
+            int(tensor.storage_offset()),
+        )  # fmt: skip
+
+    def _with_memory(self, leaf: Any) -> Any:
+        return self.build_tensor(leaf) if is_deferred(leaf) else leaf
+
+    def _build(self, window: Window, before: int) -> Tensor:
+        """Return the tensor with the values that it had before an operation of the recording."""
+        needed: set[int] = set()
+        self._collect(window.storage, before, needed)
+        storages: Storages = {}
+        with torch.no_grad():
+            for number in sorted(needed):
+                repeat(self._operations[number], storages)
+            return view_of(window, storages)
+
+    def _collect(self, storage: int, before: int, needed: set[int]) -> None:
+        """Add the operations that give a storage the values that it has before an operation."""
+        pending = [(storage, before)]
+        while pending:
+            storage, before = pending.pop()
+            for number in reversed([writer for writer in self._writers[storage] if writer < before]):
+                operation = self._operations[number]
+                if number not in needed:
+                    needed.add(number)
+                    pending += [(read, number) for read in operation.reads]
+                if operation.overwrites:
+                    break
+
+
+def repeat(operation: Operation, storages: Storages) -> None:
+    """Repeat a recorded call. Its results go to the storages that they had in the recording."""
+
+    def with_memory(leaf: Any) -> Any:
+        if isinstance(leaf, Window):
+            return view_of(leaf, storages)
+        if isinstance(leaf, Constant):
+            if leaf.tensor._version != leaf.version:
+                raise ConfigError(
+                    "parallel.meta_device=true: the model changed a tensor after it had copied it into a weight; use "
+                    "parallel.meta_device=false"
+                )
+            return leaf.tensor
+        return leaf
+
+    args, kwargs = map_leaves((operation.args, operation.kwargs), with_memory)
+    kwargs = on_device(kwargs, HOST)
+    if operation.random is None:
+        result = operation.function(*args, **kwargs)
+    else:
+        generator, state = operation.random
+        present = generator.get_state()
+        generator.set_state(state)
+        result = operation.function(*args, **kwargs)
+        generator.set_state(present)
+    for window, tensor in zip(operation.outputs, tensors_in(result), strict=True):
+        if window.storage not in operation.writes:
+            continue
+        place, made = storages.get(window.storage), tensor.untyped_storage()
+        if place is None and window[3:] == (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()):
+            storages[window.storage] = made  # a large one is not copied
+        elif place is None or place.data_ptr() != made.data_ptr():
+            view_of(window, storages).copy_(tensor)
+
+
+def view_of(window: Window, storages: Storages) -> Tensor:
+    """Return a tensor on its storage, which is allocated if it has no memory yet."""
+    if window.storage not in storages:
+        storages[window.storage] = torch.UntypedStorage(window.num_bytes)  # type: ignore[no-untyped-call]
+    empty = torch.empty(0, dtype=window.dtype)
+    return empty.set_(storages[window.storage], window.offset, window.shape, window.strides)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors among the arguments or results of an operation."""
+    found: list[Tensor] = []
+    map_leaves(tree, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
+    return found
+
+
+def is_deferred(leaf: Any) -> bool:
+    return isinstance(leaf, DeferredTensor)
+
+
+def as_deferred(leaf: Any) -> Any:
+    return DeferredTensor(leaf) if isinstance(leaf, Tensor) and not is_deferred(leaf) else leaf
+
+
+def without_memory(leaf: Any) -> Any:
+    """Return a tensor without memory of the same kind; other values as they are."""
+    if not isinstance(leaf, Tensor) or is_deferred(leaf):
+        return leaf
+    return torch.empty_strided(tuple(leaf.shape), leaf.stride(), dtype=leaf.dtype, device=META)
+
+
+def on_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the arguments of a call with another device, if they name one."""
+    return kwargs | {"device": device} if "device" in kwargs else kwargs
+
+
+def is_overwriting(function: Any) -> bool:
+    return function.overloadpacket.__name__ in OVERWRITING
+
+
+def written_arguments(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that a call changes in place."""
+    written: list[Any] = []
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            written.append(given)
+    return tensors_in(written)
+
+
+def must_compute(function: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a call needs values now: it returns a number, or changes a tensor that has memory."""
+    returns_tensors = all("Tensor" in str(result.type) for result in function._schema.returns)
+    return not returns_tensors or any(
+        not is_deferred(tensor) for tensor in written_arguments(function, args, kwargs)
+    )
