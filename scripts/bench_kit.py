@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from trainrun.assemble.assemble import RunContext, build_components
-from trainrun.assemble.monitors import Listeners
+from trainrun.assemble.monitors import RunMonitors
 from trainrun.config.compose import compose_run
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
@@ -105,7 +105,7 @@ def one_round(words: list[str], folder: Path, hands: Callable[[Components], Mapp
     config = composition.config
     run_dir = create_run(composition, words)
     phases = PhaseTimer()
-    listeners = Listeners(run_dir, config, phases)
+    listeners = RunMonitors(run_dir, config, phases)
     monitors = list(listeners.monitors)
     parallel, heard = Single(choose_device(device)), (listeners.on_position, listeners.on_log)
     site = RunContext(run_dir, "bench", parallel, StopFlag(), monitors, *heard, phases=phases, measures=True)

@@ -165,7 +165,7 @@ def auto_chunks_beside_one_piece() -> dict[str, Any]:
     """`task.loss_chunks=auto` on logits that fit, in turns with one piece: at most 1.02 times as long."""
     import torch
 
-    from trainrun.assemble.start_choices import limit_outputs
+    from trainrun.assemble.start_choices import set_output_memory_limit
     from trainrun.model.gpt import Gpt
     from trainrun.parallel.single import Single
     from trainrun.runtime.machine import wait_for_device
@@ -181,7 +181,7 @@ def auto_chunks_beside_one_piece() -> dict[str, Any]:
 
     def turn(chunks: Any) -> Callable[[], float]:
         task = LanguageModeling(loss_chunks=chunks)
-        limit_outputs(task, model, Single(device), chosen)
+        set_output_memory_limit(task, model, Single(device), chosen)
 
         def step() -> None:
             with torch.autocast(device.type, torch.bfloat16):

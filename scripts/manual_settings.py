@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from trainrun.config.help_text import setting_rows
+from trainrun.config.help_text import iterate_setting_rows
 from trainrun.config.rules import GPU_RULES, RULES, STEP_RULES, Rule
 
 TARGET = Path(__file__).resolve().parents[1] / "trainrun" / "manual" / "settings.md"
@@ -20,7 +20,7 @@ brings along (`model.width`, `optimizer.lr`) are listed by `trainrun --help mode
 def settings_text() -> str:
     """The whole file: one table a section."""
     tables: dict[str, list[str]] = {}
-    for name, default, meaning in setting_rows():
+    for name, default, meaning in iterate_setting_rows():
         section = name.rpartition(".")[0] or "the run itself"
         shown = meaning.replace("|", "\\|")
         tables.setdefault(section, []).append(f"| `{name}` | `{default}` | {shown} |")

@@ -38,8 +38,8 @@ MUTANTS: Final = (
     Mutant(
         "a batch over all ranks is divided by the ranks of one machine",
         "trainrun/assemble",
-        "return with_values(config, {ACCUMULATION: wanted // batch_of_ranks})",
-        "return with_values(config, {ACCUMULATION: wanted // config.data.batch_size})",
+        "return replace_values(config, {ACCUMULATION: wanted // batch_of_ranks})",
+        "return replace_values(config, {ACCUMULATION: wanted // config.data.batch_size})",
         ("tests/assemble/test_run_plan.py",),
     ),
     Mutant(

@@ -150,14 +150,14 @@ def disk_is_not_waited_for() -> None:
 def composed_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Hydra composes each choice of options of ours once; all processes of these tests read copies later (95 ms and 1
     ms). The working directory in it is that of the first, and nothing of ours reads it."""
-    compose, folder = overrides._hydra_compose, session_folder(tmp_path_factory) / "composed"
+    compose, folder = overrides._compose_with_hydra, session_folder(tmp_path_factory) / "composed"
     folder.mkdir(exist_ok=True)
     kept: dict[str, bytes] = {}
 
     def copied(words: list[str], user_dirs: list[Path]) -> DictConfig:
         if user_dirs:
             return compose(words, user_dirs)
-        key = hashlib.sha256(repr((overrides.conf_dir(), words)).encode()).hexdigest()
+        key = hashlib.sha256(repr((overrides.find_conf_dir(), words)).encode()).hexdigest()
         file = folder / key
         if key not in kept and file.exists():
             kept[key] = file.read_bytes()
@@ -168,7 +168,7 @@ def composed_once(tmp_path_factory: pytest.TempPathFactory) -> None:
             written.rename(file)
         return pickle.loads(kept[key])
 
-    overrides._hydra_compose = copied
+    overrides._compose_with_hydra = copied
 
 
 @pytest.fixture(autouse=True, scope="session")

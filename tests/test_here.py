@@ -14,7 +14,7 @@ import pytest
 
 import trainrun.here
 from trainrun.errors import PluginError
-from trainrun.instantiate import bind_faults, build, is_hidden, locate
+from trainrun.instantiate import build_node, check_node_arguments, import_target, is_shadowed_module
 
 NET = """
 class Net:
@@ -49,8 +49,8 @@ def test_the_working_directory_wins(folder: Path, name: str) -> None:
     (folder / f"{name}.py").write_text(NET)
     before = sys.modules.get(name)
     node = {"_target_": f"{name}.Net", "width": 3}
-    assert bind_faults(node, "model") == []
-    assert build(node, "model")() == (f"trainrun.here.{name}", 3)
+    assert check_node_arguments(node, "model") == []
+    assert build_node(node, "model")() == (f"trainrun.here.{name}", 3)
     assert sys.modules.get(name) is before  # the library's own imports go on as they were
     assert hasattr(sched, "scheduler")
 
@@ -63,13 +63,13 @@ def test_one_that_was_imported_already_wins_no_more(folder: Path) -> None:
     (folder / "here_common" / "__init__.py").write_text("from .part import Net\n")
     (folder / "here_common" / "part.py").write_text(NET)
     for target in ("here_common.Net", "here_common.part.Net"):
-        assert build({"_target_": target}, "model")() == ("trainrun.here.here_common.part", 1)
+        assert build_node({"_target_": target}, "model")() == ("trainrun.here.here_common.part", 1)
 
 
 @pytest.mark.process
 def test_pickled_and_in_another_process(folder: Path) -> None:
     (folder / "sched.py").write_text(NET)
-    made = build({"_target_": "sched.Net", "width": 4}, "data.train")
+    made = build_node({"_target_": "sched.Net", "width": 4}, "data.train")
     assert pickle.loads(pickle.dumps(made)).width == 4
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
@@ -82,19 +82,19 @@ def test_pickled_and_in_another_process(folder: Path) -> None:
 def test_what_stays_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that nothing hides, folders of data, torch itself, and Python's safe path."""
     (folder / "here_alone.py").write_text(NET)
-    assert build({"_target_": "here_alone.Net"}, "model")() == ("here_alone", 1)
+    assert build_node({"_target_": "here_alone.Net"}, "model")() == ("here_alone", 1)
     (folder / "here_common").mkdir()  # of data, no package
     (folder / "torch.py").write_text("")
-    assert not is_hidden("here_common")
-    assert not is_hidden("torch")
+    assert not is_shadowed_module("here_common")
+    assert not is_shadowed_module("torch")
     (folder / "sched.py").write_text(NET)
-    assert is_hidden("sched")
+    assert is_shadowed_module("sched")
     monkeypatch.setattr(sys, "path", sys.path[:-1])
-    assert not is_hidden("sched")
+    assert not is_shadowed_module("sched")
 
 
 def test_the_file_is_named_where_it_lacks_the_name(folder: Path) -> None:
     (folder / "sched.py").write_text(NET)
     with pytest.raises(PluginError) as caught:
-        locate("sched.Nett", "model")
+        import_target("sched.Nett", "model")
     assert f"sched ({folder}/sched.py) has no Nett; did you mean Net?" in str(caught.value)

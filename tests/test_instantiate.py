@@ -12,7 +12,7 @@ import pytest
 from approved import refused
 
 from trainrun.errors import ConfigError, PluginError
-from trainrun.instantiate import bind_faults, build, locate
+from trainrun.instantiate import build_node, check_node_arguments, import_target
 
 SOURCE = """
 from trainrun.errors import ConfigError
@@ -111,7 +111,7 @@ def test_a_hidden_module_is_found_in_the_folder_of_now(
     for folder in ("plug_first", "plug_second"):
         monkeypatch.chdir(tmp_path / folder)
         monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / folder)])
-        assert locate("plug_hidden.Thing", "model").folder == folder
+        assert import_target("plug_hidden.Thing", "model").folder == folder
 
 
 def test_a_module_younger_than_the_listing_of_its_folder_is_imported(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_module_younger_than_the_listing_of_its_folder_is_imported(tmp_path: P
     (tmp_path / "plug_newest.py").write_text("class Thing:\n    pass\n")
     os.utime(tmp_path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert find_spec("plug_newest") is None
-    assert locate("plug_newest.Thing", "model").__name__ == "Thing"
+    assert import_target("plug_newest.Thing", "model").__name__ == "Thing"
 
 
 def node(target: str, **arguments: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def node(target: str, **arguments: Any) -> dict[str, Any]:
     ],
 )
 def test_a_dotted_path_is_found(target: str, name: str) -> None:
-    assert locate(target, "model").__name__ == name
+    assert import_target(target, "model").__name__ == name
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_dotted_path_is_found(target: str, name: str) -> None:
 )  # fmt: skip
 def test_what_is_not_found_is_said_in_one_line(target: Any, text: str, tmp_path: Path) -> None:
     with pytest.raises(PluginError) as caught:
-        locate(target, "model")
+        import_target(target, "model")
     assert text.format(folder=tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -184,18 +184,23 @@ def test_what_is_not_found_is_said_in_one_line(target: Any, text: str, tmp_path:
 )
 def test_ways_to_the_operating_system_are_refused(target: str) -> None:
     with refused(PluginError):
-        locate(target, "model")
+        import_target(target, "model")
 
 
 def test_right_nodes_have_no_faults() -> None:
-    assert bind_faults(node("plug_net.Net", width=1), "model") == []
-    assert bind_faults(node("plug_net.Net", _args_=[1, 2]), "model") == []
-    assert bind_faults(node("plug_net.Net", _partial_=True), "model") == []
-    assert bind_faults(node("plug_net.optimizer", lr=1, anything=2), "optimizer", ["params"]) == []
-    assert bind_faults(node("plug_net.positional", _args_=[1], first=2), "x") == []
-    assert bind_faults(node("plug_net.everything", _args_=[1, 2, 3], a=1), "x", ["y"]) == []
-    assert bind_faults(node("torch.zeros", size=[2]), "x") == []  # C code without a signature
-    assert bind_faults({"lr": 1}, "x") == bind_faults(None, "x") == bind_faults([1, "a"], "x") == []
+    assert check_node_arguments(node("plug_net.Net", width=1), "model") == []
+    assert check_node_arguments(node("plug_net.Net", _args_=[1, 2]), "model") == []
+    assert check_node_arguments(node("plug_net.Net", _partial_=True), "model") == []
+    assert check_node_arguments(node("plug_net.optimizer", lr=1, anything=2), "optimizer", ["params"]) == []
+    assert check_node_arguments(node("plug_net.positional", _args_=[1], first=2), "x") == []
+    assert check_node_arguments(node("plug_net.everything", _args_=[1, 2, 3], a=1), "x", ["y"]) == []
+    assert check_node_arguments(node("torch.zeros", size=[2]), "x") == []  # C code without a signature
+    assert (
+        check_node_arguments({"lr": 1}, "x")
+        == check_node_arguments(None, "x")
+        == check_node_arguments([1, "a"], "x")
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,10 +210,10 @@ def test_right_nodes_have_no_faults() -> None:
 def test_a_function_that_is_meant_itself(key: str, way: str) -> None:
     """A transform of one sample is no function that makes one."""
     given = node("plug_net.optimizer", lr=1)
-    assert bind_faults(given, key) == [
+    assert check_node_arguments(given, key) == [
         f"{key}.params: plug_net.optimizer needs it; add {key}.params=...{way}"
     ]
-    assert bind_faults(given | {"_partial_": True}, key) == []
+    assert check_node_arguments(given | {"_partial_": True}, key) == []
 
 
 @pytest.mark.parametrize(
@@ -255,7 +260,7 @@ def test_a_function_that_is_meant_itself(key: str, way: str) -> None:
     ],
 )
 def test_arguments_that_do_not_fit(given: dict[str, Any], extra: tuple[str, ...], faults: list[str]) -> None:
-    assert bind_faults(given, "model", extra) == faults
+    assert check_node_arguments(given, "model", extra) == faults
 
 
 def test_all_faults_of_nested_nodes_come_together() -> None:
@@ -266,7 +271,7 @@ def test_all_faults_of_nested_nodes_come_together() -> None:
         hidden=[node("plug_net.Head"), {"deep": node("plug_net.Nope")}],
         _args_=[node("plug_net.Head", other=2)],
     )
-    faults = bind_faults(given, "model")
+    faults = check_node_arguments(given, "model")
     assert [fault.split(": ")[0] for fault in faults] == [
         "model.hiden",
         "model.head.sise",
@@ -276,28 +281,30 @@ def test_all_faults_of_nested_nodes_come_together() -> None:
 
 
 def test_a_target_that_is_missing_does_not_hide_the_faults_inside() -> None:
-    faults = bind_faults(node("plug_net.Nett", head=node("plug_net.Head", sise=1)), "model")
+    faults = check_node_arguments(node("plug_net.Nett", head=node("plug_net.Head", sise=1)), "model")
     assert len(faults) == 2
 
 
 def test_build_makes_nested_objects_and_leaves_the_rest() -> None:
     head = node("plug_net.Head", size=4)
-    net = build(node("plug_net.Net", width=1, head=head, hidden=[head, {"a": head, "b": 2}]), "model")
+    net = build_node(node("plug_net.Net", width=1, head=head, hidden=[head, {"a": head, "b": 2}]), "model")
     assert net.head.size == net.hidden[0].size == net.hidden[1]["a"].size == 4
     assert net.hidden[1]["b"] == 2
     assert head == node("plug_net.Head", size=4)  # the config itself is not touched
-    assert build([1, {"a": None}], "x") == [1, {"a": None}]
-    assert build("text", "x") == "text"
+    assert build_node([1, {"a": None}], "x") == [1, {"a": None}]
+    assert build_node("text", "x") == "text"
 
 
 def test_positional_and_extra_arguments_come_from_the_runner() -> None:
-    args, keywords = build(node("plug_net.everything", _args_=[3], a=1, b=2), "x", 1, 2, b=5, key=6, node=7)
+    args, keywords = build_node(
+        node("plug_net.everything", _args_=[3], a=1, b=2), "x", 1, 2, b=5, key=6, node=7
+    )
     assert args == (1, 2, 3)
     assert keywords == {"a": 1, "b": 5, "key": 6, "node": 7}
 
 
 def test_a_partial_waits_for_the_rest() -> None:
-    made = build(node("plug_net.optimizer", _partial_=True, lr=node("plug_net.Head")), "optimizer")
+    made = build_node(node("plug_net.optimizer", _partial_=True, lr=node("plug_net.Head")), "optimizer")
     assert isinstance(made, functools.partial)
     params, lr, more = made([1], momentum=2)
     assert (params, lr.size, more) == ([1], 1, {"momentum": 2})
@@ -305,7 +312,7 @@ def test_a_partial_waits_for_the_rest() -> None:
 
 def test_an_error_in_the_constructor_is_named_with_call_and_place(tmp_path: Path) -> None:
     with pytest.raises(PluginError) as caught:
-        build({"net": node("plug_net.Net", width=9, head=node("plug_net.Head"))}, "model")
+        build_node({"net": node("plug_net.Net", width=9, head=node("plug_net.Head"))}, "model")
     assert str(caught.value) == (
         "model.net: plug_net.Net failed: ValueError: nine is too wide "
         f"({tmp_path}/plug_net.py line 14); its arguments: width=9, head=Head"
@@ -315,9 +322,9 @@ def test_an_error_in_the_constructor_is_named_with_call_and_place(tmp_path: Path
 
 def test_a_wrong_call_is_a_plugin_error_and_ours_pass_as_they_are() -> None:
     with refused(PluginError):
-        build(node("plug_net.Net"), "model")
+        build_node(node("plug_net.Net"), "model")
     with refused(ConfigError, "model.width"):
-        build(node("plug_net.Net", width=8), "model")
+        build_node(node("plug_net.Net", width=8), "model")
 
 
 @pytest.mark.parametrize(
@@ -326,22 +333,22 @@ def test_a_wrong_call_is_a_plugin_error_and_ours_pass_as_they_are() -> None:
 def test_a_doubtful_signature_is_tried(target: str, given: dict[str, Any]) -> None:
     """What a wrapper or a signature set by hand hides is for the call to take or to refuse."""
     one = node(f"plug_doubtful.{target}", **given)
-    assert bind_faults(one, "model") == []
-    made = build(one, "model")
+    assert check_node_arguments(one, "model") == []
+    made = build_node(one, "model")
     assert getattr(made, "fields", None) == given or (made.num_labels, made.width) == (3, 2)
 
 
 def test_a_plain_signature_is_still_held_against_the_arguments() -> None:
-    assert bind_faults(node("plug_doubtful.Narrow", widht=2), "model") != []
+    assert check_node_arguments(node("plug_doubtful.Narrow", widht=2), "model") != []
 
 
 def test_the_user_may_know_better() -> None:
     one = node("plug_doubtful.Narrow", widht=2, _check_=False)
-    assert bind_faults(one, "model") == []
+    assert check_node_arguments(one, "model") == []
     with refused(PluginError):
-        build(one, "model")
-    assert build(node("plug_doubtful.Narrow", width=2, _check_=False), "model").width == 2
-    assert bind_faults(node("plug_doubtful.Narrow", width=2, _check_="no"), "model") == [
+        build_node(one, "model")
+    assert build_node(node("plug_doubtful.Narrow", width=2, _check_=False), "model").width == 2
+    assert check_node_arguments(node("plug_doubtful.Narrow", width=2, _check_="no"), "model") == [
         "model._check_=no: must be true or false"
     ]
 
@@ -349,5 +356,5 @@ def test_the_user_may_know_better() -> None:
 def test_a_list_in_the_place_of_a_tensor_is_told_how_to_write_one() -> None:
     node = {"_target_": "torch.nn.CrossEntropyLoss", "weight": [1.0, 2.0]}
     with refused(PluginError):
-        build(node, "task.loss")
-    build({**node, "weight": {"_target_": "torch.tensor", "data": [1.0, 2.0]}}, "task.loss")
+        build_node(node, "task.loss")
+    build_node({**node, "weight": {"_target_": "torch.tensor", "data": [1.0, 2.0]}}, "task.loss")

@@ -12,7 +12,7 @@ import trainrun
 from trainrun.cli.main import main
 from trainrun.errors import TrainrunError
 from trainrun.monitor.console import Console
-from trainrun.output import printable, redraw, say
+from trainrun.output import make_printable, redraw_line, say
 from trainrun.sweep.table import print_table
 
 HOSTILE = "a\x1b]0;owned\x07b\x9b2J\r\u202eevil\tc\nd"
@@ -20,9 +20,9 @@ SHOWN = "a\\x1b]0;owned\\x07b\\x9b2J\\r\\u202eevil\tc\nd"
 
 
 def test_control_characters_are_spelled_out() -> None:
-    assert printable(HOSTILE) == SHOWN
-    assert printable("größer 5 µs ━━ 日本") == "größer 5 µs ━━ 日本"
-    assert printable("\udcff") == "\\udcff"
+    assert make_printable(HOSTILE) == SHOWN
+    assert make_printable("größer 5 µs ━━ 日本") == "größer 5 µs ━━ 日本"
+    assert make_printable("\udcff") == "\\udcff"
     say("größer 日本", latin := io.TextIOWrapper(io.BytesIO(), encoding="latin-1"))
     latin.seek(0)
     assert latin.read() == "größer \\u65e5\\u672c\n"
@@ -30,7 +30,7 @@ def test_control_characters_are_spelled_out() -> None:
 
 def test_every_way_to_the_screen_goes_through_it(capsys: pytest.CaptureFixture[str]) -> None:
     say(HOSTILE, end="")
-    redraw(HOSTILE)
+    redraw_line(HOSTILE)
     assert capsys.readouterr().out == f"{SHOWN}\r\033[K{SHOWN}"
     log = io.StringIO()
     Console(False, stream=log).on_note(HOSTILE)

@@ -17,9 +17,9 @@ from trainrun.seeding import (
     PYTHON_GENERATOR,
     GlobalGenerator,
     derive_seed,
-    evaluating,
-    kept_random_state,
-    random_state,
+    evaluation_mode,
+    read_random_state,
+    restore_random_state,
     seed_everything,
     set_random_state,
 )
@@ -32,7 +32,7 @@ def draw() -> tuple[float, float, float, float]:
 def test_a_state_put_back_draws_the_same_numbers() -> None:
     seed_everything(7)
     draw()  # half of a gaussian pair is kept inside the generators
-    state = random_state()
+    state = read_random_state()
     first = [draw() for _ in range(700)]
     set_random_state(state)
     assert [draw() for _ in range(700)] == first
@@ -43,7 +43,7 @@ def test_what_runs_inside_does_not_move_the_generators() -> None:
     expected = [draw() for _ in range(3)]
     seed_everything(7)
     got = [draw()]
-    with kept_random_state():
+    with restore_random_state():
         seed_everything(1)
         draw()
     got += [draw(), draw()]
@@ -63,9 +63,9 @@ def test_numpy_goes_on_from_every_place(before: int, inside: int) -> None:
     seed_everything(7)
     gaussians(before)
     for _ in range(2):
-        with kept_random_state():
+        with restore_random_state():
             gaussians(inside)
-    state = random_state()
+    state = read_random_state()
     assert gaussians(5) == expected
     set_random_state(state)
     assert gaussians(5) == expected
@@ -77,7 +77,7 @@ def test_a_generator_that_the_user_put_in_numpys_place() -> None:
     numpy.random.set_bit_generator(mine)
     try:
         first = float(numpy.random.rand())
-        with kept_random_state():
+        with restore_random_state():
             second = float(numpy.random.rand())
         assert float(numpy.random.rand()) == second != first
     finally:
@@ -99,8 +99,8 @@ def test_asking_for_the_states_starts_no_gpu(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda.random, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda.random, "_lazy_init", start)
-    with kept_random_state():
-        state = random_state()
+    with restore_random_state():
+        state = read_random_state()
     assert state["cuda"] == []
     set_random_state(
         state | {"cuda": [torch.zeros(16, dtype=torch.uint8)]}
@@ -117,7 +117,7 @@ def test_an_evaluation_calls_train_of_the_model_and_keeps_the_mode_of_each_modul
 
     model = nn.Sequential(Merges(2, 2), nn.Dropout())
     model[1].eval()
-    with evaluating(model):
+    with evaluation_mode(model):
         assert model[0].merged
         assert not torch.is_grad_enabled()
     assert (model[0].merged, model[0].training, model[1].training) == (False, True, False)
@@ -137,7 +137,7 @@ def test_an_evaluation_keeps_the_modes_of_scripted_modules_and_of_modules_with_o
     patched = nn.Dropout()
     patched.train = lambda mode=True: calls.append(mode) or patched  # type: ignore[assignment,func-returns-value]
     model = nn.Sequential(scripted, OwnAttributes(), patched, nn.Dropout().eval())
-    with evaluating(model):
+    with evaluation_mode(model):
         assert [module.training for module in model] == [False, False, True, False]
         assert model[1].mode == "evaluation"
     assert [module.training for module in model] == [True, True, True, False]
@@ -147,7 +147,7 @@ def test_an_evaluation_keeps_the_modes_of_scripted_modules_and_of_modules_with_o
 
 def test_a_module_that_an_evaluation_makes_is_in_the_mode_of_the_model() -> None:
     model = nn.Sequential(nn.Dropout())
-    with evaluating(model):
+    with evaluation_mode(model):
         model.add_module("made", nn.Dropout().eval())
     assert [module.training for module in model] == [True, True]
 
@@ -160,7 +160,7 @@ def half_of_a_pair() -> None:
 
 @pytest.mark.parametrize("reads_memory", [True, False])
 def test_marks_differ_after_each_draw(reads_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeding, "memory_tells_of_draws", lambda: reads_memory)
+    monkeypatch.setattr(seeding, "is_memory_changed_by_draws", lambda: reads_memory)
     draws = {
         PYTHON_GENERATOR: (random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1)),
         NUMPY_GENERATOR: (numpy.random.rand, numpy.random.randn, numpy.random.randn, numpy.random.rand),
@@ -181,12 +181,12 @@ def test_half_of_a_pair_that_was_put_back_is_drawn_again() -> None:
     half_of_a_pair()
     with_half = random.getstate(), numpy.random.get_state()
     expected = random.gauss(0, 1), float(numpy.random.randn())
-    with kept_random_state():
+    with restore_random_state():
         random.seed(1)
         numpy.random.seed(1)
     random.setstate(with_half[0])
     numpy.random.set_state(with_half[1])
-    with kept_random_state():
+    with restore_random_state():
         random.seed(1)
         numpy.random.seed(1)
     assert (random.gauss(0, 1), float(numpy.random.randn())) == expected

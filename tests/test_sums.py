@@ -14,7 +14,7 @@ from approved import refused
 
 from trainrun.errors import PluginError
 from trainrun.parallel.single import Single
-from trainrun.sums import add_sums, metrics_of, over_ranks
+from trainrun.sums import add_sums, compute_metrics, sum_all_ranks
 
 
 class Mine:
@@ -30,7 +30,7 @@ def added(*batches: dict[str, Any], task: Any = None) -> dict[str, torch.Tensor]
     sums: dict[str, torch.Tensor] = {}
     for batch in batches:
         add_sums(sums, batch, task or Mine())
-    totals, numbers = over_ranks(Single(torch.device("cpu")), sums, [2.0])
+    totals, numbers = sum_all_ranks(Single(torch.device("cpu")), sums, [2.0])
     assert numbers == [2.0]
     return totals
 
@@ -49,13 +49,13 @@ def added(*batches: dict[str, Any], task: Any = None) -> dict[str, torch.Tensor]
     ],
 )
 def test_numbers_of_any_kind_are_divided_by_the_count(three: Any) -> None:
-    assert metrics_of(added({"a": three}, {"a": three}), 4.0, Mine()) == {"a": 1.5}
+    assert compute_metrics(added({"a": three}, {"a": three}), 4.0, Mine()) == {"a": 1.5}
 
 
 def test_a_pair_is_divided_by_its_own_count() -> None:
     totals = added({"a": (3, 2), "b": 1}, {"a": lambda: (torch.tensor(4.0), 5), "b": 1})
-    assert metrics_of(totals, 10.0, Mine()) == {"a": 1.0, "b": 0.2}
-    assert math.isnan(metrics_of(added({"a": (0, 0)}), 1.0, Mine())["a"])
+    assert compute_metrics(totals, 10.0, Mine()) == {"a": 1.0, "b": 0.2}
+    assert math.isnan(compute_metrics(added({"a": (0, 0)}), 1.0, Mine())["a"])
 
 
 def test_tensors_and_pairs_come_to_summarize_added_up() -> None:
@@ -66,7 +66,7 @@ def test_tensors_and_pairs_come_to_summarize_added_up() -> None:
         return {"b": torch.tensor(7.0), "new": 2}
 
     batch = {"m": torch.tensor([[1, 2], [3, 4]]), "v": (torch.ones(3), 4), "b": 1}
-    assert metrics_of(added(batch, batch), 10.0, Scores(summarize)) == {"b": 7.0, "new": 2.0}
+    assert compute_metrics(added(batch, batch), 10.0, Scores(summarize)) == {"b": 7.0, "new": 2.0}
     assert seen["m"].tolist() == [[2, 4], [6, 8]]
     assert seen["m"].dtype is torch.float64
     assert (seen["v"][0].tolist(), float(seen["v"][1]), float(seen["b"]), seen["count"]) == (
@@ -92,7 +92,7 @@ def test_tensors_and_pairs_come_to_summarize_added_up() -> None:
 )
 def test_what_is_no_sum_is_refused_in_one_line(value: Any, message: str) -> None:
     with pytest.raises(PluginError, match=message) as refused:
-        metrics_of(added({"a": value}), 1.0, Mine())
+        compute_metrics(added({"a": value}), 1.0, Mine())
     assert "\n" not in str(refused.value)
 
 
@@ -104,14 +104,14 @@ def test_a_sum_whose_shape_changes_is_refused() -> None:
 @pytest.mark.parametrize("given", [None, 3, {"a": "x"}, {"a": torch.ones(2)}, [1, 2]])
 def test_a_summary_that_is_no_numbers_by_name_is_refused(given: Any) -> None:
     with refused(PluginError):
-        metrics_of(added({"a": 1}), 1.0, Scores(lambda sums, count: given))
+        compute_metrics(added({"a": 1}), 1.0, Scores(lambda sums, count: given))
 
 
 def test_the_name_of_what_a_validation_takes_is_refused() -> None:
     with refused(PluginError):
-        metrics_of(added({"seconds": 1}), 1.0, Mine())
+        compute_metrics(added({"seconds": 1}), 1.0, Mine())
     with refused(PluginError):
-        metrics_of(added({"a": 1}), 1.0, Scores(lambda sums, count: {"gpu/seconds": 2}))
+        compute_metrics(added({"a": 1}), 1.0, Scores(lambda sums, count: {"gpu/seconds": 2}))
 
 
 class TwoRanks:
@@ -139,7 +139,7 @@ def of_two_ranks(*batches: dict[str, Any]) -> list[Any]:
     def total(rank: int) -> Any:
         sums: dict[str, torch.Tensor] = {}
         add_sums(sums, batches[rank], Mine())
-        return over_ranks(TwoRanks(rank, barrier, shared), sums, [1.0])
+        return sum_all_ranks(TwoRanks(rank, barrier, shared), sums, [1.0])
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(total, range(2)))
@@ -150,7 +150,7 @@ def test_names_that_only_one_rank_had_are_added_up_under_their_own_name() -> Non
         {"of_books": (2, 4), "all": 1}, {"all": 2, "of_code": torch.tensor([5, 6])}
     ):
         assert numbers == [2.0]
-        assert metrics_of(
+        assert compute_metrics(
             {name: value for name, value in totals.items() if name != "of_code"}, 3.0, Mine()
         ) == {
             "of_books": 0.5,

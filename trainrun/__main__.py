@@ -4,7 +4,7 @@ import os
 import sys
 
 import trainrun.timing.phases  # noqa: F401  (it looks at the clock)
-from trainrun.output import complain
+from trainrun.output import print_uncaught_error
 from trainrun.runtime.collector import freeze_objects, suspend_collector
 from trainrun.runtime.signals import exit_at_interrupt
 from trainrun.runtime.streams import guard_streams
@@ -21,7 +21,7 @@ def entry() -> None:
     Handle Ctrl-C before the slow imports, and set what torch reads when it is imported.
     """
     guard_streams()
-    sys.excepthook = complain
+    sys.excepthook = print_uncaught_error
     word = next(iter(sys.argv[1:]), "")
     exit_at_interrupt(trains=word in TRAINING or not word.isidentifier())
     suspend_collector()

@@ -3,7 +3,7 @@
     {"_target_": "my_net.Net", "width": 64, "head": {"_target_": "torch.nn.ReLU"}}
 
 `_args_` is a list of positional arguments; `_partial_: true` gives a `functools.partial`. Nested nodes,
-in dicts and lists too, are built first. `bind_faults` finds the mistakes before anything is built; with
+in dicts and lists too, are built first. `check_node_arguments` finds the mistakes before anything is built; with
 `_check_: false` it leaves the arguments to the target.
 """
 
@@ -22,7 +22,15 @@ from types import ModuleType
 from typing import Any
 
 from trainrun.errors import PluginError, TrainrunError
-from trainrun.plugin_faults import absent, did_you_mean, examples, is_absent, not_built, place, unknown
+from trainrun.plugin_faults import (
+    describe_error_location,
+    describe_failed_call,
+    describe_missing_module,
+    describe_unknown_argument,
+    format_class_example,
+    is_missing_module,
+    suggest_name,
+)
 
 TARGET, ARGS, PARTIAL, CHECK = "_target_", "_args_", "_partial_", "_check_"
 WORDS = (TARGET, ARGS, PARTIAL, CHECK)
@@ -39,7 +47,7 @@ def is_node(value: Any) -> bool:
     return isinstance(value, dict) and TARGET in value
 
 
-def target_name(node: Any, usual: str = "") -> str:
+def read_target_name(node: Any, usual: str = "") -> str:
     return str((node or {}).get(TARGET) or usual)
 
 
@@ -50,7 +58,7 @@ def named_nodes(value: Any) -> dict[str, Any]:
     return {name: inner for name, inner in value.items() if is_node(inner)}
 
 
-def locate(target: Any, key: str) -> Any:
+def import_target(target: Any, key: str) -> Any:
     """Return the callable at a dotted path: modules are imported, the rest are attributes.
 
     PluginError: not found, fails when imported, not callable, or a way to the operating system. The
@@ -62,25 +70,27 @@ def locate(target: Any, key: str) -> Any:
     if len(names) < 2 or not all(name.isidentifier() for name in names):
         raise PluginError(f"{key}.{TARGET}={target}: name a class or function by its path, as my_net.Net")
     fault = f"{key}.{TARGET}={target}:"
-    refuse_module(names[0], fault)
+    check_module_allowed(names[0], fault)
     found: Any
-    found, path, rest = import_longest(names, fault)
+    found, path, rest = import_longest_prefix(names, fault)
     for name in rest:
-        found, path = attribute(found, path, name, fault), f"{path}.{name}"
+        found, path = read_attribute(found, path, name, fault), f"{path}.{name}"
     if isinstance(found, ModuleType):
-        raise PluginError(f"{fault} this is a module; name a class or function in it{examples(found)}")
+        raise PluginError(
+            f"{fault} this is a module; name a class or function in it{format_class_example(found)}"
+        )
     if not callable(found):
         raise PluginError(f"{fault} this is a value of type {type(found).__name__}, not a class or function")
-    refuse_module(str(getattr(found, "__module__", "")).split(".")[0], fault)
+    check_module_allowed(str(getattr(found, "__module__", "")).split(".")[0], fault)
     return found
 
 
-def refuse_module(module: str, fault: str) -> None:
+def check_module_allowed(module: str, fault: str) -> None:
     if module in REFUSED:
         raise PluginError(f"{fault} targets from {module} are refused; name a function of your own instead")
 
 
-def attribute(found: Any, path: str, name: str, fault: str) -> Any:
+def read_attribute(found: Any, path: str, name: str, fault: str) -> Any:
     try:
         return getattr(found, name)
     except AttributeError as error:
@@ -88,17 +98,19 @@ def attribute(found: Any, path: str, name: str, fault: str) -> Any:
         if name in modules:
             raise PluginError(f"{fault} this is a module; name a class or function in it") from error
         raise PluginError(
-            f"{fault} {path} has no {name}{did_you_mean(name, [*dir(found), *modules])}"
+            f"{fault} {path} has no {name}{suggest_name(name, [*dir(found), *modules])}"
         ) from error
     except Exception as error:  # packages that import their parts when they are asked for
-        raise PluginError(f"{fault} importing {path}.{name} failed: {place(error)}") from error
+        raise PluginError(
+            f"{fault} importing {path}.{name} failed: {describe_error_location(error)}"
+        ) from error
 
 
-def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[str]]:
+def import_longest_prefix(names: list[str], fault: str) -> tuple[ModuleType, str, list[str]]:
     """Import the module at the start of a dotted path. Return it, its name, and the rest of the path."""
     if names[0] not in sys.modules:
         importlib.invalidate_caches()  # its file may be younger than Python's listing of the folder
-    prefix = HERE if is_hidden(names[0]) else ""
+    prefix = HERE if is_shadowed_module(names[0]) else ""
     if prefix:
         enter_working_directory()
     for length in range(len(names) - 1, 0, -1):
@@ -107,9 +119,11 @@ def import_longest(names: list[str], fault: str) -> tuple[ModuleType, str, list[
             found = importlib.import_module(prefix + path)
             return found, f"{path} ({found.__file__})" if prefix else path, names[length:]
         except (Exception, SystemExit) as error:
-            if not is_absent(error, prefix + path):
-                raise PluginError(f"{fault} importing {path} failed: {place(error)}") from error
-    raise PluginError(f"{fault} {absent(names[0])}")
+            if not is_missing_module(error, prefix + path):
+                raise PluginError(
+                    f"{fault} importing {path} failed: {describe_error_location(error)}"
+                ) from error
+    raise PluginError(f"{fault} {describe_missing_module(names[0])}")
 
 
 def enter_working_directory() -> None:
@@ -122,7 +136,7 @@ def enter_working_directory() -> None:
             del sys.modules[name]
 
 
-def is_hidden(name: str) -> bool:
+def is_shadowed_module(name: str) -> bool:
     """Return whether a module of the working directory is hidden by another one of the same name."""
     with suppress(OSError):  # the working directory may be gone
         folder = Path.cwd().resolve()
@@ -140,40 +154,44 @@ def is_hidden(name: str) -> bool:
     return False
 
 
-def bind_faults(node: Any, key: str, extra: Sequence[str] = (), also: Iterable[str] = ()) -> list[str]:
+def check_node_arguments(
+    node: Any, key: str, extra: Sequence[str] = (), also: Iterable[str] = ()
+) -> list[str]:
     """Return a line for each mistake in a node and in the nodes inside it. Targets are imported, nothing is built.
 
     extra: names of the positional arguments that trainrun itself passes. also: names that stand beside the arguments,
     whatever the target; here they are only suggested.
     """
-    faults = [fault for name, value in children(node, key) for fault in bind_faults(value, name)]
+    faults = [
+        fault for name, value in iterate_children(node, key) for fault in check_node_arguments(value, name)
+    ]
     if not is_node(node):
         return faults
     try:
-        target = locate(node[TARGET], key)
+        target = import_target(node[TARGET], key)
     except PluginError as error:
         return [str(error), *faults]
     unchecked = node.get(CHECK) is False
     return (
-        word_faults(node, key)
-        + ([] if unchecked else argument_faults(target, node, key, extra, also))
+        check_special_keys(node, key)
+        + ([] if unchecked else check_target_signature(target, node, key, extra, also))
         + faults
     )
 
 
-def build(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
+def build_node(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
     """Build the object that a node describes; return other values with the nodes inside them built.
 
     positional arguments come before the node's own; extra replaces keyword arguments of the same name.
     PluginError: the target cannot be imported, or raised. A TrainrunError of the target passes.
     """
     if not is_node(node):
-        return rebuilt(node, key)
+        return build_inner_nodes(node, key)
     BUILT.add(key)
-    target = locate(node[TARGET], key)
+    target = import_target(node[TARGET], key)
     arguments = {name: value for name, value in node.items() if name not in WORDS}
-    keywords = {name: build(value, f"{key}.{name}") for name, value in arguments.items()} | extra
-    args = (*positional, *rebuilt(node.get(ARGS, []), f"{key}.{ARGS}"))
+    keywords = {name: build_node(value, f"{key}.{name}") for name, value in arguments.items()} | extra
+    args = (*positional, *build_inner_nodes(node.get(ARGS, []), f"{key}.{ARGS}"))
     if node.get(PARTIAL, False):
         return functools.partial(target, *args, **keywords)
     try:
@@ -183,19 +201,19 @@ def build(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
     except Exception as error:
         if node[TARGET].startswith("trainrun.") and str(error).partition("=")[0] in keywords:
             raise PluginError(f"{key}.{error}") from error  # one of ours names the argument that it refuses
-        raise PluginError(f"{key}: {node[TARGET]} {not_built(error, args, keywords)}") from error
+        raise PluginError(f"{key}: {node[TARGET]} {describe_failed_call(error, args, keywords)}") from error
 
 
-def rebuilt(value: Any, key: str) -> Any:
+def build_inner_nodes(value: Any, key: str) -> Any:
     """Return dicts and lists with the nodes inside them built."""
     if isinstance(value, dict):
-        return {name: build(item, f"{key}.{name}") for name, item in value.items()}
+        return {name: build_node(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, list):
-        return [build(item, f"{key}[{i}]") for i, item in enumerate(value)]
+        return [build_node(item, f"{key}[{i}]") for i, item in enumerate(value)]
     return value
 
 
-def children(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def iterate_children(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Yield the values inside a value that may hold nodes, with their keys."""
     if isinstance(value, dict):
         yield from ((f"{key}.{name}", item) for name, item in value.items())
@@ -203,7 +221,7 @@ def children(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{key}[{i}]", item) for i, item in enumerate(value))
 
 
-def word_faults(node: dict[str, Any], key: str) -> list[str]:
+def check_special_keys(node: dict[str, Any], key: str) -> list[str]:
     """Return the mistakes in words such as `_target_`."""
     faults = []
     if not isinstance(node.get(ARGS, []), list):
@@ -214,13 +232,13 @@ def word_faults(node: dict[str, Any], key: str) -> list[str]:
     return faults
 
 
-def argument_faults(
+def check_target_signature(
     target: Callable[..., Any], node: dict[str, Any], key: str, extra: Sequence[str], also: Iterable[str]
 ) -> list[str]:
     """Bind the node's arguments to the target's signature, and return the mistakes; none if it has no usable
     signature.
     """
-    parameters = parameters_of(target)
+    parameters = list_parameters(target)
     if parameters is None:
         return []
     name_of, given = node[TARGET], [name for name in node if name not in WORDS]
@@ -239,23 +257,23 @@ def argument_faults(
     free = [p for p in named if p.name not in taken]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for name in given:
-        if name in taken and not takes_name_twice(by_place, name):
+        if name in taken and not is_positional_only(by_place, name):
             faults.append(f"{key}.{name}: {name_of} gets it by position already; take {key}.{name} away")
         elif name not in taken and not takes_any and name not in [p.name for p in free]:
-            faults.append(unknown(key, name, name_of, [p.name for p in free], also, WORDS))
+            faults.append(describe_unknown_argument(key, name, name_of, [p.name for p in free], also, WORDS))
     if not node.get(PARTIAL, False):
         missing = [p for p in free if p.default is p.empty and p.name not in given]
-        itself = f", or {key}.{PARTIAL}=true for the function itself" if is_called(target, key) else ""
+        itself = f", or {key}.{PARTIAL}=true for the function itself" if is_called_later(target, key) else ""
         faults += [f"{key}.{p.name}: {name_of} needs it; add {key}.{p.name}=...{itself}" for p in missing]
     return faults
 
 
-def is_called(target: Any, key: str) -> bool:
+def is_called_later(target: Any, key: str) -> bool:
     """Return whether a function is named where what the function makes is called later."""
     return inspect.isroutine(target) and key.endswith(CALLED)
 
 
-def parameters_of(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
+def list_parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
     """Return what is really called takes: a wrapper often takes more than the function that it says it wraps.
 
     None: C code without a signature, or one that somebody set by hand, as `transformers` and pydantic do: only the
@@ -270,12 +288,12 @@ def parameters_of(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
-def takes_name_twice(by_place: list[inspect.Parameter], name: str) -> bool:
+def is_positional_only(by_place: list[inspect.Parameter], name: str) -> bool:
     """Return whether a name may also be a keyword: a positional-only parameter leaves its name free for **kwargs."""
     return any(p.name == name and p.kind is p.POSITIONAL_ONLY for p in by_place)
 
 
-def satellite(name: str, without: str, tell: Callable[[str], None]) -> ModuleType | None:
+def import_satellite(name: str, without: str, tell: Callable[[str], None]) -> ModuleType | None:
     """Import the module `trainrun.<name>`; if its folder was removed, report this in one line and return
     None.
 

@@ -83,7 +83,7 @@ CONTRACTS = (
     Contract(
         "parameters",
         "Each parameter that requires a gradient belongs to an optimizer and gets a gradient.",
-        "trainrun.training.trained_parameters:WatchGradients",
+        "trainrun.training.trained_parameters:GradientCheck",
         "after the first step and up to the first log point",
     ),
     Contract(
@@ -230,7 +230,7 @@ class CountsSamples(Protocol):
         """Return the items of each row, (B,) int64, of a batch on the host; None if `count` reads no values."""
 
 
-def counts_before(task: Any) -> bool:
+def has_count_method(task: Any) -> bool:
     """Return whether the items of a batch are known before its forward: whether the task has a method `count`."""
     return getattr(task, "count", None) is not None
 
@@ -259,16 +259,16 @@ class MicroBatch(NamedTuple):
         """Return the number of items. It is 0 if the batch is not real, or if only the task's output has the count."""
         if self.items is not None or not self.real:
             return (self.items or 0) * self.real
-        return task.count(self.data) if counts_before(task) else 0
+        return task.count(self.data) if has_count_method(task) else 0
 
 
-def input_key(names: Iterable[Any]) -> str | None:
+def choose_input_key(names: Iterable[Any]) -> str | None:
     """Return the first of INPUT_KEYS that is among the names; None if there is none."""
     known = set(names)
     return next((key for key in INPUT_KEYS if key in known), None)
 
 
-def target_key(names: Iterable[Any]) -> str | None:
+def choose_target_key(names: Iterable[Any]) -> str | None:
     """Return the first of TARGET_KEYS that is among the names; None if there is none."""
     known = set(names)
     return next((key for key in TARGET_KEYS if key in known), None)
@@ -286,11 +286,11 @@ def batch_fields(batch: Any) -> Mapping[str, Any]:
     if is_mapping(batch):
         return batch
     named: Mapping[str, Any] = inputs if is_mapping(inputs) else {}
-    beside = fields_beside(batch)
+    beside = read_attached_fields(batch)
     return {**beside, **named} if beside else named
 
 
-def batch_by_name(batch: Any) -> dict[str, Any]:
+def convert_batch_to_dict(batch: Any) -> dict[str, Any]:
     """Return a batch as a dict with its fields. A pair becomes `inputs` and `target`."""
     if isinstance(batch, Mapping):
         return dict(batch)
@@ -298,7 +298,7 @@ def batch_by_name(batch: Any) -> dict[str, Any]:
     return {**dict(zip(("inputs", "target"), parts, strict=False)), **batch_fields(batch)}
 
 
-def fields_beside(data: Any) -> Mapping[str, Any]:
+def read_attached_fields(data: Any) -> Mapping[str, Any]:
     """Return the fields that the first tensor of a structure carries; empty if there are none."""
     return getattr(_first_array(data), FIELDS_BESIDE, None) or {}
 
@@ -480,7 +480,7 @@ class Parallel(Protocol):
     def close(self) -> None: ...
 
 
-def makes_single_forwards(parallel: Parallel) -> bool:
+def runs_rank_zero_forwards(parallel: Parallel) -> bool:
     """Return whether this rank makes the forwards whose results rank 0 alone uses, as those of pictures."""
     return parallel.rank == 0 or parallel.forward_is_collective
 
@@ -507,7 +507,7 @@ class Counting(Protocol):
     @property
     def expected(self) -> float: ...
 
-    def late(self, out: StepOutput) -> Any:
+    def read_output_count(self, out: StepOutput) -> Any:
         """Return the items that only the output says, an int or a 0-d tensor; 0 if they are known already."""
 
 

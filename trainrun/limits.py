@@ -105,11 +105,11 @@ def fits_kind(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) if kind in (bool, str) else True
 
 
-def choices_of(kind: Any) -> tuple[str, ...]:
+def list_choices(kind: Any) -> tuple[str, ...]:
     """Return the names among the values of a kind; empty if it has none."""
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
-    return tuple(name for part in get_args(kind) for name in choices_of(part))
+    return tuple(name for part in get_args(kind) for name in list_choices(part))
 
 
 @dataclass(frozen=True)
@@ -227,15 +227,15 @@ def parse_interval(value: Any, *units: str) -> Duration:
     return found
 
 
-def parse_distance(value: Any) -> Duration:
+def parse_untimed_interval(value: Any) -> Duration:
     """Parse what `parse_interval` does, but not a time."""
     return parse_interval(value, STEP, EPOCH, SAMPLE, TOKEN)
 
 
-def parse_saving(value: Any) -> Duration | None:
-    """Parse what `parse_distance` does; null is None. A time has another setting."""
+def parse_saving_interval(value: Any) -> Duration | None:
+    """Parse what `parse_untimed_interval` does; null is None. A time has another setting."""
     try:
-        return None if value is None else parse_distance(value)
+        return None if value is None else parse_untimed_interval(value)
     except ValueError as error:
         raise ValueError(f"{error}; by time: checkpoint.train_time_interval=10min") from error
 
@@ -255,12 +255,12 @@ def parse_url(value: Any) -> str | None:
     return None if value is None else str(value).rstrip("/")
 
 
-def parse_whole(value: Any) -> Duration | None:
+def parse_any_duration(value: Any) -> Duration | None:
     """Parse a duration of any unit; null is None."""
     return None if value is None else parse_duration(value)
 
 
-def parse_rounds(value: Any) -> Duration | None:
+def parse_steps_or_epochs(value: Any) -> Duration | None:
     """Parse steps or whole epochs; null is None."""
     found = None if value is None else parse_interval(value, STEP, EPOCH)
     if found is not None and not float(found.amount).is_integer():
@@ -286,17 +286,17 @@ def parse_seconds(value: Any) -> float | None:
     raise ValueError("must be seconds, `90s`, `10min`, `2h`, `1d` or DD:HH:MM:SS")
 
 
-def parse_limit(value: Any) -> None:
+def check_batch_limit(value: Any) -> None:
     """Check a number of batches, or a fraction of them. Raise ValueError."""
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if not whole and not (isinstance(value, float) and 0 < value <= 1):
         raise ValueError("must be a fraction above 0 up to 1.0, or a whole number of batches")
 
 
-def parse_limit_or_none(value: Any) -> None:
+def check_batch_limit_or_zero(value: Any) -> None:
     """Check a limit of which 0 leaves the whole split out. Raise ValueError."""
     if isinstance(value, bool) or value != 0:
-        parse_limit(value)
+        check_batch_limit(value)
 
 
 @dataclass(frozen=True)
@@ -316,14 +316,14 @@ def parse_cache(spec: Any) -> CacheSpec:
     mode = mode.lower()
     if mode == "disk" and rest:
         return CacheSpec(text, mode, folder=Path(rest).expanduser())
-    if mode == "pool" and (num_bytes := _bytes(rest)) > 0:
+    if mode == "pool" and (num_bytes := _parse_bytes(rest)) > 0:
         return CacheSpec(text, mode, num_bytes=num_bytes)
     if mode in ("none", "memory") and not colon:
         return CacheSpec(text, mode)
     raise ValueError(f"must be {_CACHES}")
 
 
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
     match = _SIZE.match(text)
     if match is None:
         return 0
@@ -331,7 +331,7 @@ def _bytes(text: str) -> int:
     return int(float(match[1]) * base ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0))
 
 
-def parse_names(value: Any) -> dict[str, str]:
+def parse_name_map(value: Any) -> dict[str, str]:
     """Parse a map from text to text; None is an empty one. Raise ValueError."""
     if value is None:
         return {}
@@ -340,7 +340,7 @@ def parse_names(value: Any) -> dict[str, str]:
     raise ValueError("must be a map of beginnings of names, as {backbone.: encoder.}, or null")
 
 
-def parse_shares(value: Any) -> None:
+def check_shares(value: Any) -> None:
     """Check shares by name. Raise ValueError."""
     numbers = list(value.values()) if isinstance(value, dict) else []
     if value is not None and not (numbers and all(is_finite(one) and one > 0 for one in numbers)):

@@ -23,15 +23,15 @@ UNITS = ("tokens", "pixels", "samples", "items")  # what a task counts; items: s
 SPEEDS = {f"{unit}_per_second": f"{unit}/s" for unit in UNITS}
 
 
-def printable(text: object, encoding: str = "utf-8") -> str:
+def make_printable(text: object, encoding: str = "utf-8") -> str:
     """Return a text with secrets masked, and with control and unencodable characters as `\\x1b`."""
-    shown = masked(str(text))
+    shown = mask_secrets(str(text))
     if not shown.isprintable():  # all that CONTROLS names is not printable
         shown = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], shown)
-    return encodable(shown, encoding)
+    return make_encodable(shown, encoding)
 
 
-def path_to_paste(path: Path) -> str:
+def format_path_to_paste(path: Path) -> str:
     """Return a path as a word of a command line; below the working directory it is relative."""
     return shlex.quote(os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path))
 
@@ -44,7 +44,7 @@ IN_ASCII = {
 }  # fmt: skip
 
 
-def substitute(error: UnicodeError) -> tuple[str, int]:
+def substitute_characters(error: UnicodeError) -> tuple[str, int]:
     """Return what stands for characters that an encoding lacks: a similar one, or `\\u65e5`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
@@ -53,10 +53,10 @@ def substitute(error: UnicodeError) -> tuple[str, int]:
     return shown, error.end
 
 
-codecs.register_error(SUBSTITUTE, substitute)
+codecs.register_error(SUBSTITUTE, substitute_characters)
 
 
-def encodable(text: str, encoding: str) -> str:
+def make_encodable(text: str, encoding: str) -> str:
     """Return the text without characters that the encoding lacks."""
     return text.encode(encoding, SUBSTITUTE).decode(encoding)
 
@@ -69,7 +69,7 @@ class EncodableStream:
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        self._stream.write(encodable(text, self.encoding))
+        self._stream.write(make_encodable(text, self.encoding))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
@@ -81,11 +81,11 @@ def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: 
 
     Messages, which go to standard error, are wrapped between words if that is a terminal.
     """
-    shown = printable(text)
+    shown = make_printable(text)
     if file is not None and file is sys.stderr and file.isatty():
         width = shutil.get_terminal_size().columns
-        shown = "\n".join(wrapped(line, width) for line in shown.split("\n"))
-    print_plain(shown, file, end, flush)
+        shown = "\n".join(wrap_message(line, width) for line in shown.split("\n"))
+    print_encodable(shown, file, end, flush)
 
 
 def report_result(**values: Any) -> None:
@@ -98,7 +98,7 @@ def say_note(text: str) -> None:
     say(f"note: {text}", file=sys.stderr, flush=True)
 
 
-def wrapped(line: str, width: int | None) -> str:
+def wrap_message(line: str, width: int | None) -> str:
     """Return a line with a hanging indent, at most `width` wide. A command, a path and code stay whole.
 
     A line that begins with two spaces is one of a block with names of ten letters, as the first lines of a run.
@@ -114,26 +114,26 @@ def wrapped(line: str, width: int | None) -> str:
     )  # fmt: skip
 
 
-def print_plain(text: str, file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
+def print_encodable(text: str, file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
     """Print what `plain` returned, whatever the encoding of the file lacks."""
     out = file or sys.stdout
-    print(encodable(text, getattr(out, "encoding", None) or "utf-8"), file=out, end=end, flush=flush)
+    print(make_encodable(text, getattr(out, "encoding", None) or "utf-8"), file=out, end=end, flush=flush)
 
 
-def redraw(text: str = "") -> None:
+def redraw_line(text: str = "") -> None:
     """Put a text in place of the last line of the terminal."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(f"\r\033[K{printable(text, encoding)}", end="", flush=True)
+    print(f"\r\033[K{make_printable(text, encoding)}", end="", flush=True)
 
 
-def complain(kind: type[BaseException], error: BaseException, trace: object) -> None:
+def print_uncaught_error(kind: type[BaseException], error: BaseException, trace: object) -> None:
     """Print the traceback of an uncaught exception; a `sys.excepthook`."""
     import traceback
 
     say("".join(traceback.format_exception(error)), file=sys.stderr, end="")
 
 
-def figure(value: object) -> str:
+def format_number(value: object) -> str:
     """Format fractions with four significant digits and whole numbers in groups of three; other values as they are."""
     if isinstance(value, bool) or value is None:
         return str(value)
@@ -145,16 +145,16 @@ def figure(value: object) -> str:
     return str(value)
 
 
-def readings(metrics: Mapping[str, float]) -> list[str]:
+def format_metrics(metrics: Mapping[str, float]) -> list[str]:
     """Format metrics:
 
     `train/loss 0.21`, `val/loss 0.25`, `val/acc 0.921`. Losses come first, others in the given order.
     """
     names = sorted(metrics, key=lambda name: (0, name) if name.endswith("/loss") else (1, ""))
-    return [f"{name} {figure(metrics[name])}" for name in names]
+    return [f"{name} {format_number(metrics[name])}" for name in names]
 
 
-def quantity(value: float) -> str:
+def format_quantity(value: float) -> str:
     """Format a number with three digits and a letter: 950, 5.9k, 12.3M."""
     if not math.isfinite(value):
         return str(value)
@@ -164,7 +164,7 @@ def quantity(value: float) -> str:
     return f"{value:.3g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as 40 ms, 0.4 s, 12 s, 2:05 or 1:02:05."""
     if not math.isfinite(seconds):
         return "?"
@@ -179,18 +179,18 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
-def speed_in(row: Mapping[str, Any]) -> tuple[float, str] | None:
+def find_throughput(row: Mapping[str, Any]) -> tuple[float, str] | None:
     """Return the throughput of a row or summary with its unit: useful tokens if the data has tokens."""
     return next(((row[name], unit) for name, unit in SPEEDS.items() if row.get(name) is not None), None)
 
 
-def short_list(names: Sequence[str], most: int = 5) -> str:
+def format_short_list(names: Sequence[str], most: int = 5) -> str:
     """Return `a, b and 3 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
-def fields_that_fit(widths: Sequence[int], ranks: Sequence[int], room: int, gap: int = 2) -> list[int]:
+def choose_fitting_fields(widths: Sequence[int], ranks: Sequence[int], room: int, gap: int = 2) -> list[int]:
     """Return the numbers of the fields that fit side by side into `room`; the largest rank is dropped first."""
     kept = list(range(len(widths)))
     while len(kept) > 1 and sum(widths[one] + gap for one in kept) - gap > room:
@@ -198,7 +198,7 @@ def fields_that_fit(widths: Sequence[int], ranks: Sequence[int], room: int, gap:
     return kept
 
 
-def clock(seconds: float) -> str:
+def format_clock_time(seconds: float) -> str:
     """Return 0:12, 2:05, 1:02:05."""
     if not math.isfinite(seconds):
         return "?"
@@ -207,14 +207,14 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def counted(number: int | None, thing: str) -> str:
+def format_count(number: int | None, thing: str) -> str:
     """Format a number with its noun: 1 epoch, 2,000 steps, an unknown number of samples."""
     if number is None:
         return f"an unknown number of {thing}s"
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
-def ordinal(number: int) -> str:
+def format_ordinal(number: int) -> str:
     """Format a number as 1st, 2nd, 3rd, 9th, 11th."""
     teen = number % 100 in (11, 12, 13)
     return f"{number:,}" + ("th" if teen else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th"))
@@ -233,50 +233,51 @@ PAIR = re.compile(  # in a dict, as it is typed or as Python shows it
 PLAIN = ("null", "None", "true", "True", "false", "False", "''", '""')
 
 
-def is_secret(key: str) -> bool:
+def is_secret_name(key: str) -> bool:
     """Return whether a setting has the name of a secret: `token`, `x.api_key`, `db_password`; not `num_token`."""
     names = [name for name in re.split(r"[.\[\]]+", key) if not re.fullmatch(r"-?\d*", name)]
     return bool(names) and SECRET_NAME.fullmatch(names[-1].lower().replace("-", "_")) is not None
 
 
-def hides(key: str, value: Any) -> bool:
+def is_secret_value(key: str, value: Any) -> bool:
     """Return whether a value is a secret: a text, and no reference to the environment."""
     is_text = isinstance(value, str) and value != ""
-    return is_text and is_secret(key) and not value.lstrip("'\"").startswith("${oc.env:")
+    return is_text and is_secret_name(key) and not value.lstrip("'\"").startswith("${oc.env:")
 
 
-def hides_typed(key: str, value: str) -> bool:
+def is_secret_typed_value(key: str, value: str) -> bool:
     """Return the same of a value as it is typed, where `6` is a number and `'6'` a text."""
     try:
         float(value)
     except ValueError:
-        return value not in PLAIN and hides(key, value)
+        return value not in PLAIN and is_secret_value(key, value)
     return False
 
 
-def masked_word(word: str) -> str:
+def mask_argument(word: str) -> str:
     """Return a word of a command line with secrets masked."""
     key, equals, value = word.partition("=")
-    return f"{key}={HIDDEN}" if equals and hides_typed(key, value) else masked_pairs(word)
+    return f"{key}={HIDDEN}" if equals and is_secret_typed_value(key, value) else mask_pairs(word)
 
 
-def masked_words(words: Iterable[str]) -> list[str]:
-    return [masked_word(word) for word in words]
+def mask_arguments(words: Iterable[str]) -> list[str]:
+    return [mask_argument(word) for word in words]
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """Mask the values of secrets in `key=value` and `{key: value}`."""
     if "=" in text:
         text = SETTING.sub(
-            lambda found: f"{found[1]}={HIDDEN}" if hides_typed(found[1], found[2]) else found[0], text
+            lambda found: f"{found[1]}={HIDDEN}" if is_secret_typed_value(found[1], found[2]) else found[0],
+            text,
         )
-    return masked_pairs(text)
+    return mask_pairs(text)
 
 
-def masked_pairs(text: str) -> str:
+def mask_pairs(text: str) -> str:
     if ":" not in text:
         return text
     return PAIR.sub(
-        lambda found: f"{found[1]}{HIDDEN}" if hides_typed(found[3], found[4]) else found[0],
+        lambda found: f"{found[1]}{HIDDEN}" if is_secret_typed_value(found[3], found[4]) else found[0],
         text,
     )

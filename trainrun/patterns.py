@@ -12,7 +12,7 @@ COMPUTED = re.compile(r"\bparametrizations\.(\w+)\.original$")
 Patterns = str | int | Sequence[str | int]  # a layer of a Sequential is called by a number
 
 
-def matching(
+def match_names(
     names: Iterable[str], patterns: Patterns, key: str, things: str = "name in the model"
 ) -> list[str]:
     """Return the names that fit a pattern, in their order; a number is a name too. Raise ValueError if a pattern fits

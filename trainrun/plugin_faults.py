@@ -22,26 +22,26 @@ EXTRAS = {
 }  # what brings these packages
 
 
-def is_absent(error: BaseException, path: str) -> bool:
+def is_missing_module(error: BaseException, path: str) -> bool:
     """Return whether an import failed because the module itself, or a package it lies in, does not exist."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     return name is not None and f"{path}.".startswith(f"{name}.")
 
 
-def top_modules(name: str) -> list[str]:
+def list_top_modules(name: str) -> list[str]:
     """Return the importable modules for a guess, those in the working directory first."""
     own = [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
     return own if difflib.get_close_matches(name, own) else [module.name for module in pkgutil.iter_modules()]
 
 
-def absent(name: str) -> str:
+def describe_missing_module(name: str) -> str:
     """Describe a missing module: what to install, or the name that was probably meant."""
     extra = EXTRAS.get(name)
-    guess = f"; pip install 'trainrun[{extra}]'" if extra else did_you_mean(name, top_modules(name))
+    guess = f"; pip install 'trainrun[{extra}]'" if extra else suggest_name(name, list_top_modules(name))
     return f"no module {name} (looked in {Path.cwd()}, PYTHONPATH and what is installed){guess}"
 
 
-def not_built(error: Exception, args: Sequence[Any], keywords: dict[str, Any]) -> str:
+def describe_failed_call(error: Exception, args: Sequence[Any], keywords: dict[str, Any]) -> str:
     """Return what became of a call with these arguments."""
     given = (
         f"its arguments: {format_arguments(args, keywords)}" if args or keywords else "it got no arguments"
@@ -51,23 +51,23 @@ def not_built(error: Exception, args: Sequence[Any], keywords: dict[str, Any]) -
     tensor = "; give a tensor, as {_target_: torch.tensor, data: [1, 2]}" * (
         "'list' object to buffer" in str(error)
     )
-    return f"{what}: {place(error)}; {given}{tensor}"
+    return f"{what}: {describe_error_location(error)}; {given}{tensor}"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean x?`, or an empty text."""
     guesses = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {guesses[0]}?" if guesses else ""
 
 
-def examples(module: ModuleType) -> str:
+def format_class_example(module: ModuleType) -> str:
     """Return the first classes that a module defines, for a guess."""
     classes = [item for item in vars(module).values() if inspect.isclass(item)]
     own = [item.__name__ for item in classes if item.__module__ == module.__name__]
     return f", as {module.__name__.removeprefix('trainrun.here.')}.{own[0]}" if own else ""
 
 
-def place(error: BaseException) -> str:
+def describe_error_location(error: BaseException) -> str:
     """Return `Type: first line of the message (file line n)`, with the innermost line outside of installed
     packages.
     """
@@ -85,14 +85,14 @@ def place(error: BaseException) -> str:
     return f"{text} ({found[0].filename} line {found[0].lineno})" if found else text
 
 
-def unknown(
+def describe_unknown_argument(
     key: str, name: str, target: str, takes: list[str], also: Iterable[str], words: Sequence[str]
 ) -> str:
     """words: those of a node that are no arguments."""
     if name.startswith("_") and name.endswith("_"):
         return f"{key}.{name}: not a word of trainrun, which knows {', '.join(words)}"
     takes_text = f"It takes: {', '.join(takes)}" if takes else "It takes none"
-    near = did_you_mean(name, [*takes, *also]) or "."
+    near = suggest_name(name, [*takes, *also]) or "."
     if (key, name) == ("data.train", "val_fraction"):
         near = "; of data of your own nothing is held out: give data.val._target_=... too, or data.folds=5 data.fold=0."
     return f"{key}.{name}: {target} takes no such argument{near} {takes_text}"
@@ -100,18 +100,18 @@ def unknown(
 
 def format_arguments(args: Sequence[Any], keywords: dict[str, Any]) -> str:
     """Format the arguments of a call, shortened: objects by their type alone."""
-    parts = [brief_value(value) for value in args] + [
-        f"{name}={brief_value(value)}" for name, value in keywords.items()
+    parts = [format_brief_value(value) for value in args] + [
+        f"{name}={format_brief_value(value)}" for name, value in keywords.items()
     ]
     return ", ".join(parts)
 
 
-def brief_value(value: Any) -> str:
+def format_brief_value(value: Any) -> str:
     plain = value is None or isinstance(value, (bool, int, float, str, list, dict, tuple))
     return reprlib.repr(value) if plain else type(value).__name__
 
 
-def missing_satellite(error: Exception) -> str:
+def describe_missing_satellite(error: Exception) -> str:
     """Return what to say of a command whose folder was taken away; empty for every other error."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if not name or not name.startswith("trainrun."):

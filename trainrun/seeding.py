@@ -33,24 +33,24 @@ def seed_everything(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
-def memory_of(value: Any) -> Callable[[], bytes]:
+def build_memory_reader(value: Any) -> Callable[[], bytes]:
     """Return a function that copies the memory of an object behind its type and its reference count. CPython alone."""
     size_of_head = object.__basicsize__
     return partial(ctypes.string_at, id(value) + size_of_head, type(value).__basicsize__ - size_of_head)
 
 
-def memory_of_python(generator: random.Random) -> Callable[[], Any]:
+def build_python_memory_reader(generator: random.Random) -> Callable[[], Any]:
     """Return a function whose value differs after each draw from one of Python's generators."""
-    words = memory_of(generator)
+    words = build_memory_reader(generator)
     return lambda: (words(), getattr(generator, "gauss_next", None))
 
 
-def memory_of_numpy(generator: Any, find_bits: Callable[[], Any]) -> Callable[[], Any]:
+def build_numpy_memory_reader(generator: Any, find_bits: Callable[[], Any]) -> Callable[[], Any]:
     """Return the same of a RandomState. Half of a gaussian pair lies in it, all else in its bit generator.
 
     The value is None for a bit generator that is no Mersenne Twister.
     """
-    half_of_pair = memory_of(generator)
+    half_of_pair = build_memory_reader(generator)
 
     def read() -> Any:
         bits = find_bits()
@@ -62,12 +62,15 @@ def memory_of_numpy(generator: Any, find_bits: Callable[[], Any]) -> Callable[[]
 
 
 @cache
-def memory_tells_of_draws() -> bool:
+def is_memory_changed_by_draws() -> bool:
     """Return whether each draw changes the memory that `GlobalGenerator` compares; a test on new generators."""
     if sys.implementation.name != "cpython":
         return False
     of_python, of_numpy = random.Random(0), numpy.random.RandomState(0)
-    memory = memory_of_python(of_python), memory_of_numpy(of_numpy, lambda: of_numpy._bit_generator)
+    memory = (
+        build_python_memory_reader(of_python),
+        build_numpy_memory_reader(of_numpy, lambda: of_numpy._bit_generator),
+    )
     for generator, draw in (
         (0, of_python.random),
         (0, of_python.random),
@@ -122,7 +125,7 @@ class GlobalGenerator:
 
     def mark(self) -> Any:
         """Return a value that differs once the generator has moved."""
-        mark = self._memory() if memory_tells_of_draws() else None
+        mark = self._memory() if is_memory_changed_by_draws() else None
         return pickle.dumps(self._read()) if mark is None else mark
 
     def state(self) -> Any:
@@ -144,16 +147,16 @@ FIND_BITS: Callable[[], Any] = numpy.random.get_bit_generator  # type: ignore[at
 PYTHON_GENERATOR = GlobalGenerator(
     random.getstate,
     random.setstate,
-    memory_of_python(random.getstate.__self__),  # type: ignore[attr-defined]
+    build_python_memory_reader(random.getstate.__self__),  # type: ignore[attr-defined]
 )
 NUMPY_GENERATOR = GlobalGenerator(
     partial(numpy.random.get_state, legacy=False),
     numpy.random.set_state,
-    memory_of_numpy(NUMPYS_OWN, FIND_BITS),
+    build_numpy_memory_reader(NUMPYS_OWN, FIND_BITS),
 )
 
 
-def random_state() -> dict[str, Any]:
+def read_random_state() -> dict[str, Any]:
     """Return the state of every global generator of this process, as a tree of plain values and tensors."""
     version, words, gauss = PYTHON_GENERATOR.state()
     of_numpy = NUMPY_GENERATOR.state()
@@ -161,14 +164,14 @@ def random_state() -> dict[str, Any]:
     return {
         "python": [version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss],
         "torch": torch.get_rng_state(),
-        "cuda": cuda_states(),
+        "cuda": read_cuda_states(),
         "numpy": [of_numpy["bit_generator"], words_of_numpy, int(of_numpy["state"]["pos"]),
                   int(of_numpy["has_gauss"]), float(of_numpy["gauss"])],
     }  # fmt: skip
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` returned."""
+    """Put back what `read_random_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"])
@@ -178,7 +181,7 @@ def set_random_state(state: dict[str, Any]) -> None:
         numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), position, has_gauss, cached))
 
 
-def cuda_states() -> list[torch.Tensor]:
+def read_cuda_states() -> list[torch.Tensor]:
     """Return the state of the one GPU that this process trains on.
 
     The list is empty if CUDA was not started, since asking for the state would start it.
@@ -193,10 +196,10 @@ def set_cuda_states(states: list[torch.Tensor]) -> None:
 
 
 @contextmanager
-def kept_random_state() -> Iterator[None]:
+def restore_random_state() -> Iterator[None]:
     """Restore the state of the global generators after the block."""
     python, of_numpy = PYTHON_GENERATOR.state(), NUMPY_GENERATOR.state()
-    cpu, cuda = torch.default_generator.get_state(), cuda_states()
+    cpu, cuda = torch.default_generator.get_state(), read_cuda_states()
     try:
         yield
     finally:
@@ -206,7 +209,7 @@ def kept_random_state() -> Iterator[None]:
         set_cuda_states(cuda)
 
 
-def only_sets_modes(module: nn.Module) -> bool:
+def has_plain_train_and_eval(module: nn.Module) -> bool:
     """Return whether `train` and `eval` of a module set the attribute `training`, and do nothing else."""
     kind, own = type(module), module.__dict__
     if "train" in own or "eval" in own or hasattr(kind, "training"):
@@ -223,21 +226,21 @@ def only_sets_modes(module: nn.Module) -> bool:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Evaluate `model` inside without gradients. Restore the modes of modules and the random state afterwards.
 
     `eval` takes 3 us a module, and writing the attribute into its dictionary 0.1 us.
     """
     modules = list(model.modules())
     whole, modes = model.training, [module.training for module in modules]
-    is_plain = all(map(only_sets_modes, modules))
+    is_plain = all(map(has_plain_train_and_eval, modules))
     if is_plain:
         for module in modules:
             module.__dict__["training"] = False
     else:
         model.eval()
     try:
-        with torch.no_grad(), kept_random_state():
+        with torch.no_grad(), restore_random_state():
             yield
     finally:
         if is_plain:

@@ -24,7 +24,7 @@ class ReservedName(PluginError):
     """A metric of a task has a name that is taken."""
 
 
-def flat_sums(sums: Sums, task: Any) -> dict[str, Tensor]:
+def flatten_sums(sums: Sums, task: Any) -> dict[str, Tensor]:
     """Return a float64 tensor for each sum and for the count of each pair. Sums given as functions are
     called.
 
@@ -35,13 +35,13 @@ def flat_sums(sums: Sums, task: Any) -> dict[str, Tensor]:
         if callable(value):
             value = value()
         if isinstance(value, tuple) and len(value) == 2:
-            found[OWN + name] = _wide(value[1], name, task)
+            found[OWN + name] = _convert_to_float64(value[1], name, task)
             value = value[0]
-        found[name] = _wide(value, name, task)
+        found[name] = _convert_to_float64(value, name, task)
     return found
 
 
-def check_names(names: Iterable[str], task: Any) -> None:
+def check_metric_names(names: Iterable[str], task: Any) -> None:
     """Raise ReservedName if a task gives a metric the name of the loss, whose value would be replaced."""
     if LOSS in names:
         raise ReservedName(
@@ -50,7 +50,7 @@ def check_names(names: Iterable[str], task: Any) -> None:
         )
 
 
-def _wide(value: Any, name: str, task: Any) -> Tensor:
+def _convert_to_float64(value: Any, name: str, task: Any) -> Tensor:
     if isinstance(value, Tensor):
         if value.requires_grad:
             value = value.detach()
@@ -69,19 +69,19 @@ def _wide(value: Any, name: str, task: Any) -> Tensor:
 
 def add_sums(sums: dict[str, Tensor], new: Sums, task: Any, counts: bool = True) -> None:
     """Add `new` to `sums` in place, or zeros of its names and shapes. PluginError: a shape is another than before."""
-    add_flat_sums(sums, flat_sums(new, task), task, counts)
+    add_flat_sums(sums, flatten_sums(new, task), task, counts)
 
 
 def add_flat_sums(sums: dict[str, Tensor], new: Mapping[str, Tensor], task: Any, counts: bool = True) -> None:
-    """Add the sums that `flat_sums` returned to the totals."""
+    """Add the sums that `flatten_sums` returned to the totals."""
     for name, value in new.items():
         before, value = sums.get(name), value if counts else torch.zeros_like(value)
         if before is not None and before.shape != value.shape:
-            raise PluginError(shape_fault(task, name, value, before))
+            raise PluginError(describe_changed_shape(task, name, value, before))
         sums[name] = value if before is None else before + value
 
 
-def shape_fault(task: Any, name: str, value: Tensor, before: Tensor) -> str:
+def describe_changed_shape(task: Any, name: str, value: Tensor, before: Tensor) -> str:
     """Return the message about a sum whose shape changed."""
     return (
         f'task: {type(task).__name__}.step() gave sums["{name.removeprefix(OWN)}"] of shape '
@@ -89,12 +89,12 @@ def shape_fault(task: Any, name: str, value: Tensor, before: Tensor) -> str:
     )
 
 
-def sum_by_name(sums: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def add_by_name(sums: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Both added up by name."""
     return {**sums, **{name: sums[name] + value if name in sums else value for name, value in more.items()}}
 
 
-def over_ranks(
+def sum_all_ranks(
     parallel: Parallel, sums: Mapping[str, Tensor], numbers: list[float]
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Return the sums and numbers, each added up over all ranks. The host waits for the device.
@@ -104,7 +104,7 @@ def over_ranks(
     if parallel.world_size == 1:
         return {name: sums[name].to("cpu", torch.float64) for name in sorted(sums)}, numbers
     shapes = {name: tuple(sums[name].shape) for name in sorted(sums)}
-    shapes = _shapes_of_all(parallel.gather(shapes))
+    shapes = _merge_shapes(parallel.gather(shapes))
     rows = [
         sums[name].reshape(-1).tolist() if name in sums else [0.0] * math.prod(shape)
         for name, shape in shapes.items()
@@ -117,7 +117,7 @@ def over_ranks(
     return found, totals[first:]
 
 
-def _shapes_of_all(ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+def _merge_shapes(ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in chain.from_iterable(rank.items() for rank in ranks):
         if shapes.setdefault(name, shape) != shape:
@@ -128,9 +128,7 @@ def _shapes_of_all(ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, 
     return dict(sorted(shapes.items()))
 
 
-def rows_over_ranks(
-    parallel: Parallel, rows: Mapping[str, list[Tensor]], names: list[str]
-) -> dict[str, Tensor]:
+def gather_rows(parallel: Parallel, rows: Mapping[str, list[Tensor]], names: list[str]) -> dict[str, Tensor]:
     """Return the rows of all ranks, those of rank 0 first.
 
     names: the same on every rank; a rank may have no rows of a name.
@@ -142,7 +140,7 @@ def rows_over_ranks(
     return found
 
 
-def metrics_of(
+def compute_metrics(
     sums: Mapping[str, Tensor], count: float, task: Any, rows: Mapping[str, Tensor] = MappingProxyType({}),
     items: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:  # fmt: skip
@@ -153,7 +151,7 @@ def metrics_of(
     """
     names = [name for name in sums if not name.startswith(OWN)]
     found = {
-        name: _ratio(float(sums[name]), float(sums.get(OWN + name, items.get(name, count))))
+        name: _divide_or_nan(float(sums[name]), float(sums.get(OWN + name, items.get(name, count))))
         for name in names
         if sums[name].numel() == 1
     }
@@ -165,14 +163,14 @@ def metrics_of(
                 f"{tuple(sums[several[0]].shape)}; only its method summarize(sums, count) -> {{name: value}} can make "
                 "a metric of several numbers: add one, or give their sum"
             )
-        return _named(found, task)
+        return _check_result_names(found, task)
     pairs = {name: (sums[name], sums[OWN + name]) if OWN + name in sums else sums[name] for name in names}
-    summary = _numbers(summarize({**pairs, **rows}, count), task)
-    check_names(summary, task)
-    return _named(found | summary, task)
+    summary = _convert_to_numbers(summarize({**pairs, **rows}, count), task)
+    check_metric_names(summary, task)
+    return _check_result_names(found | summary, task)
 
 
-def train_metrics(sums: Mapping[str, Tensor], task: Any) -> dict[str, float]:
+def compute_train_metrics(sums: Mapping[str, Tensor], task: Any) -> dict[str, float]:
     """Return the metrics of training steps: each sum divided by the number of items of the steps that had it.
 
     `loss` is over all steps. sums: those of the task, and `LOSSES`, each with its `ITEMS`.
@@ -183,11 +181,11 @@ def train_metrics(sums: Mapping[str, Tensor], task: Any) -> dict[str, float]:
     measured = {name: items.get(name, 0.0) for name in own}
     if not any(measured.values()):
         return loss
-    metrics = metrics_of(own, max(measured.values()), task, items=measured)
+    metrics = compute_metrics(own, max(measured.values()), task, items=measured)
     return loss | {name: value for name, value in metrics.items() if name != "loss"}
 
 
-def _named(metrics: dict[str, float], task: Any) -> dict[str, float]:
+def _check_result_names(metrics: dict[str, float], task: Any) -> dict[str, float]:
     if taken := [name for name in metrics if name.rpartition("/")[2] == "seconds"]:
         raise PluginError(
             f'task: {type(task).__name__} has a metric "{taken[0]}", which is the name of what a validation takes; '
@@ -196,7 +194,7 @@ def _named(metrics: dict[str, float], task: Any) -> dict[str, float]:
     return metrics
 
 
-def _numbers(values: Any, task: Any) -> dict[str, float]:
+def _convert_to_numbers(values: Any, task: Any) -> dict[str, float]:
     try:
         return {str(name): float(value) for name, value in dict(values).items()}
     except (TypeError, ValueError, RuntimeError) as error:
@@ -205,5 +203,5 @@ def _numbers(values: Any, task: Any) -> dict[str, float]:
         ) from error
 
 
-def _ratio(total: float, count: float) -> float:
+def _divide_or_nan(total: float, count: float) -> float:
     return total / count if count else math.nan

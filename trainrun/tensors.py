@@ -70,7 +70,7 @@ def segment_mask(segment_ids: Tensor, causal: bool = False) -> Tensor:
     return mask.tril() if causal else mask
 
 
-def whole_shape(parameter: Tensor) -> list[int]:
+def read_whole_shape(parameter: Tensor) -> list[int]:
     """Return the shape of a parameter; of one that is a part of a larger tensor the shape of that."""
     return list(getattr(parameter, WHOLE_SHAPE, parameter.shape))
 

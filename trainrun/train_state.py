@@ -112,7 +112,7 @@ class TrainState:
         return state
 
 
-def watched_value(metrics: Mapping[str, float], name: str, named: bool) -> float:
+def read_watched_value(metrics: Mapping[str, float], name: str, named: bool) -> float:
     """Return a metric of a validation; NaN if the loss of the same set is not finite, so that it is never the
     best.
 

@@ -11,7 +11,7 @@ _PACKAGE = str(Path(__file__).parent) + "/"
 _LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 
 
-def is_of_torch(error: BaseException) -> bool:
+def is_raised_by_torch(error: BaseException) -> bool:
     """Return whether code of torch raised it, and none of the user's took part, from where it was caught inwards."""
     names: list[str] = []
     frame = error.__traceback__
@@ -21,35 +21,37 @@ def is_of_torch(error: BaseException) -> bool:
     return names[-1:] == ["torch"] and not set(names) - {"torch", "trainrun", *sys.stdlib_module_names}
 
 
-def named(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return the message of an error, with its class if the message says little, as of KeyError."""
     plain = isinstance(error, TypeError | ValueError | RuntimeError)
     return str(error) if plain else f"{type(error).__name__}: {error}"
 
 
-def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+def list_user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of the user's code in a traceback, the outermost first.
 
     If the error has none, those of the first of its causes that has any.
     """
     cause: BaseException | None = error
     while cause is not None:
-        frames = [frame for frame in traceback.extract_tb(cause.__traceback__) if _is_users(frame.filename)]
+        frames = [
+            frame for frame in traceback.extract_tb(cause.__traceback__) if _is_user_file(frame.filename)
+        ]
         if frames:
             return frames
         cause = cause.__cause__
     return []
 
 
-def line_of(error: BaseException) -> str:
+def format_user_line(error: BaseException) -> str:
     """` (file line n)` of the innermost line of the user's code, or nothing."""
-    frames = user_frames(error)
+    frames = list_user_frames(error)
     return f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
 
 
-def user_traceback(error: BaseException) -> str:
+def format_user_traceback(error: BaseException) -> str:
     """Return a traceback of the user's lines alone; empty if none took part."""
-    frames = user_frames(error)
+    frames = list_user_frames(error)
     if not frames:
         return ""
     lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
@@ -60,19 +62,19 @@ def is_users_class(kind: type) -> bool:
     """Return whether a class is defined in the user's own code."""
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
-    return file is not None and _is_users(file)
+    return file is not None and _is_user_file(file)
 
 
-def of_the_system(error: BaseException) -> str:
+def describe_system_error(error: BaseException) -> str:
     """Return what the operating system said, as `PATH: Permission denied`; empty if code of the user's took part."""
-    if user_frames(error):
+    if list_user_frames(error):
         return ""
     if not isinstance(error, OSError) or not error.strerror:
         return ""
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
-def _is_users(filename: str) -> bool:
+def _is_user_file(filename: str) -> bool:
     if filename.startswith(("<", _PACKAGE)):
         return False
     return not (filename.startswith(_LIBRARY) or "site-packages" in filename or "dist-packages" in filename)

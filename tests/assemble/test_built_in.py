@@ -6,7 +6,7 @@ import pytest
 import torch
 from approved import refused
 
-from trainrun.assemble.model_and_transforms import chosen_scope
+from trainrun.assemble.model_and_transforms import choose_compile_scope
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.transform.compile import gpu_compiler_problem
@@ -30,7 +30,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_auto_compiles_where_it_is_paid_back(
     words: list[str], weights: int, steps: int | None, device: torch.device, scope: str, said: str
 ) -> None:
-    chosen, note = chosen_scope(compose_run(words).config, weights, steps, device)
+    chosen, note = choose_compile_scope(compose_run(words).config, weights, steps, device)
     assert chosen == scope
     assert said in note
 
@@ -40,7 +40,7 @@ def test_auto_is_off_where_the_compiler_lacks_something() -> None:
         (9, 0), find=lambda name: "/usr/bin/cc", include="/nowhere", module="torch"
     )
     given = compose_run([]).config, 10_000_000, 10**5, CUDA
-    chosen, note = chosen_scope(*given, problem)
+    chosen, note = choose_compile_scope(*given, problem)
     assert chosen == "off"
     assert "it would pay, but torch.compile on a GPU needs Python's headers" in note
 

@@ -6,7 +6,11 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainrun.assemble.assemble import check_targets
-from trainrun.assemble.optimizer_and_schedule import build_optimizer_of, build_schedule_of, describe_update
+from trainrun.assemble.optimizer_and_schedule import (
+    build_config_optimizer,
+    build_config_schedule,
+    describe_update,
+)
 from trainrun.config.compose import compose_run
 from trainrun.config.validate import check_config
 from trainrun.errors import ConfigError
@@ -37,8 +41,8 @@ def test_the_line_says_what_was_built(words, line):
 
 def schedule_of(config, **more):
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
-    optimizer = build_optimizer_of(config, model, 1, [])
-    return build_schedule_of(config, optimizer, Intervals(Lengths(20), None, 1, 50, 200, **more))
+    optimizer = build_config_optimizer(config, model, 1, [])
+    return build_config_schedule(config, optimizer, Intervals(Lengths(20), None, 1, 50, 200, **more))
 
 
 PLATEAU = ["scheduler=plateau", "scheduler.patience=0", "scheduler.metric=val/acc"]

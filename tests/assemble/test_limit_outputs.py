@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainrun.assemble import start_choices
-from trainrun.assemble.start_choices import limit_outputs
+from trainrun.assemble.start_choices import set_output_memory_limit
 from trainrun.cli.main import main
 from trainrun.task.classification import Classification
 from trainrun.task.language_modeling import LanguageModeling
@@ -35,15 +35,15 @@ def test_half_of_what_the_update_leaves_free(
 ) -> None:
     monkeypatch.setattr(start_choices, "read_free_bytes", lambda device: 8 * 10**9)
     task, chosen = LanguageModeling(), dict[str, str]()
-    limit_outputs(task, nn.Linear(1000, 1, bias=False), ranks(others), chosen)
+    set_output_memory_limit(task, nn.Linear(1000, 1, bias=False), ranks(others), chosen)
     assert (task.limit_bytes, chosen) == (expected, {"logits_bytes": str(int(expected))})
 
 
 def test_what_a_run_began_with_stays() -> None:
     task, chosen = LanguageModeling(), {"logits_bytes": "123"}
-    limit_outputs(task, nn.Linear(2, 2), ranks([]), chosen)
+    set_output_memory_limit(task, nn.Linear(2, 2), ranks([]), chosen)
     assert task.limit_bytes == 123
-    limit_outputs(Classification(), nn.Linear(2, 2), ranks([]), other := {})
+    set_output_memory_limit(Classification(), nn.Linear(2, 2), ranks([]), other := {})
     assert other == {}
 
 

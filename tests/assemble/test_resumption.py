@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from trainrun.assemble.resumption import environment_changes, find_checkpoint, last_step, resume_notes
-from trainrun.assemble.run_plan import data_at
+from trainrun.assemble.resumption import (
+    describe_environment_changes,
+    find_checkpoint,
+    note_resume,
+    read_last_logged_step,
+)
+from trainrun.assemble.run_plan import describe_data_files
 from trainrun.cli.main import main
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.folder.run_folder import RunDir
 
 pytestmark = pytest.mark.process
@@ -71,10 +76,10 @@ def test_what_another_place_changes(then: dict[str, Any], told: str) -> None:
     notes: list[str] = []
     run: Any = SimpleNamespace(
         checkpoints=SimpleNamespace(fingerprint=lambda: now), monitors=SimpleNamespace(note=notes.append),
-        config=with_values(RunConfig(), {"trainer.max_steps": None}),
+        config=replace_values(RunConfig(), {"trainer.max_steps": None}),
     )  # fmt: skip
     loaded: Any = SimpleNamespace(manifest=SimpleNamespace(step=4, fingerprint=then), folder=Path("step-4"))
-    resume_notes(run, RunDir(Path("none")), loaded)
+    note_resume(run, RunDir(Path("none")), loaded)
     assert [told in note for note in notes[1:]] == ([True] if told else [])
 
 
@@ -216,13 +221,13 @@ def test_data_that_is_not_looked_at(workdir: Path, path: object, monkeypatch: py
     Path("many").mkdir()
     for name in "abc":
         (Path("many") / name).touch()
-    assert data_at("many/[ab]").startswith("2 files, 0 bytes, ")
+    assert describe_data_files("many/[ab]").startswith("2 files, 0 bytes, ")
     monkeypatch.setattr("trainrun.assemble.run_plan.MOST_FILES", 2)
-    assert data_at(path) == ""
+    assert describe_data_files(path) == ""
 
 
 def test_differences() -> None:
-    assert environment_changes(
+    assert describe_environment_changes(
         {"torch": "2.12", "ranks": 1, "gone": 1}, {"torch": "2.13", "ranks": 1, "new": 1}
     ) == ("torch (2.12, now 2.13)")
 
@@ -233,11 +238,11 @@ def test_differences() -> None:
 )
 def test_the_last_step_of_a_file_that_was_cut(text: str, step: int, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert last_step(path) == -1
+    assert read_last_logged_step(path) == -1
     path.write_text(text)
-    assert last_step(path) == step
+    assert read_last_logged_step(path) == step
     path.write_text('{"step": 1}\n' * 9000 + text)
-    assert last_step(path) == (max(1, step) if "broken" not in text else -1)
+    assert read_last_logged_step(path) == (max(1, step) if "broken" not in text else -1)
 
 
 def test_a_number_type_that_was_chosen_is_no_other_one(

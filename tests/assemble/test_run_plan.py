@@ -8,12 +8,12 @@ import pytest
 from approved import refused
 
 from trainrun.assemble.run_plan import (
-    batch_facts,
-    build_watch,
+    build_early_stopping_tracker,
+    choose_metric_direction,
+    collect_batch_sizes,
     convert_to_steps,
-    direction,
-    with_accumulation,
-    with_earlier_batch,
+    keep_global_batch,
+    set_accumulation,
 )  # fmt: skip
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig
@@ -41,7 +41,7 @@ from trainrun.training.triggers import Lengths
     ],
 )  # fmt: skip
 def test_the_name_of_a_metric_says_which_way_is_better(metric: str, better: str) -> None:
-    assert direction("checkpoint", metric, CheckpointConfig(monitor=metric)) == better
+    assert choose_metric_direction("checkpoint", metric, CheckpointConfig(monitor=metric)) == better
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,18 @@ def test_a_mode_against_the_name_of_the_metric_is_refused(
 ) -> None:
     better = "smaller; use checkpoint.mode=min" if wanted.mode == "max" else "larger; use checkpoint.mode=max"
     with pytest.raises(ConfigError, match=f"checkpoint.mode={wanted.mode}: {metric} is better when {better}"):
-        direction("checkpoint", metric, wanted)
+        choose_metric_direction("checkpoint", metric, wanted)
 
 
 def test_a_mode_beside_a_named_metric_is_believed() -> None:
     for metric in ("val/perplexity", "val/mine"):  # of a codebook it is better when larger
-        assert direction("checkpoint", metric, CheckpointConfig(mode="max", monitor=metric)) == "max"
-    assert direction("checkpoint", None, CheckpointConfig(mode="max")) == "min"  # nothing is validated
+        assert (
+            choose_metric_direction("checkpoint", metric, CheckpointConfig(mode="max", monitor=metric))
+            == "max"
+        )
+    assert (
+        choose_metric_direction("checkpoint", None, CheckpointConfig(mode="max")) == "min"
+    )  # nothing is validated
 
 
 def test_a_name_that_says_nothing_is_told_where_nobody_says_more() -> None:
@@ -79,13 +84,13 @@ def test_a_name_that_says_nothing_is_told_where_nobody_says_more() -> None:
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 6), (2, 3), (6, 1)])
 def test_global_batch_is_divided_among_ranks_and_micro_batches(world_size: int, accumulate: int) -> None:
     config = compose_run(["data.batch_size=8", "data.global_batch_size=48"]).config
-    assert with_accumulation(config, world_size).trainer.accumulate_grad_batches == accumulate
+    assert set_accumulation(config, world_size).trainer.accumulate_grad_batches == accumulate
 
 
 def test_global_batch_that_does_not_come_out_even_is_refused() -> None:
     config = compose_run(["data.batch_size=8", "data.global_batch_size=48"]).config
     with refused(ConfigError, "data.global_batch_size"):
-        with_accumulation(config, 4)
+        set_accumulation(config, 4)
 
 
 @pytest.mark.parametrize(
@@ -103,32 +108,37 @@ def test_a_resume_on_other_ranks_keeps_the_global_batch(
     ranks: int, typed: tuple[str, ...], accumulate: int
 ) -> None:
     config = compose_run(["data.batch_size=8", "trainer.accumulate_grad_batches=4"]).config
-    earlier = batch_facts(config, 2)
+    earlier = collect_batch_sizes(config, 2)
     notes: list[str] = []
-    kept = with_earlier_batch(config, earlier, ranks, typed, notes)
+    kept = keep_global_batch(config, earlier, ranks, typed, notes)
     assert kept.trainer.accumulate_grad_batches == accumulate
     assert len(notes) == (ranks != 2 and accumulate * ranks == 8)
-    assert with_earlier_batch(config, None, ranks, typed, notes) is config
+    assert keep_global_batch(config, None, ranks, typed, notes) is config
     smaller = compose_run(["data.batch_size=4", "trainer.accumulate_grad_batches=4"]).config
     assert (
-        with_earlier_batch(smaller, earlier, 2, (), notes) is smaller
+        keep_global_batch(smaller, earlier, 2, (), notes) is smaller
     )  # on the same ranks the user's own batch
 
 
 def test_a_global_batch_that_other_ranks_cannot_keep_is_refused_with_the_nearest() -> None:
     config = compose_run(["data.batch_size=8", "trainer.accumulate_grad_batches=4"]).config
     with refused(ConfigError, "data.batch_size"):
-        with_earlier_batch(config, batch_facts(config, 2), 3, (), [])
+        keep_global_batch(config, collect_batch_sizes(config, 2), 3, (), [])
     whole = compose_run(["data.batch_size=32"]).config
     with refused(ConfigError, "data.batch_size"):  # and with the batch of a rank that keeps it
-        with_earlier_batch(whole, batch_facts(whole, 1), 2, (), [])
+        keep_global_batch(whole, collect_batch_sizes(whole, 1), 2, (), [])
 
 
 def test_a_least_length_that_the_run_never_reaches_is_refused() -> None:
     words = ["trainer.early_stopping=true", "trainer.early_stopping.min_epochs=3", "trainer.max_epochs=3"]
     with refused(ConfigError, "trainer.early_stopping.min_epochs"):
-        build_watch(compose_run(words).config, "val/acc")
-    assert build_watch(compose_run([*words[:2], "trainer.max_epochs=4"]).config, "val/acc").min_epochs == 3
+        build_early_stopping_tracker(compose_run(words).config, "val/acc")
+    assert (
+        build_early_stopping_tracker(
+            compose_run([*words[:2], "trainer.max_epochs=4"]).config, "val/acc"
+        ).min_epochs
+        == 3
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainrun.assemble import start_choices
-from trainrun.assemble.start_choices import choose_allocator
+from trainrun.assemble.start_choices import set_allocator_rule
 from trainrun.runtime import machine
 
 
@@ -26,13 +26,13 @@ def choose(monkeypatch: pytest.MonkeyPatch, rule: str, coming: float, device: st
            ranks: int = 1) -> tuple[str, list[str]]:  # fmt: skip
     """Return the choice on a machine with 150 bytes. coming: bytes that a step takes."""
     monkeypatch.setattr(start_choices, "read_free_bytes", lambda device: 150)
-    monkeypatch.setattr(start_choices, "estimate_upper_bytes", lambda run: math.inf)
+    monkeypatch.setattr(start_choices, "estimate_max_step_bytes", lambda run: math.inf)
     forecast = SimpleNamespace(memory_forecast=lambda run, rough: ("", coming))
-    monkeypatch.setattr(start_choices, "autotune", lambda lines: forecast)
+    monkeypatch.setattr(start_choices, "import_autotune", lambda lines: forecast)
     trainer = SimpleNamespace(cpu_allocator=rule)
     parallel = SimpleNamespace(device=SimpleNamespace(type=device), local_world_size=ranks)
     run: Any = SimpleNamespace(config=SimpleNamespace(trainer=trainer), parallel=parallel)
-    return choose_allocator(run)
+    return set_allocator_rule(run)
 
 
 @pytest.mark.parametrize(

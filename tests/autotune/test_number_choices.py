@@ -20,12 +20,12 @@ from trainrun.autotune import number_choices, start
 from trainrun.autotune.timed_step import TimedChoice, agreed_choice, choose_fastest
 from trainrun.checkpoint.load import read_checkpoint, read_manifest, resolve_checkpoint
 from trainrun.cli.main import main
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.folder.run_folder import RunDir, read_identity, write_identity
 from trainrun.parallel.single import Single
 from trainrun.precision import autocast
 from trainrun.runs.restore_config import load_parts as restored
-from trainrun.seeding import random_state
+from trainrun.seeding import read_random_state
 from trainrun.training.components import Components
 
 pytestmark = pytest.mark.process
@@ -101,7 +101,7 @@ def chosen_of(
         patch.setattr(
             start, "choose_numbers", lambda *given: number_choices.choose_numbers(*given, clock=time)
         )
-        config = start_choices.decide_numbers(
+        config = start_choices.resolve_precision_and_threads(
             config, model, task, train, parallel, chosen, measures, batches, notes
         )
     return config, chosen, notes
@@ -112,7 +112,7 @@ def told(
 ) -> tuple[RunConfig, dict[str, str], list[str], float]:
     time, pairs = Time(), [word.split("=") for word in words]
     values = {f"trainer.{key}": json.loads(value) for key, value in pairs}
-    config = with_values(run.config, {"precision.mode": "auto", **values})
+    config = replace_values(run.config, {"precision.mode": "auto", **values})
     task = TimedTask(run.task, time, seconds)
     return *chosen_of(config, run.model, task, run.train, time, monkeypatch, **more), time.now
 
@@ -178,9 +178,9 @@ def test_a_step_that_takes_long_is_left_to_the_rule(seconds: float, monkeypatch:
 def test_the_run_does_not_feel_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = parts_of((), count=64)
     weights = [parameter.clone() for parameter in run.model.parameters()]
-    before = random_state()["torch"]
+    before = read_random_state()["torch"]
     told(run, lambda: 0.001, monkeypatch)
-    assert torch.equal(before, random_state()["torch"])
+    assert torch.equal(before, read_random_state()["torch"])
     assert all(torch.equal(a, b) for a, b in zip(weights, run.model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in run.model.parameters())
 
@@ -202,7 +202,7 @@ class Head(nn.Module):
 def test_a_model_that_reaches_itself_by_a_function_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     run = parts_of((), count=64)
     run, time = dataclasses.replace(run, model=Head()), Time()
-    config = with_values(run.config, {"precision.mode": "auto"})
+    config = replace_values(run.config, {"precision.mode": "auto"})
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     task = TimedTask(run.task, time, lambda: 0.001 if in_bfloat16() else 0.002)
     _, chosen, _ = chosen_of(config, run.model, task, run.train, time, monkeypatch)

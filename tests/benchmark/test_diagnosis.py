@@ -25,7 +25,7 @@ from trainrun.benchmark.remedies import EFFECTS, REMEDIES, Remedy, remedies_for
 from trainrun.benchmark.run_overrides import config_of, replace_overrides
 from trainrun.benchmark.worker_messages import RunInfo, Save, Turn
 from trainrun.cli.main import main
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.timing.paired import Ratio
 from trainrun.timing.phases import DATA
 
@@ -171,7 +171,7 @@ def test_every_remedy_is_one_that_a_run_takes(remedy: Remedy) -> None:
 def test_only_useful_ablations_are_asked() -> None:
     config = RunConfig()
     assert "one_type" not in useful_ablations(config, INFO, 10)
-    config = with_values(config, {"precision.mode": "bf16-mixed", "checkpoint.every_n_train_steps": 5})
+    config = replace_values(config, {"precision.mode": "bf16-mixed", "checkpoint.every_n_train_steps": 5})
     ranks = useful_ablations(config, replace(INFO, world_size=2), 10)
     assert {"one_type", "saving", "no_gradient_sync"} <= set(ranks)
     assert not [name for name in ranks if name.startswith("threads=")]

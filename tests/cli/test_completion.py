@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from approved import refused
 
-from trainrun.cli.completion import SCRIPTS, all_names, completion_script
-from trainrun.cli.main import COMMANDS, FINE_TUNE, MEANT, command_of, main, translate_command
-from trainrun.config.argv import conf_dir
+from trainrun.cli.completion import SCRIPTS, collect_names, format_completion_script
+from trainrun.cli.main import COMMANDS, FINE_TUNE, MEANT, choose_command, main, translate_command
+from trainrun.config.argv import find_conf_dir
 from trainrun.errors import ConfigError
 
-NAMES = all_names(list(COMMANDS), [conf_dir()])
+NAMES = collect_names(list(COMMANDS), [find_conf_dir()])
 LINES = (
     "trainrun model=c", "trainrun model=cnn trainer.max_e", "trainrun optimizer.l", "trainrun resume ru", "trainrun ev",
     "trainrun trainer.gradient_checkpointing=s", "trainrun --mul", "trainrun model=nothing_like_it",
@@ -63,7 +63,7 @@ def test_a_tab_proposes_what_may_follow(shell: str, tmp_path: Path) -> None:
         pytest.skip(f"needs {shell}")
     (tmp_path / "runs").mkdir()
     (tmp_path / "photos").mkdir()
-    script = completion_script(shell, NAMES).replace("compdef _trainrun trainrun", "") + TABS[shell]
+    script = format_completion_script(shell, NAMES).replace("compdef _trainrun trainrun", "") + TABS[shell]
     name = [] if shell == "fish" else [shell]
     done = subprocess.run(
         [*START[shell], script, *name, *LINES],
@@ -102,7 +102,7 @@ def test_script_of_each_shell_has_all_names(shell: str, capsys: pytest.CaptureFi
 
 def test_unknown_shell_is_refused() -> None:
     with refused(ConfigError, "--completion tcsh"):
-        command_of(["--completion", "tcsh"])()
+        choose_command(["--completion", "tcsh"])()
 
 
 @pytest.mark.parametrize("word", MEANT)
@@ -125,9 +125,9 @@ def test_words_of_ours_stay_as_they_are(words: list[str]) -> None:
 @pytest.mark.parametrize("word", FINE_TUNE)
 def test_fine_tuning_is_answered_with_its_setting(word: str) -> None:
     with refused(ConfigError, "init_from="):
-        command_of([word])()
+        choose_command([word])()
 
 
 def test_no_word_of_another_program_hides_a_command_or_a_group() -> None:
-    groups = {item.name for item in conf_dir().iterdir() if item.is_dir()}
+    groups = {item.name for item in find_conf_dir().iterdir() if item.is_dir()}
     assert not set(MEANT) & (set(COMMANDS) | groups)

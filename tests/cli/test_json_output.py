@@ -14,7 +14,7 @@ from quiet_runs import QUIET
 import trainrun.errors
 from trainrun.cli.main import COMMANDS, MODULES, main
 from trainrun.cli.manual_pages import FOLDER as MANUAL
-from trainrun.cli.manual_pages import sections
+from trainrun.cli.manual_pages import split_sections
 
 PACKAGE = Path(trainrun.errors.__file__).parent
 KEYS = ["schema", "command", "exit_code", "error", "result"]
@@ -84,7 +84,7 @@ def test_every_command_reports_a_result_which_the_manual_lists(command: str):
     if command == "embed":  # writes by the machinery of convert
         texts += [(PACKAGE / "convert/conversion.py").read_text()]
     assert any("report_result(" in text for text in texts)
-    page = sections((MANUAL / "agents.md").read_text())["the-result-of-a-command"]
+    page = split_sections((MANUAL / "agents.md").read_text())["the-result-of-a-command"]
     assert f"`{command}`" in page
 
 

@@ -12,9 +12,9 @@ import pytest
 from tests.monitor.test_encodings import in_terminal
 from trainrun.cli.long_text import render_markdown, wrap_code, wrap_columns
 from trainrun.cli.main import COMMANDS
-from trainrun.cli.manual_pages import topics
-from trainrun.config.argv import conf_dir
-from trainrun.config.help_text import help_text
+from trainrun.cli.manual_pages import load_topics
+from trainrun.config.argv import find_conf_dir
+from trainrun.config.help_text import build_help_text
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 TOPICS = ((), ("trainer",), ("data",), ("monitor",), ("model=gpt",), ("all",))
@@ -23,14 +23,14 @@ TOPICS = ((), ("trainer",), ("data",), ("monitor",), ("model=gpt",), ("all",))
 @pytest.mark.parametrize("width", [30, 44, 60, 80, 100, 200])
 @pytest.mark.parametrize("asked", TOPICS)
 def test_help_fits_the_window_without_losing_a_word(asked: tuple[str, ...], width: int) -> None:
-    text = help_text(list(asked), COMMANDS, [conf_dir()])
+    text = build_help_text(list(asked), COMMANDS, [find_conf_dir()])
     lines = wrap_columns(text, width).splitlines()
     assert all(len(line) <= width for line in lines)
     assert "".join("".join(lines).split()) == "".join(text.split())
 
 
 def test_list_that_fits_is_left_as_it_is() -> None:
-    text = help_text(["precision"], COMMANDS, [conf_dir()])
+    text = build_help_text(["precision"], COMMANDS, [find_conf_dir()])
     assert wrap_columns(text, 300) == "\n".join(line.rstrip() for line in text.splitlines())
 
 
@@ -55,10 +55,10 @@ def test_markdown_is_rendered_and_commands_stay_whole() -> None:
     assert not any("`" in line or "**" in line for line in lines)
 
 
-@pytest.mark.parametrize("page", topics())
+@pytest.mark.parametrize("page", load_topics())
 def test_every_page_fits_the_window(page: str) -> None:
     for width in (44, 80):
-        lines = ESCAPES.sub("", render_markdown(topics()[page], width)).splitlines()
+        lines = ESCAPES.sub("", render_markdown(load_topics()[page], width)).splitlines()
         assert [line for line in lines if len(line) > width] == []
 
 

@@ -9,11 +9,11 @@ import pytest
 from approved import approve, refused
 from things import faults_of
 
-from trainrun.config.argv import conf_dir
+from trainrun.config.argv import find_conf_dir
 from trainrun.config.compose import compose_run, format_config
 from trainrun.config.saved_config import load_config
-from trainrun.config.schema import with_values
-from trainrun.config.validate import check_config, kinds_of, target_argument_faults
+from trainrun.config.schema import replace_values
+from trainrun.config.validate import check_config, check_target_arguments, parse_argument_types
 from trainrun.errors import ConfigError
 from trainrun.limits import fits_kind
 
@@ -21,7 +21,7 @@ GROUPS = ("optimizer", "scheduler", "task", "model", "data.train")
 OPTIONS = [
     (group, file.stem)
     for group in GROUPS
-    for file in sorted((conf_dir() / group.partition(".")[0]).glob("*.yaml"))
+    for file in sorted((find_conf_dir() / group.partition(".")[0]).glob("*.yaml"))
     if file.stem != "custom"
 ]
 NEEDED = {"gpt": ["data=text", "task=language_modeling"], "lstm": ["data=text", "task=language_modeling"],
@@ -40,8 +40,8 @@ def node_of(config: Any, group: str) -> Any:
 
 def wrong(config: Any, group: str, name: str, value: Any) -> list[str]:
     """The faults of that key when it has that value."""
-    changed = with_values(config, {f"{group}.{name}": value})
-    faults = [*check_config(changed), *target_argument_faults(changed).values()]
+    changed = replace_values(config, {f"{group}.{name}": value})
+    faults = [*check_config(changed), *check_target_arguments(changed).values()]
     return [fault for fault in faults if fault.startswith(f"{group}.{name}=")]
 
 
@@ -49,9 +49,9 @@ def wrong(config: Any, group: str, name: str, value: Any) -> list[str]:
 def test_every_number_flag_and_list_of_an_option_is_looked_at(group: str, option: str) -> None:
     config = composed(group, option)
     node = node_of(config, group)
-    kinds = kinds_of(node["_target_"])
+    kinds = parse_argument_types(node["_target_"])
     assert check_config(config) == []
-    assert target_argument_faults(config) == {}
+    assert check_target_arguments(config) == {}
     for name, usual in node.items():
         if isinstance(usual, bool | int | float):
             for value in ("abc", {}, [[]], 10**400, float("nan")):

@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 
-from trainrun.config.rules import pair_faults
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.rules import iterate_combination_faults
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.config.validate import check_config
-from trainrun.limits import Duration, parse_distance, parse_interval, parse_saving, parse_seconds, parse_whole
+from trainrun.limits import (
+    Duration,
+    parse_any_duration,
+    parse_interval,
+    parse_saving_interval,
+    parse_seconds,
+    parse_untimed_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +66,19 @@ def test_durations_that_mean_nothing_are_refused(value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("parse", "value"),
-    [(parse_distance, "10min"), (parse_saving, "10min"), (parse_whole, "3"), (parse_whole, 3), (parse_whole, "1.5step"),
-     (parse_seconds, "10step")],
-)  # fmt: skip
+    [
+        (parse_untimed_interval, "10min"),
+        (parse_saving_interval, "10min"),
+        (parse_any_duration, "3"),
+        (parse_any_duration, 3),
+        (parse_any_duration, "1.5step"),
+        (parse_seconds, "10step"),
+    ],
+)
 def test_a_unit_that_makes_no_sense_is_refused(parse: Any, value: Any) -> None:
     with pytest.raises(ValueError, match="must be"):
         parse(value)
-    assert parse_saving(None) is parse_whole(None) is None
+    assert parse_saving_interval(None) is parse_any_duration(None) is None
 
 
 @pytest.mark.parametrize(
@@ -75,10 +88,10 @@ def test_a_unit_that_makes_no_sense_is_refused(parse: Any, value: Any) -> None:
 def test_what_cannot_be_called_is_named_before_anything_starts(field: str, value: Any) -> None:
     key = field.replace(".listeners", "")
     (fault,) = [
-        fault for fault in check_config(with_values(RunConfig(), {field: value})) if fault.startswith(key)
+        fault for fault in check_config(replace_values(RunConfig(), {field: value})) if fault.startswith(key)
     ]
     assert f"{key}._target_=my_file.MyClass" in fault
-    mine = with_values(RunConfig(), {field: {"_target_": "my_file.MyClass"}})
+    mine = replace_values(RunConfig(), {field: {"_target_": "my_file.MyClass"}})
     assert not [fault for fault in check_config(mine) if fault.startswith(key)]
 
 
@@ -103,10 +116,10 @@ READER = {
     ],
 )
 def test_a_validation_part_is_cut_as_the_training_part_is(val: dict[str, Any], said: str) -> None:
-    config = with_values(
+    config = replace_values(
         RunConfig(),
         {"data.train": READER, "data.val": {**READER, **val}},
     )
-    faults = [str(fault) for fault in pair_faults(config) if fault.key.startswith("data.val")]
+    faults = [str(fault) for fault in iterate_combination_faults(config) if fault.key.startswith("data.val")]
     assert len(faults) == bool(said)
     assert said in "".join(faults)

@@ -12,14 +12,14 @@ from things import faults_of
 from yaml import safe_load
 
 from trainrun.cli.main import main
-from trainrun.config.argv import conf_dir, options
+from trainrun.config.argv import find_conf_dir, list_options
 from trainrun.config.compose import compose_run, format_config, prepare_command_line
-from trainrun.config.saved_config import load_config, plain_config, with_overrides
-from trainrun.config.schema import DataConfig, RunConfig, with_values
+from trainrun.config.saved_config import apply_overrides, load_config, load_saved_values
+from trainrun.config.schema import DataConfig, RunConfig, replace_values
 from trainrun.errors import ConfigError
 
 
-@pytest.mark.parametrize("preset", options("preset", [conf_dir()]))
+@pytest.mark.parametrize("preset", list_options("preset", [find_conf_dir()]))
 @pytest.mark.parametrize("order", [0, 1])
 def test_the_user_beats_a_preset_in_any_order(preset: str, order: int) -> None:
     words = [f"preset={preset}", "precision=64", "data.batch_size=7", "monitor=none", "trainer.max_epochs=5"]
@@ -308,7 +308,7 @@ TEXTS = ("1e6", "1_000", "012", "1:20", "yes", "off", "y", "N", "null", "", ".na
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_is_read_from_a_saved_config_as_it_was_written(text: str, tmp_path: Path) -> None:
     shared = [text, 1.5, None]
-    config = with_values(compose_run([]).config, {"user": {"text": text, "more": shared, "again": shared}})
+    config = replace_values(compose_run([]).config, {"user": {"text": text, "more": shared, "again": shared}})
     saved = format_config(config)
     assert "*" not in saved  # no alias, which reading refuses
     if "${" not in text:
@@ -318,7 +318,7 @@ def test_a_text_is_read_from_a_saved_config_as_it_was_written(text: str, tmp_pat
 
 
 def test_a_path_that_is_not_utf_8_is_written() -> None:
-    config = with_values(compose_run([]).config, {"user": {"path": "a\udcff"}})
+    config = replace_values(compose_run([]).config, {"user": {"path": "a\udcff"}})
     assert '  path: "a\\uDCFF"\n' in format_config(config)
 
 
@@ -410,7 +410,7 @@ def test_a_saved_config_keeps_references_until_their_value_changes(tmp_path: Pat
     assert load_config(path, []) == config
     later = load_config(path, ["lr=0.5", "data.batch_size=7"])
     assert (later.scheduler["max_lr"], later.user["size"]) == (0.5, 7)
-    values = saved(with_values(later, {"data.batch_size": 9}))
+    values = saved(replace_values(later, {"data.batch_size": 9}))
     assert (values["user"]["size"], values["scheduler"]["max_lr"]) == (7, "${optimizer.lr}")
     own = load_config(path, ["data.train=my_data.Mine"]).data
     assert own.train == {"_target_": "my_data.Mine"}
@@ -426,7 +426,7 @@ def test_a_saved_config_with_a_reference_that_no_run_saves_is_refused(text: str,
     path = tmp_path / "config.yaml"
     path.write_text(f"model: {{_target_: a.B}}\nseed: 1\nuser:\n  {text}\n")
     with refused(ConfigError, "user.x"):
-        plain_config(path)
+        load_saved_values(path)
 
 
 @pytest.mark.parametrize("folder", ["train", "y"])
@@ -445,7 +445,7 @@ def test_training_tells_of_a_validation_that_a_new_path_does_not_reach(
     path = tmp_path / "config.yaml"
 
     def load(*words: str) -> DataConfig:
-        return with_overrides(plain_config(path), path, ["data.path=new", *words], "val").data
+        return apply_overrides(load_saved_values(path), path, ["data.path=new", *words], "val").data
 
     path.write_text(format_config(compose_run(["data=csv", "data.path=a", "data.train.val_path=b"]).config))
     assert load("data.train.val_path=c").val["val_path"] == "c"
@@ -604,7 +604,7 @@ def test_help_of_a_section_an_option_and_everything(capsys: pytest.CaptureFixtur
         assert f"Did you mean {meant}?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", options("data", [conf_dir()]))
+@pytest.mark.parametrize("option", list_options("data", [find_conf_dir()]))
 def test_a_data_option_changes_no_setting_of_the_training(option: str) -> None:
     words = [f"data={option}", *(["data.train._target_=my_data.Train"] if option == "custom" else [])]
     found, default = (dataclasses.asdict(compose_run(given).config) for given in (words, []))

@@ -8,7 +8,7 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
-from trainrun.config.schema import value_of
+from trainrun.config.schema import read_value
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_the_home_folder_stands_for_a_tilde(home: Path, words: list[str], key: str) -> None:
-    found = value_of(compose_run(words).config, key)
+    found = read_value(compose_run(words).config, key)
     texts = str(found if key != "monitor" else found.listeners)
     assert str(home) in texts
     assert "~" not in texts

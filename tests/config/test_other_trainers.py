@@ -7,10 +7,10 @@ import re
 import pytest
 from approved import approve, refused
 
-from trainrun.config.aliases import BY_NAMES, CASES, KEYS, aliases, answers
-from trainrun.config.argv import conf_dir, groups
+from trainrun.config.aliases import BY_NAMES, CASES, KEYS, collect_aliases, load_replacement_hints
+from trainrun.config.argv import find_conf_dir, list_groups
 from trainrun.config.compose import compose_run
-from trainrun.config.schema import settings, value_of
+from trainrun.config.schema import read_value, settings
 from trainrun.errors import ConfigError
 
 READ = {  # words -> what they set
@@ -93,7 +93,7 @@ OF_OPTIONS = ("optimizer.", "scheduler.", "model.", "task.")
 @pytest.mark.parametrize("typed", READ)
 def test_a_word_that_means_the_same_is_read_and_said(typed: str) -> None:
     composition = compose_run(typed.split())
-    found = {key: value_of(composition.config, key) for key in READ[typed]}
+    found = {key: read_value(composition.config, key) for key in READ[typed]}
     assert found == READ[typed]
     own = [word for word in typed.split() if re.match(r"(parallel|trainer)\.devices=[1-9]", word)]
     assert own or any(" is read as " in note for note in composition.notes)
@@ -101,8 +101,10 @@ def test_a_word_that_means_the_same_is_read_and_said(typed: str) -> None:
 
 def test_a_word_that_has_no_setting_is_answered_with_what_to_write() -> None:
     typed = [
-        f"{name}=0.1" if name in aliases() else f"{'trainer.' if len(name) % 2 else ''}{name}=something"
-        for name in answers()
+        f"{name}=0.1"
+        if name in collect_aliases()
+        else f"{'trainer.' if len(name) % 2 else ''}{name}=something"
+        for name in load_replacement_hints()
     ]
     with pytest.raises(ConfigError) as error:
         compose_run(typed)
@@ -113,8 +115,8 @@ def test_a_word_that_has_no_setting_is_answered_with_what_to_write() -> None:
 
 
 def test_what_the_answers_say_to_write_is_understood() -> None:
-    known = groups([conf_dir()])
-    for answer in answers().values():
+    known = list_groups([find_conf_dir()])
+    for answer in load_replacement_hints().values():
         for word in re.findall(r"(?<= )([a-z][\w.]*)=", answer):
             head = word.partition(".")[0]
             assert word in settings() or word in KEYS or word in CASES or word in known or head in (
@@ -136,7 +138,7 @@ def test_what_a_word_stands_for_is_there() -> None:
         *(name for found in settings().values() for name in found.aliases),
     ]
     assert sorted(set(names)) == sorted(names)
-    assert len({*names, *answers()}) > 120
+    assert len({*names, *load_replacement_hints()}) > 120
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from trainrun.errors import ConfigError
 
 def test_one_composition_finds_faults_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    compose = overrides._hydra_compose
-    monkeypatch.setattr(overrides, "_hydra_compose", lambda *given: calls.append(1) or compose(*given))
+    compose = overrides._compose_with_hydra
+    monkeypatch.setattr(overrides, "_compose_with_hydra", lambda *given: calls.append(1) or compose(*given))
     faults = faults_of(
         "run_name=a(b", "trainer.channels_last=maybe", "seed=1,2", "model=cnnn", "optimizer.lrr=1",
         "trainer.max_epochs=abc", "~trainer.max_steps", "data.batch_size=0",

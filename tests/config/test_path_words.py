@@ -14,7 +14,7 @@ from approved import refused
 from pyarrow import csv
 
 from trainrun.cli.main import main
-from trainrun.config.argv import conf_dir, is_path, quote_path
+from trainrun.config.argv import find_conf_dir, is_path_setting, quote_path
 from trainrun.config.compose import compose_run, format_config, prepare_command_line
 from trainrun.config.saved_config import load_config
 from trainrun.data.readers.path_contents import list_data_options
@@ -22,7 +22,7 @@ from trainrun.data.readers.tables import csv_files
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, resolve_folder
 from trainrun.runs.run import create_run
-from trainrun.sweep.space import expand
+from trainrun.sweep.space import expand_grid
 
 NAMES = [
     "a=b.csv", "a,b.csv", "it's.csv", 'say "hi".csv', "two words.csv", "cost$5.csv", "$HOME.csv", "a(1)[2]{3}.csv",
@@ -47,7 +47,7 @@ def test_any_name_of_a_file_that_is_there(name: str) -> None:
         config = compose_run(["data=csv", f"data.path={place}", f"data.train.val_path={place}"]).config
         assert (config.data.path, config.data.train["path"], config.data.train["val_path"]) == (place,) * 3
         words, _ = prepare_command_line(["--multirun", "data=csv", f"data.path={place}"], Path.cwd())
-        (job,) = expand(words.overrides)  # no sweep
+        (job,) = expand_grid(words.overrides)  # no sweep
         assert data_path(*job[1:]) == place
 
 
@@ -85,7 +85,7 @@ def test_relative_paths_lead_from_where_a_run_began_and_from_a_copy_of_the_proje
 def test_a_comma_is_a_sweep_only_where_it_clearly_is_one() -> None:
     def jobs(word: str) -> list[str]:
         words, _ = prepare_command_line(["--multirun", "data=csv", word], Path.cwd())
-        return [str(data_path(*job[1:])) for job in expand(words.overrides)]
+        return [str(data_path(*job[1:])) for job in expand_grid(words.overrides)]
 
     assert jobs("data.path=a b.csv,c=d.csv") == ["a b.csv", "c=d.csv"]
     assert jobs("data.path=part-{1,2}.csv") == ["part-{1,2}.csv"]
@@ -105,9 +105,8 @@ def test_what_stays_of_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
     assert data_path('data.path="a,b.csv"') == "a,b.csv"
     assert compose_run(["data=text", "data.path=null"]).config.data.path is None
     assert quote_path("parts/a-1.csv", False) == "parts/a-1.csv"
-    assert [key for key in ("data.path", "data.train.cache_dir", "init_from", "model.path", "lr") if is_path(key)] == [
-        "data.path", "data.train.cache_dir", "init_from",
-    ]  # fmt: skip
+    keys = ("data.path", "data.train.cache_dir", "init_from", "model.path", "lr")
+    assert [key for key in keys if is_path_setting(key)] == ["data.path", "data.train.cache_dir", "init_from"]
 
 
 def test_the_same_path_twice_and_two_paths() -> None:
@@ -192,7 +191,9 @@ def test_settings_of_the_option_stand_beside_the_path_and_jobs_of_a_sweep_look_f
     config = compose_run(["data.train.target=price", "data.path=one.csv"]).config
     assert config.data.train["target"] == "price"
     words, _ = prepare_command_line(["--multirun", "data.path=one.csv,two.parquet"], Path.cwd())
-    jobs = [compose_run(list(job[1:] if job[0] == "--multirun" else job)) for job in expand(words.overrides)]
+    jobs = [
+        compose_run(list(job[1:] if job[0] == "--multirun" else job)) for job in expand_grid(words.overrides)
+    ]
     assert [job.choices["data"] for job in jobs] == ["csv", "parquet"]
 
 
@@ -331,7 +332,7 @@ def test_a_task_of_the_users_own_files_stays(file: str) -> None:
     text = (
         "# @package _global_\ndefaults: [csv@data]\ntask: {label_smoothing: 0.1}\n"
         if file == "data/mine.yaml"
-        else (conf_dir() / file).read_text()
+        else (find_conf_dir() / file).read_text()
     )
     Path("conf/model").mkdir(parents=True)
     (Path("conf") / file).parent.mkdir(exist_ok=True)

@@ -12,10 +12,10 @@ from approved import approve_error
 
 import trainrun
 from trainrun.cli.main import main
-from trainrun.config.argv import conf_dir
-from trainrun.config.schema import config_leaves
-from trainrun.output import HIDDEN, hides, is_secret, masked, masked_word
-from trainrun.sweep.space import expand
+from trainrun.config.argv import find_conf_dir
+from trainrun.config.schema import iterate_config_leaves
+from trainrun.output import HIDDEN, is_secret_name, is_secret_value, mask_argument, mask_secrets
+from trainrun.sweep.space import expand_grid
 
 NET = """
 from torch import nn
@@ -48,7 +48,7 @@ WORDS = ["model=secret_net.Net", "model.api_key=typed-1234", "model.token=${oc.e
      "model.api_key.0", "model.api_key[1]", "model.hosts.0.password", "headers.Authorization"],
 )  # fmt: skip
 def test_secrets_by_their_names(key: str) -> None:
-    assert is_secret(key)
+    assert is_secret_name(key)
 
 
 @pytest.mark.parametrize(
@@ -59,32 +59,34 @@ def test_secrets_by_their_names(key: str) -> None:
      "password_file", "my_token"],
 )  # fmt: skip
 def test_names_that_only_look_like_it(key: str) -> None:
-    assert not is_secret(key)
+    assert not is_secret_name(key)
 
 
 def test_no_setting_of_the_package_is_a_secret() -> None:
     names = [
         key
-        for path in conf_dir().rglob("*.yaml")
-        for key, _ in config_leaves(yaml.safe_load(path.read_text()))
+        for path in find_conf_dir().rglob("*.yaml")
+        for key, _ in iterate_config_leaves(yaml.safe_load(path.read_text()))
     ]
     assert len(names) > 200
-    assert [name for name in names if is_secret(name)] == []
+    assert [name for name in names if is_secret_name(name)] == []
 
 
 def test_texts_and_words_are_masked() -> None:
     assert (
-        masked("got a.api_key=x1, width=3; db.password='y z' here")
+        mask_secrets("got a.api_key=x1, width=3; db.password='y z' here")
         == "got a.api_key=*** width=3; db.password=*** here"
     )
-    assert masked_word("+db.password=a b,c") == "+db.password=***"
-    assert masked_word("model.token=${oc.env:HF}") == "model.token=${oc.env:HF}"
-    assert masked_word("+a={user: x, token: t 1, n: 2}") == "+a={user: x, token: ***, n: 2}"
-    assert masked_word("a=[{password: 'x,y'}, {api_key: [p, q]}]") == "a=[{password: ***}, {api_key: ***}]"
-    assert masked("failed; a={'token': 'x 1', 'user': 'y'}, api_key=['p', 'q']") == (
+    assert mask_argument("+db.password=a b,c") == "+db.password=***"
+    assert mask_argument("model.token=${oc.env:HF}") == "model.token=${oc.env:HF}"
+    assert mask_argument("+a={user: x, token: t 1, n: 2}") == "+a={user: x, token: ***, n: 2}"
+    assert mask_argument("a=[{password: 'x,y'}, {api_key: [p, q]}]") == "a=[{password: ***}, {api_key: ***}]"
+    assert mask_secrets("failed; a={'token': 'x 1', 'user': 'y'}, api_key=['p', 'q']") == (
         "failed; a={'token': ***, 'user': 'y'}, api_key=***"
     )
-    assert masked("model.api_key: a secret that is not kept") == "model.api_key: a secret that is not kept"
+    assert (
+        mask_secrets("model.api_key: a secret that is not kept") == "model.api_key: a secret that is not kept"
+    )
 
 
 def test_secrets_in_dicts_and_lists_and_in_the_arguments_of_a_failed_call(
@@ -199,13 +201,16 @@ def test_hyperparameters_that_sound_like_secrets_are_shown_swept_and_copied(
     for path in (workdir / "run").glob("[!.]*"):
         shutil.move(path, workdir / "copy")
     assert main(["evaluate", "copy"]) == 0
-    assert [job[0] for job in expand(["model.num_token=2,6"])] == ["model.num_token=2", "model.num_token=6"]
+    assert [job[0] for job in expand_grid(["model.num_token=2,6"])] == [
+        "model.num_token=2",
+        "model.num_token=6",
+    ]
 
 
 def test_the_text_of_a_secret_is_hidden_and_its_number_is_not() -> None:
-    assert hides("a.token", "6")
-    assert hides("a.token", "abc")
-    assert not any(hides("a.token", value) for value in (6, 1.5, True, None, "", "${oc.env:X}"))
-    assert masked_word("a.token=6") == "a.token=6"
-    assert masked_word("a.token='6'") == "a.token=***"
-    assert masked_word("a={token: 6, api_key: x}") == "a={token: 6, api_key: ***}"
+    assert is_secret_value("a.token", "6")
+    assert is_secret_value("a.token", "abc")
+    assert not any(is_secret_value("a.token", value) for value in (6, 1.5, True, None, "", "${oc.env:X}"))
+    assert mask_argument("a.token=6") == "a.token=6"
+    assert mask_argument("a.token='6'") == "a.token=***"
+    assert mask_argument("a={token: 6, api_key: x}") == "a={token: 6, api_key: ***}"

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from trainrun.config.rules import GPU_RULES, RULES, STEP_RULES, Rule, needs_gpu, pair_faults, step_obstacles
-from trainrun.config.schema import DISTILLATION, RunConfig, settings, with_values
+from trainrun.config.rules import (
+    GPU_RULES,
+    RULES,
+    STEP_RULES,
+    Rule,
+    check_gpu_settings,
+    iterate_combination_faults,
+    iterate_step_obstacles,
+)
+from trainrun.config.schema import DISTILLATION, RunConfig, replace_values, settings
 
 REGRESSION = {"_target_": "trainrun.task.regression.Regression"}
 NAMED = {"a": {"_target_": "my.load"}, "b": {"_target_": "my.load"}}
@@ -90,10 +98,10 @@ CASES = [*zip(RULES, BREAKS, strict=True), *zip(STEP_RULES, STEP_BREAKS, strict=
 
 @pytest.mark.parametrize(("rule", "values"), CASES, ids=[rule.setting for rule, _ in CASES])
 def test_each_rule_is_broken_by_its_config_alone(rule: Rule, values: dict[str, Any]) -> None:
-    config = with_values(RunConfig(), values)
+    config = replace_values(RunConfig(), values)
     assert not rule.broken(RunConfig())
     assert rule.broken(config)
-    fault = rule.fault(config)
+    fault = rule.build_fault(config)
     assert fault.key in {*settings(), "parallel", "precision", "task", "step", "loop", "model.unfreeze_at",
                          "scheduler.warmup_steps", "scheduler.interval"}  # fmt: skip
     assert str(fault).startswith(fault.key)
@@ -104,20 +112,20 @@ def test_each_rule_is_broken_by_its_config_alone(rule: Rule, values: dict[str, A
 
 @pytest.mark.parametrize(("rule", "values"), list(zip(RULES, BREAKS, strict=True)))
 def test_each_rule_of_pairs_is_told(rule: Rule, values: dict[str, Any]) -> None:
-    config = with_values(RunConfig(), values)
-    assert rule.fault(config) in list(pair_faults(config))
+    config = replace_values(RunConfig(), values)
+    assert rule.build_fault(config) in list(iterate_combination_faults(config))
 
 
 @pytest.mark.parametrize("values", STEP_BREAKS)
 def test_a_step_of_one_graph_names_what_stands_against_it(values: dict[str, Any]) -> None:
-    config = with_values(RunConfig(), {**values, "trainer.compile.scope": "step"})
-    (obstacle,) = step_obstacles(config)
-    told = [fault for fault in pair_faults(config) if fault.key == "trainer.compile.scope"]
+    config = replace_values(RunConfig(), {**values, "trainer.compile.scope": "step"})
+    (obstacle,) = iterate_step_obstacles(config)
+    told = [fault for fault in iterate_combination_faults(config) if fault.key == "trainer.compile.scope"]
     assert len(told) == 1
     assert obstacle[0] in told[0].text
 
 
 def test_a_gpu_is_needed_by_what_moves_tensors_to_the_host() -> None:
-    config = with_values(RunConfig(), MOVED)
-    assert [fault.key for fault in needs_gpu(config, "cpu")] == ["trainer.activation_offload"]
-    assert needs_gpu(config, "cuda") == []
+    config = replace_values(RunConfig(), MOVED)
+    assert [fault.key for fault in check_gpu_settings(config, "cpu")] == ["trainer.activation_offload"]
+    assert check_gpu_settings(config, "cuda") == []

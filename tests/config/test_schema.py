@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from trainrun.config.aliases import aliases, resolve_alias, resolve_value_alias
-from trainrun.config.help_text import setting_rows
-from trainrun.config.schema import RunConfig, settings, with_values
-from trainrun.config.validate import node_faults, wrong_values_of
+from trainrun.config.aliases import collect_aliases, resolve_alias, resolve_value_alias
+from trainrun.config.help_text import iterate_setting_rows
+from trainrun.config.schema import RunConfig, replace_values, settings
+from trainrun.config.validate import check_nodes, check_values
 from trainrun.limits import NODES, choice, node, nodes, section, setting
 
 
@@ -30,22 +30,22 @@ class Mine:
 
 
 def test_a_new_setting_is_known_to_help_checks_and_aliases_by_its_field_alone() -> None:
-    assert list(setting_rows(Mine))[:2] == [
+    assert list(iterate_setting_rows(Mine))[:2] == [
         ("inner.size", "3", "how large it is (1 or more)"),
         ("inner.kind", "round", "its shape (round, square)"),
     ]
-    assert aliases(Mine)["magnitude"] == aliases(Mine)["inner.old_size"] == "inner.size"
+    assert collect_aliases(Mine)["magnitude"] == collect_aliases(Mine)["inner.old_size"] == "inner.size"
     assert resolve_alias("innards.size", lambda _: False, Mine) == "inner.size"
     assert resolve_value_alias("inner.kind", "True", Mine) == "round"
     assert settings(Mine)["doors"].opens == NODES
-    good = with_values(Mine(), {"model": {"_target_": "my.Net"}, "doors.first": {"_target_": "my.Door"}})
-    assert [*wrong_values_of(good, Mine), *node_faults(good, Mine)] == []
-    bad = with_values(good, {"inner.size": 0, "inner.kind": "squar", "doors.first": 1, "model": None})
-    assert list(wrong_values_of(bad, Mine).values()) == [
+    good = replace_values(Mine(), {"model": {"_target_": "my.Net"}, "doors.first": {"_target_": "my.Door"}})
+    assert [*check_values(good, Mine), *check_nodes(good, Mine)] == []
+    bad = replace_values(good, {"inner.size": 0, "inner.kind": "squar", "doors.first": 1, "model": None})
+    assert list(check_values(bad, Mine).values()) == [
         "inner.size=0: must be a whole number, 1 or more",
         "inner.kind=squar: must be one of round, square. Did you mean square?",
     ]
-    assert node_faults(bad, Mine) == [
+    assert check_nodes(bad, Mine) == [
         "model._target_: nothing to train with; name a class or function, e.g. model._target_=my_file.MyClass",
         "doors.first=1: must name a class or function, as doors.first._target_=my_file.MyClass",
     ]
@@ -60,7 +60,7 @@ def test_every_setting_says_what_it_is_and_no_name_means_two() -> None:
 
 
 def test_the_defaults_are_what_the_settings_allow() -> None:
-    assert wrong_values_of(RunConfig()) == {}
+    assert check_values(RunConfig()) == {}
 
 
 def test_a_config_never_changes_and_gives_another_one() -> None:
@@ -68,7 +68,7 @@ def test_a_config_never_changes_and_gives_another_one() -> None:
     for whole in (config, config.trainer, config.trainer.ema):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(whole, dataclasses.fields(whole)[0].name, None)
-    other = with_values(config, {"trainer.ema.decay": 0.5, "model": {"width": 3}})
+    other = replace_values(config, {"trainer.ema.decay": 0.5, "model": {"width": 3}})
     assert (other.trainer.ema.decay, config.trainer.ema.decay) == (0.5, 0.999)
-    assert with_values(other, {"model.width": 4}).model == {"width": 4}
+    assert replace_values(other, {"model.width": 4}).model == {"width": 4}
     assert other.model == {"width": 3}

@@ -13,7 +13,7 @@ import trainrun
 from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
 from trainrun.config.saved_config import load_config
-from trainrun.config.schema import plain_values
+from trainrun.config.schema import convert_to_plain_values
 from trainrun.errors import ConfigError
 
 OWN = """
@@ -96,7 +96,7 @@ def own(workdir: Path) -> None:
 def value_at(key: str, *words: str) -> Any:
     composition = compose_run(list(words))
     assert composition.notes == []
-    node: Any = plain_values(composition.config)
+    node: Any = convert_to_plain_values(composition.config)
     for name in key.split("."):
         node = node[name]
     return node

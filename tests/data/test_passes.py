@@ -18,7 +18,7 @@ from trainrun.data.engines import iterable
 from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
-from trainrun.runtime.child_process import ChildLate
+from trainrun.runtime.child_process import ChildTimeout
 
 
 class Cursor(IterableDataset[Any]):
@@ -168,7 +168,7 @@ def test_a_slow_source_is_read_by_a_worker_and_nothing_is_claimed_of_it(
     monkeypatch: pytest.MonkeyPatch, num_workers: Any, lines: int, readers: int
 ) -> None:
     def too_late(*_: Any, **__: Any) -> bool:
-        raise ChildLate("no result")
+        raise ChildTimeout("no result")
 
     monkeypatch.setattr(iterable, "run_in_child", too_late)
     said: list[str] = []

@@ -55,7 +55,7 @@ TARGETS: dict[str, Any] = {
     "own-command": {"_target_": "trainrun.cli.main.main", "argv": [f"model._target_={PLANTED}.Net"]},
     "own-train": {"_target_": "trainrun.runs.api.train", "_args_": [f"model._target_={PLANTED}.Net"]},
     "own-writer": {"_target_": "trainrun.folder.run_folder.write_text", "path": MARK, "text": "x"},
-    "own-builder": {"_target_": "trainrun.instantiate.locate", "target": "os.system", "key": "x"},
+    "own-builder": {"_target_": "trainrun.instantiate.import_target", "target": "os.system", "key": "x"},
     "through-ours": {"_target_": "trainrun.model.mlp.torch.load", "f": "evil.pt"},
     "nested": {
         "_target_": "torch.nn.Sequential",

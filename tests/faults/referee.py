@@ -278,7 +278,7 @@ def enter(run: Path, subject: Subject, composition: Composition, by_resume: bool
     """The command that a user would type now, with the signals of its first lines."""
     exit_at_interrupt()
     own = {**composition.own, "hydra.run.dir": str(run)}
-    train_command.compose_prepared = lambda *prepared: replace(composition, own=own, notes=[])  # type: ignore[assignment]
+    train_command.compose_command_line = lambda *prepared: replace(composition, own=own, notes=[])  # type: ignore[assignment]
     words = [*subject.words, f"output_dir={run}"]
     if by_resume and (run / "config.yaml").exists():
         before = num_starts()

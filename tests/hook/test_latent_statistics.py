@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainrun.hook.latent_statistics import latent_facts, mutual_information, noise_of_code
-from trainrun.hook.vae_health import format_measurement, is_collapsed, normal_like, remedy, shuffle_codes
+from trainrun.hook.latent_statistics import (
+    compute_latent_facts,
+    compute_noise_of_code,
+    estimate_mutual_information,
+)
+from trainrun.hook.vae_health import (
+    draw_fixed_noise,
+    format_measurement,
+    is_collapsed,
+    shuffle_codes,
+    suggest_remedy,
+)
 from trainrun.task.vae import Vae
 
 VARIANCES = torch.tensor([4.0, 2.0, 1.2, 0.3, 0.2], dtype=torch.float64)  # of the data
@@ -40,12 +50,12 @@ def batch_of(count: int) -> dict[str, Tensor]:
 def test_a_linear_vae_has_the_numbers_of_probabilistic_pca() -> None:
     batch, task, model = batch_of(4000), Vae(BETA), LinearVae()
     terms = task.terms(model, batch)
-    facts = latent_facts(terms.mean, terms.log_var)
+    facts = compute_latent_facts(terms.mean, terms.log_var)
     each = 0.5 * (VARIANCES / BETA).clamp(min=1).log()
     assert facts.active_units == 3
     torch.testing.assert_close(facts.kl, each, atol=0.05, rtol=0)
     torch.testing.assert_close(facts.activity, (1 - BETA / VARIANCES).clamp(min=0), atol=0.05, rtol=0)
-    information = mutual_information(terms.mean, terms.log_var, normal_like(terms.mean))
+    information = estimate_mutual_information(terms.mean, terms.log_var, draw_fixed_noise(terms.mean))
     assert information == pytest.approx(
         float(each.sum()), abs=0.08
     )  # its prior is met, so the marginal KL is 0
@@ -61,10 +71,10 @@ def test_mutual_information_is_torchs_density_and_ends_at_its_ceiling() -> None:
     kernel = torch.distributions.Normal(mean[None], (0.5 * log_var).exp()[None])
     table = kernel.log_prob((mean + (0.5 * log_var).exp() * noise)[:, None]).sum(2)
     wanted = (table.diagonal() - table.logsumexp(1) + math.log(50)).mean()
-    assert mutual_information(mean, log_var, noise) == pytest.approx(float(wanted), abs=1e-9)
-    assert mutual_information(mean, log_var * 0, noise) < math.log(50)
-    assert mutual_information(1e3 * mean, log_var, noise) == pytest.approx(math.log(50))
-    assert mutual_information(0 * mean, 0 * log_var, noise) == pytest.approx(0, abs=1e-12)
+    assert estimate_mutual_information(mean, log_var, noise) == pytest.approx(float(wanted), abs=1e-9)
+    assert estimate_mutual_information(mean, log_var * 0, noise) < math.log(50)
+    assert estimate_mutual_information(1e3 * mean, log_var, noise) == pytest.approx(math.log(50))
+    assert estimate_mutual_information(0 * mean, 0 * log_var, noise) == pytest.approx(0, abs=1e-12)
 
 
 def test_each_sample_gets_the_code_of_another() -> None:
@@ -77,7 +87,7 @@ def test_each_sample_gets_the_code_of_another() -> None:
     distance = torch.cdist(found, codes)
     assert sorted(distance.argmin(1).tolist()) == list(range(7))
     assert all(place != i for i, place in enumerate(distance.argmin(1).tolist()))
-    torch.testing.assert_close(noise_of_code(mean, log_var, codes), batch["noise"])
+    torch.testing.assert_close(compute_noise_of_code(mean, log_var, codes), batch["noise"])
 
 
 FINE = {
@@ -111,14 +121,14 @@ def test_the_remedy_is_that_of_the_likely_cause() -> None:
         (annealed, SILENT | {"free_bits": 0.1}, "smaller decoder"),
         (annealed, FINE | {"gain": 0.1}, "smaller decoder"),
     ):
-        assert word in remedy(task, found)
+        assert word in suggest_remedy(task, found)
     for dropped, word in (
         (0.0, "rate=0.3, or more"),
         (0.5, "rate=0.7, or more"),
         (0.9, "rate=1"),
         (1.0, "task.free_bits=0.1"),
     ):
-        assert remedy(annealed, SILENT | {"tokens": 30.0}, dropped).endswith(word)
+        assert suggest_remedy(annealed, SILENT | {"tokens": 30.0}, dropped).endswith(word)
     assert format_measurement(FINE) == (
         "vae: beta 1  KL 9 nats  active 6/16  MI >= 6.1 (ceiling 6.24)  marginal KL <= 2.9  gain 20"
     )

@@ -13,7 +13,7 @@ from quiet_runs import QUIET, losses, train, weights
 
 import trainrun as package
 from trainrun.errors import ConfigError, TrainingError, TrainrunError
-from trainrun.hook.vae_health import takes_noise
+from trainrun.hook.vae_health import have_code_noise
 
 pytestmark = pytest.mark.train
 
@@ -148,8 +148,8 @@ def test_half_precision(workdir: Path, mode: str) -> None:
 
 
 def test_noise_of_more_than_the_code_gives_no_gain() -> None:
-    assert takes_noise([{"noise": torch.zeros(2, 4)}], 4)
-    assert not takes_noise([{"noise": torch.zeros(2, 5)}], 4)
+    assert have_code_noise([{"noise": torch.zeros(2, 4)}], 4)
+    assert not have_code_noise([{"noise": torch.zeros(2, 5)}], 4)
 
 
 def test_a_collapse_can_end_the_run(workdir: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainrun.instantiate import locate
+from trainrun.instantiate import import_target
 
 CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
@@ -48,7 +48,7 @@ def faults_of(path: Path, group: str) -> list[str]:
     """Arguments of a target of ours that the file does not list, and keys that are none."""
     faults = []
     for node in nodes_in(yaml.safe_load(path.read_text(encoding="utf-8"))):
-        target = locate(node["_target_"], group)
+        target = import_target(node["_target_"], group)
         if not node["_target_"].startswith("trainrun."):
             continue
         is_transform = node["_target_"].startswith("trainrun.transform.")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from trainrun.cli.manual_pages import topics
+from trainrun.cli.manual_pages import load_topics
 from trainrun.interfaces import CONTRACTS, Contract
 
 
@@ -18,5 +18,5 @@ def test_the_check_of_a_contract_exists(contract: Contract) -> None:
 
 
 def test_the_manual_lists_the_contracts_of_the_code() -> None:
-    rows = re.findall(r"^\| (\w+) \| (.*?) \| (.*?) \|$", topics()["contracts"], re.MULTILINE)
+    rows = re.findall(r"^\| (\w+) \| (.*?) \| (.*?) \|$", load_topics()["contracts"], re.MULTILINE)
     assert rows[1:] == [(contract.name, contract.text, contract.when) for contract in CONTRACTS]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainrun.cli.main import main
-from trainrun.cli.manual_pages import FOLDER, manual_text, sections, slug, topics
+from trainrun.cli.manual_pages import FOLDER, find_topic_text, format_link_name, load_topics, split_sections
 from trainrun.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ PAGES = [README, *sorted(FOLDER.glob("*.md"))]
 
 def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 200
-    assert len(topics()) > 1
+    assert len(load_topics()) > 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -34,7 +34,9 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
         if re.match(r"[a-z]+://", target):
             continue
         other = page.parent / place if place else page
-        if not other.is_file() or (anchor and anchor not in sections(other.read_text(encoding="utf-8"))):
+        if not other.is_file() or (
+            anchor and anchor not in split_sections(other.read_text(encoding="utf-8"))
+        ):
             broken.append(target)
     assert broken == []
 
@@ -47,24 +49,29 @@ def test_every_file_of_the_project_that_is_named_exists(page: Path) -> None:
 
 def test_the_readme_leads_to_every_topic() -> None:
     linked = set(re.findall(r"\(trainrun/manual/(\w+)\.md\)", README.read_text(encoding="utf-8")))
-    assert linked == set(topics())
+    assert linked == set(load_topics())
 
 
 def test_the_site_has_every_topic() -> None:
     pages = re.findall(r": (\w+)\.md$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(pages) == sorted([*topics(), "index"])
+    assert sorted(pages) == sorted([*load_topics(), "index"])
 
 
 def test_the_tables_of_settings_are_those_of_the_config() -> None:
     text = runpy.run_path(str(ROOT / "scripts" / "manual_settings.py"))["settings_text"]()
-    assert topics()["settings"] == text, "write it again: python scripts/manual_settings.py"
+    assert load_topics()["settings"] == text, "write it again: python scripts/manual_settings.py"
 
 
 def test_a_heading_is_named_once() -> None:
     """`trainrun help HEADING` and `trainrun help TOPIC` show one thing each."""
     names = [
-        *topics(),
-        *(name for topic, text in topics().items() if topic != "settings" for name in sections(text)),
+        *load_topics(),
+        *(
+            name
+            for topic, text in load_topics().items()
+            if topic != "settings"
+            for name in split_sections(text)
+        ),
     ]
     assert sorted(names) == sorted(set(names))
 
@@ -72,34 +79,34 @@ def test_a_heading_is_named_once() -> None:
 def test_help_prints_the_topics_one_topic_or_one_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help"]) == 0
     shown = capsys.readouterr().out
-    assert all(re.search(rf"^  {name} +\S", shown, re.MULTILINE) for name in topics())
-    assert manual_text("data").startswith("# ")
-    assert manual_text("Signals and exit codes").startswith("## Signals")
-    assert "](" not in "".join(manual_text(name) for name in topics())
-    assert manual_text("trainer.max_steps").startswith("trainer.max_steps=")
-    assert manual_text("autotune").startswith("## Autotune")
-    assert manual_text("trainer").startswith("trainer.max_epochs=")
+    assert all(re.search(rf"^  {name} +\S", shown, re.MULTILINE) for name in load_topics())
+    assert find_topic_text("data").startswith("# ")
+    assert find_topic_text("Signals and exit codes").startswith("## Signals")
+    assert "](" not in "".join(find_topic_text(name) for name in load_topics())
+    assert find_topic_text("trainer.max_steps").startswith("trainer.max_steps=")
+    assert find_topic_text("autotune").startswith("## Autotune")
+    assert find_topic_text("trainer").startswith("trainer.max_epochs=")
     assert main(["--help"]) == 0
     assert "trainrun help [TOPIC]" in capsys.readouterr().out
 
 
 def test_a_word_that_is_no_topic_is_looked_for_in_the_manual() -> None:
-    assert manual_text("lora").startswith("## Transforms of the model")
-    assert "GAN" in manual_text("gan")
-    assert "trainrun help several-devices" in manual_text("ddp")
-    command, _, sections_of_it = manual_text("resume").partition("\n\n")
+    assert find_topic_text("lora").startswith("## Transforms of the model")
+    assert "GAN" in find_topic_text("gan")
+    assert "trainrun help several-devices" in find_topic_text("ddp")
+    command, _, sections_of_it = find_topic_text("resume").partition("\n\n")
     assert command.startswith("trainrun resume: ")
     assert "resume" in sections_of_it
 
 
 def test_a_mistyped_topic_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"help trianing: no such topic. Did you mean training\?"):
-        manual_text("trianing")
+        find_topic_text("trianing")
 
 
 def test_slugs_are_those_of_links() -> None:
-    assert slug("What it does, and why") == "what-it-does-and-why"
-    assert sections("# A\n\n## One\nx\n## Two\ny\n") == {"one": "## One\nx\n", "two": "## Two\ny\n"}
+    assert format_link_name("What it does, and why") == "what-it-does-and-why"
+    assert split_sections("# A\n\n## One\nx\n## Two\ny\n") == {"one": "## One\nx\n", "two": "## Two\ny\n"}
 
 
 def test_links_of_a_published_readme_are_absolute() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainrun.cli.main import COMMANDS
 from trainrun.cli.train_command import SWEEP_WORD
-from trainrun.config.argv import options
+from trainrun.config.argv import list_options
 from trainrun.config.compose import prepare_command_line
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def test_the_options_of_the_readme_exist(tmp_path: Path):
             group, _, value = word.partition("=")
             if (CONF / group).is_dir():
                 known = {
-                    *options(group, folders),
+                    *list_options(group, folders),
                     *(name for shown_group, name in shown if shown_group == group),
                 }
                 missing += [

@@ -51,7 +51,7 @@ def test_an_installed_wheel_works_from_an_unrelated_folder(wheel: Path, tmp_path
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     run(*pip, "--target", str(target), str(wheel), cwd=elsewhere)
     path = str(target)
-    where = run(sys.executable, "-c", "import trainrun.config.argv as c; print(c.conf_dir())",
+    where = run(sys.executable, "-c", "import trainrun.config.argv as c; print(c.find_conf_dir())",
                 cwd=elsewhere, PYTHONPATH=path)  # fmt: skip
     assert Path(where.strip()) == target / "trainrun" / "conf"
     assert "fashion_mnist" in run(sys.executable, "-m", "trainrun", "--help", cwd=elsewhere, PYTHONPATH=path)

@@ -17,7 +17,7 @@ from tests.quiet_runs import QUIET
 from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
 from trainrun.monitor.bar import start_bar
-from trainrun.output import EncodableStream, encodable, redraw, say
+from trainrun.output import EncodableStream, make_encodable, redraw_line, say
 
 TEXT = "größer … ━━ ▁█ 5 µs ± 日本 \udcff"
 ENCODINGS = {
@@ -34,16 +34,16 @@ def test_any_text_can_be_written(encoding: str, monkeypatch: pytest.MonkeyPatch)
     say(TEXT, stream)
     EncodableStream(stream).write(TEXT)
     monkeypatch.setattr(sys, "stdout", stream)
-    redraw(TEXT)
+    redraw_line(TEXT)
     stream.flush()
     assert stream.buffer.getvalue()
 
 
 def test_similar_characters_stand_for_those_that_are_missing() -> None:
-    assert encodable("5 µs … ━▁█", "ascii") == "5 us ~ -_#"
-    assert encodable("5 µs …", "latin-1") == "5 µs ~"
-    assert encodable("5 µs … ━", "utf-8") == "5 µs … ━"
-    assert encodable("日", "ascii") == "\\u65e5"
+    assert make_encodable("5 µs … ━▁█", "ascii") == "5 us ~ -_#"
+    assert make_encodable("5 µs …", "latin-1") == "5 µs ~"
+    assert make_encodable("5 µs … ━", "utf-8") == "5 µs … ━"
+    assert make_encodable("日", "ascii") == "\\u65e5"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])

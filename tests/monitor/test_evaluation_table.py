@@ -18,7 +18,7 @@ from trainrun.monitor.run_lines import (
     settings_without_objects,
     start_lines,
 )
-from trainrun.output import clock, fields_that_fit, wrapped
+from trainrun.output import choose_fitting_fields, format_clock_time, wrap_message
 from trainrun.runs import api
 
 METRICS = {"train/loss": 0.25, "val/loss": 0.5, "val/f1": 0.75, "val/acc": 0.9}
@@ -105,14 +105,14 @@ def test_commands_at_the_end_can_be_pasted(tmp_path, monkeypatch: pytest.MonkeyP
     assert commands == [
         "trainrun resume 'a run' trainer.max_epochs=40", "trainrun evaluate 'a run'", "trainrun report 'a run'",
     ]  # fmt: skip
-    lines = [wrapped(line, 30) for line in end_lines({"step": 900, "epoch": 20.0}, facts)]
+    lines = [wrap_message(line, 30) for line in end_lines({"step": 900, "epoch": 20.0}, facts)]
     assert all(any(line.endswith(command) for line in lines) for command in commands)  # each in one piece
 
 
 def test_a_run_of_objects_goes_on_from_python(tmp_path) -> None:
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
-    words = api.settings_of_objects(
+    words = api.build_object_settings(
         {"model": torch.nn.Linear(2, 2), "data": (torch.ones(8, 2), torch.ones(8))}, []
     )
     words += ["trainer.max_steps=900"]
@@ -143,7 +143,7 @@ def test_resume_is_proposed_with_a_larger_limit(trainer: dict[str, int | None], 
 def test_first_lines_are_few_and_wrapped_with_a_hanging_indent(width: int) -> None:
     lines = start_lines(FACTS, 0, True)
     assert len(lines) <= 8
-    shown = "\n".join(wrapped(line, width) for line in lines).splitlines()
+    shown = "\n".join(wrap_message(line, width) for line in lines).splitlines()
     assert all(len(line) <= width for line in shown)
     assert not any(choice in "\n".join(lines) for choice in FACTS.choices)
     assert all(any(choice in line for line in start_lines(FACTS, 0, True, True)) for choice in FACTS.choices)
@@ -158,13 +158,13 @@ def test_layer_table_is_aligned() -> None:
 
 
 def test_fields_of_the_largest_rank_are_dropped_first() -> None:
-    assert fields_that_fit([5, 5, 5], [2, 0, 1], 19) == [0, 1, 2]
-    assert fields_that_fit([5, 5, 5], [2, 0, 1], 18) == [1, 2]
-    assert fields_that_fit([5, 5, 5], [2, 0, 1], 3) == [1]
+    assert choose_fitting_fields([5, 5, 5], [2, 0, 1], 19) == [0, 1, 2]
+    assert choose_fitting_fields([5, 5, 5], [2, 0, 1], 18) == [1, 2]
+    assert choose_fitting_fields([5, 5, 5], [2, 0, 1], 3) == [1]
 
 
 def test_clock() -> None:
-    assert [clock(seconds) for seconds in (0.04, 12, 125, 3725, float("inf"))] == [
+    assert [format_clock_time(seconds) for seconds in (0.04, 12, 125, 3725, float("inf"))] == [
         "0:00",
         "0:12",
         "2:05",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainrun.errors import CheckpointError
 from trainrun.optimizer import ema as ema_module
 from trainrun.optimizer.ema import Ema
-from trainrun.seeding import evaluating
+from trainrun.seeding import evaluation_mode
 
 
 class Net(nn.Module):
@@ -191,7 +191,7 @@ def test_the_weights_come_back_bit_for_bit_in_their_memory(ending: type[BaseExce
     ema = Ema(model, decay=0.9, every=1)
     path = fit(model, ema, range(4))
     before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
-    with contextlib.suppress(*filter(None, [ending])), ema.in_model(), evaluating(model):
+    with contextlib.suppress(*filter(None, [ending])), ema.in_model(), evaluation_mode(model):
         expected = sum(0.9 ** (3 - i) * weight for i, weight in enumerate(path))
         expected = expected / sum(0.9**i for i in range(4))
         torch.testing.assert_close(next(iter(model.parameters())), expected)
@@ -219,7 +219,7 @@ def test_an_interrupt_between_two_tensors_is_no_mixture(monkeypatch: pytest.Monk
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ema_module, "copy_", copy_one)
+    monkeypatch.setattr(ema_module, "copy_tensors", copy_one)
     with pytest.raises(KeyboardInterrupt), ema.in_model():
         pytest.fail("entered")
     assert all(map(torch.equal, before, model.state_dict().values()))
@@ -240,7 +240,7 @@ def test_a_layer_that_merges_its_weights_for_evaluation_merges_the_average() -> 
         model.bias.fill_(4.0)
     before = model.weight.detach().clone()
     average = ema.state_dict()["module"]
-    with ema.in_model(), evaluating(model):
+    with ema.in_model(), evaluation_mode(model):
         torch.testing.assert_close(model.weight, average["weight"] + average["bias"][:, None])
     assert torch.equal(model.weight, before)
 

@@ -18,7 +18,7 @@ from exact_groups import BY_SETTINGS
 from exact_parts import composed, parts_of, result
 from test_exactness import LOSS_TOLERANCES, TOKENS, TOLERANCES, difference, same_rows
 
-from trainrun.assemble.step_function import check_before_sharding
+from trainrun.assemble.step_function import check_task_before_sharding
 from trainrun.checkpoint.files import format_folder_name
 from trainrun.checkpoint.load import is_intact_checkpoint, read_checkpoint
 from trainrun.errors import ConfigError, PluginError
@@ -183,7 +183,7 @@ class MeanLoss:
 def test_a_custom_task_is_checked_while_the_model_is_whole() -> None:
     run = parts_of((), batch_size=8)
     with pytest.raises(PluginError):
-        check_before_sharding(
+        check_task_before_sharding(
             MeanLoss(), run.model, run.train, run.parallel, run.precision, run.counting, print
         )
 

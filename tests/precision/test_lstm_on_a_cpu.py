@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainrun.precision.autocast import computes_lstm
+from trainrun.precision.autocast import supports_lstm
 
 pytestmark = pytest.mark.process
 
@@ -30,7 +30,7 @@ def test_an_lstm_in_a_short_type_is_trained_or_refused_in_one_line(
         [sys.executable, "-m", "trainrun", *TEXT, f"precision={mode}", f"output_dir={tmp_path / 'run'}"],
         capture_output=True, text=True, check=False, env=environ, cwd=tmp_path,
     )  # fmt: skip
-    if isa == "DEFAULT" and computes_lstm(torch.float16 if mode == "16-mixed" else torch.bfloat16):
+    if isa == "DEFAULT" and supports_lstm(torch.float16 if mode == "16-mixed" else torch.bfloat16):
         assert done.returncode == 0, done.stderr
         return
     message = f"precision={mode}: torch has no kernel that trains torch.nn.LSTM in torch."
@@ -42,6 +42,6 @@ def test_an_lstm_in_a_short_type_is_trained_or_refused_in_one_line(
 
 def test_asking_draws_no_random_numbers() -> None:
     before = torch.get_rng_state()
-    computes_lstm.cache_clear()
-    computes_lstm(torch.float16)
+    supports_lstm.cache_clear()
+    supports_lstm(torch.float16)
     assert torch.equal(before, torch.get_rng_state())

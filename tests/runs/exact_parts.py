@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.config.compose import compose_run
-from trainrun.config.schema import ParallelConfig, RunConfig, with_values
+from trainrun.config.schema import ParallelConfig, RunConfig, replace_values
 from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.interfaces import Parallel
 from trainrun.model.cnn import Cnn
@@ -145,7 +145,7 @@ def parts_of(words: tuple[str, ...], recorder: Recorder | None = None, parallel:
     config = composed(words)
     inner = {f"data.train.{name}": data.pop(name) for name in ("count", "bad") if name in data}
     more = {"trainer.accumulate_grad_batches": data.pop("accumulate")} if "accumulate" in data else {}
-    config = with_values(config, inner | more | {f"data.{name}": value for name, value in data.items()})
+    config = replace_values(config, inner | more | {f"data.{name}": value for name, value in data.items()})
     seed_everything(derive_seed(config.seed))
     ranks = parallel or Single(torch.device("cpu"))
     site = RunContext(RunDir(FOLDER), "exact", ranks, StopFlag(), [recorder] if recorder else [],

@@ -15,7 +15,7 @@ from trainrun.cli.main import main
 from trainrun.monitor.evaluation_table import position_cells
 from trainrun.monitor.metric_rows import read_metric_rows
 from trainrun.monitor.run_lines import bottleneck_line, end_lines
-from trainrun.output import duration, quantity
+from trainrun.output import format_duration, format_quantity
 from trainrun.plots.time_stack import time_blocks
 from trainrun.runs import run
 from trainrun.timing.phases import ACCOUNTS
@@ -43,7 +43,7 @@ def test_shares_of_the_last_line_and_of_the_picture_are_those_of_the_account(fin
     ledger = rows[-1]["seconds"]
     (line,) = re.findall(r"  time +.*; (.*)", log)
     total = sum(ledger.values())
-    assert line.startswith(f"{duration(total)} in all: ")
+    assert line.startswith(f"{format_duration(total)} in all: ")
     shares = shares_of(line.partition(":")[2])
     assert shares
     assert shares == {name: round(100 * ledger[name] / total) for name in shares}
@@ -58,12 +58,12 @@ def test_time_speed_and_bottleneck_are_those_of_the_status(finished: Any) -> Non
     folder, log = finished
     status = json.loads((folder / "status.json").read_text())
     (time,) = re.findall(r"  time +(.*);", log)
-    speed = f"{quantity(status['samples_per_second'])} samples/s"
-    assert time == f"{duration(status['seconds'])} of training at {speed}"
+    speed = f"{format_quantity(status['samples_per_second'])} samples/s"
+    assert time == f"{format_duration(status['seconds'])} of training at {speed}"
     (bottleneck,) = re.findall(r"  bottleneck +(.*)", log)
     found = status["throughput_limits"]
-    assert f"take {quantity(found['train_per_second'])}" in bottleneck
-    assert re.search(rf"delivers? {quantity(found['load_per_second'])}", bottleneck)
+    assert f"take {format_quantity(found['train_per_second'])}" in bottleneck
+    assert re.search(rf"delivers? {format_quantity(found['load_per_second'])}", bottleneck)
 
 
 def test_bottleneck_line_shows_measured_rates_in_the_unit_of_the_items() -> None:

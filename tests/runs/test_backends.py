@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import trainrun as package
-from trainrun.assemble.backends import OF_TORCH, kept_backends, set_backends
+from trainrun.assemble.backends import OF_TORCH, restore_backends, set_backends
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import RunConfig
 from trainrun.parallel.single import Single
@@ -21,7 +21,7 @@ SHORT = ("trainer.max_steps=2", "monitor.plots=false", "trainer.num_threads=1")
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    with kept_backends():
+    with restore_backends():
         yield
 
 
@@ -59,7 +59,7 @@ def test_what_torch_advises_in_its_own_words_is_not_shown():
     assert OF_TORCH in inspect.getsource(compile_fx._warn_tf32_disabled)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        with kept_backends():
+        with restore_backends():
             warnings.warn(f"{OF_TORCH} but not enabled. Consider setting ...", stacklevel=1)
         warnings.warn("another", stacklevel=1)
     assert [str(one.message) for one in heard] == ["another"]

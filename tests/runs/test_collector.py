@@ -11,7 +11,13 @@ import torch
 from knotted import Knot, most, seen
 
 import trainrun as package
-from trainrun.runtime.collector import BETWEEN, STARTING, Tidy, restore_collector, suspend_collector
+from trainrun.runtime.collector import (
+    BETWEEN,
+    STARTING,
+    LogPointCollector,
+    restore_collector,
+    suspend_collector,
+)
 
 SHORT = ("model=knotted.Knotted", "trainer.max_epochs=100", "monitor.plots=false", "trainer.num_threads=1")
 STEPS, EVERY = 60, 10
@@ -71,7 +77,7 @@ def test_cycles_of_a_users_model_do_not_pile_up(workdir: object):
 def test_log_points_collect_what_is_young_and_enough():
     gc.freeze()
     gc.set_threshold(BETWEEN, 10, 10)
-    tidy = Tidy()
+    tidy = LogPointCollector()
     knots = [weakref.ref(Knot(torch.zeros(1))) for _ in range(10)]
     tidy(False)
     assert any(knot() is not None for knot in knots)

@@ -15,7 +15,7 @@ from PIL import Image
 from pyarrow import parquet
 
 import trainrun as package
-from trainrun.config.argv import conf_dir, groups, options
+from trainrun.config.argv import find_conf_dir, list_groups, list_options
 from trainrun.data.readers.builtin.fashion_mnist import find_folder
 from trainrun.data.readers.records.lmdb_file import build_key
 from trainrun.data.readers.records.record import encode_sample
@@ -25,8 +25,8 @@ from trainrun.errors import DataError
 QUIET = ["trainer.max_steps=2", "trainer.limit_val_batches=1"]
 EVERY_OPTION = [
     (group, option)
-    for group in groups([conf_dir()])
-    for option in options(group, [conf_dir()])
+    for group in list_groups([find_conf_dir()])
+    for option in list_options(group, [find_conf_dir()])
     if option != "custom"  # test_own_code.py
     and (group, option)
     not in (("parallel", "ddp"), ("parallel", "fsdp"), ("experiment", "lora"))  # in files of their own

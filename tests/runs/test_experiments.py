@@ -15,12 +15,12 @@ from quiet_runs import QUIET
 from sklearn.datasets import load_digits, load_wine
 
 import trainrun
-from trainrun.config.argv import conf_dir
+from trainrun.config.argv import find_conf_dir
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
 
 TEN_STEPS = ("trainer.max_epochs=null", "trainer.max_steps=10", "monitor.log_every_n_steps=1", *QUIET)
-EXPERIMENTS = {path.stem for path in (conf_dir() / "experiment").glob("*.yaml")} - {"none"}
+EXPERIMENTS = {path.stem for path in (find_conf_dir() / "experiment").glob("*.yaml")} - {"none"}
 
 
 def train(experiment: str, *words: str) -> Any:

@@ -310,9 +310,9 @@ def test_a_network_with_an_expanded_buffer_gets_the_weights_back(workdir: Path) 
 
 def test_real_numbers_as_targets_choose_the_task(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x = torch.arange(40).unsqueeze(1) / 40
-    assert api.describe_quantities((x, x.sqrt()))
+    assert api.describe_real_targets((x, x.sqrt()))
     for targets in ((x[:, 0] > 0.5).float(), (40 * x[:, 0]).round(), torch.arange(40), x.expand(40, 3)):
-        assert not api.describe_quantities((x, targets))
+        assert not api.describe_real_targets((x, targets))
     task = "trainrun.task.regression.Regression"
     run = trainrun.train("trainer.max_steps=1", data=(x, x[:, 0]))
     assert run.config.task["_target_"] == task

@@ -17,7 +17,7 @@ from approved import approve_error, refused
 
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
-from trainrun.folder.lock import RunBusy, hold_inherited_lock, inherited_lock, lock_folder
+from trainrun.folder.lock import RunBusy, describe_inherited_lock, hold_inherited_lock, lock_folder
 from trainrun.folder.run_folder import RunDir
 
 pytestmark = pytest.mark.process
@@ -99,7 +99,7 @@ def test_a_rank_holds_the_lock_of_its_launcher(run: RunDir) -> None:
         f"[time.sleep(0.1) for _ in range(600) if not os.path.exists({str(go)!r})]"
     )
     start = (
-        "lock, word = inherited_lock(); import subprocess; "
+        "lock, word = describe_inherited_lock(); import subprocess; "
         f"subprocess.Popen([sys.executable, '-c', {rank!r}], pass_fds=lock, env=os.environ | word); time.sleep(60)"
     )
     process = holder(run, start)
@@ -114,10 +114,10 @@ def test_no_file_of_the_lock_stays_open(run: RunDir) -> None:
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
     for _ in range(3):
         with lock_folder(run):
-            assert inherited_lock()[0]
+            assert describe_inherited_lock()[0]
             with pytest.raises(RunBusy), lock_folder(run):
                 pass
-    assert inherited_lock()[0] == []
+    assert describe_inherited_lock()[0] == []
     if sys.platform == "linux":
         assert len(os.listdir("/proc/self/fd")) <= before
     env = {"TRAINRUN_LOCK": ""}
@@ -148,7 +148,7 @@ def test_a_resume_is_held_off_too(workdir: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_copy_of_the_open_file_does_not_keep_the_folder(run: RunDir) -> None:
     with lock_folder(run):
-        copy = os.dup(inherited_lock()[0][0])
+        copy = os.dup(describe_inherited_lock()[0][0])
     try:
         assert is_free(run)
     finally:

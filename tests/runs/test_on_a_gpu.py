@@ -24,7 +24,7 @@ from trainrun.errors import PluginError
 from trainrun.model.cnn import Cnn
 from trainrun.model.gpt import Gpt
 from trainrun.optimizer.build_optimizer import build_optimizer
-from trainrun.step.graphs import OnCuda
+from trainrun.step.graphs import CudaGraphRecorder
 
 __all__ = ["own"]  # the fixture
 pytestmark = [
@@ -133,7 +133,7 @@ def test_a_recorded_step_is_the_plain_one_while_threads_pin_batches(
 
 def test_steps_are_recorded_again_after_all_graphs_are_gone() -> None:
     """The weights moved, as cuDNN moves those of recurrent layers."""
-    record, seen = OnCuda(), torch.zeros(3, device=DEVICE)
+    record, seen = CudaGraphRecorder(), torch.zeros(3, device=DEVICE)
     for turn in (1, 2, 3):
         replay, _ = record(lambda turn=turn: [seen.add_(turn)])
         seen.zero_()

@@ -16,7 +16,7 @@ from approved import approve_error
 from faults.forks import run_forked
 
 from trainrun.cli.main import main
-from trainrun.config.saved_config import placed
+from trainrun.config.saved_config import make_paths_absolute
 from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
 from trainrun.runs.resume import KILLED
@@ -128,7 +128,7 @@ def test_a_relative_data_path_is_that_of_where_the_run_began(
 
 def test_patterns_of_parameters_are_no_paths(tmp_path: Path) -> None:
     (tmp_path / "encoder.py").touch()
-    found = placed(
+    found = make_paths_absolute(
         {"freeze": "encoder.*", "path": "encoder.*", "text": "encoder.py", "name": "encoder"}, tmp_path
     )
     assert found == {

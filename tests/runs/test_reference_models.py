@@ -8,7 +8,7 @@ import pytest
 from quiet_runs import QUIET
 
 import trainrun as package
-from trainrun.config.argv import conf_dir, options
+from trainrun.config.argv import find_conf_dir, list_options
 from trainrun.config.compose import compose_run
 
 TEXT = ["data=text", "data.train.max_bytes=60000", "data.train.block_size=32", "task=language_modeling"]
@@ -35,7 +35,7 @@ def test_the_bound_of_a_vae_does_not_depend_on_how_it_is_validated(workdir: Path
     assert found["val/loss"] == pytest.approx(found["val/kl"] + found["val/reconstruction"])
 
 
-PRESETS = options("preset", [conf_dir()])
+PRESETS = list_options("preset", [find_conf_dir()])
 LARGE = ("gpt", "cnn")  # with every preset; the others with one each
 
 

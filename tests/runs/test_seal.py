@@ -18,7 +18,7 @@ from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.folder import seal
 from trainrun.folder.run_folder import RunDir, read_identity, write_identity
-from trainrun.folder.seal import KEY_BYTES, check_files, is_sealed, key_path, make_key
+from trainrun.folder.seal import KEY_BYTES, check_files, find_key_path, is_sealed, make_key
 from trainrun.sweep.job_queue import job_command
 
 NET = """
@@ -189,7 +189,7 @@ def test_the_run_of_another_user_is_refused_until_it_is_trusted_once(
     with refused(ConfigError, "--trust"):
         trainrun.load_model(run)
     assert "own_net" not in sys.modules
-    assert not key_path().exists()
+    assert not find_key_path().exists()
     assert main(["resume", str(run), "trainer.max_steps=3", "--trust"]) == 0
     assert main(["resume", str(run), "trainer.max_steps=4"]) == 0
     assert main(["evaluate", str(run)]) == 0
@@ -261,7 +261,7 @@ def test_a_resume_that_is_killed_while_it_writes_the_config_leaves_a_sealed_fold
 
 def test_the_key_is_a_plain_file_for_its_owner_alone(run: Path, refuses: Callable[..., None]) -> None:
     path = run.parent / "state" / "trainrun" / "key"
-    assert path == key_path()
+    assert path == find_key_path()
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(path.read_bytes()) == KEY_BYTES
     assert path.read_bytes() not in b"".join(file.read_bytes() for file in run.glob("seal-*"))

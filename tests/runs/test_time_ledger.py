@@ -16,7 +16,7 @@ import pytest
 
 from trainrun.monitor import metric_logger as board
 from trainrun.monitor.console import Console
-from trainrun.output import quantity
+from trainrun.output import format_quantity
 from trainrun.precision import update
 from trainrun.runs.api import train
 from trainrun.timing.phases import ACCOUNTS, LOOP, PhaseTimer
@@ -127,7 +127,7 @@ def test_the_throughput_on_the_screen_is_items_over_the_seconds_of_the_account(m
     seconds = sum(book.get(name, 0.0) for name in LOOP)
     assert (state.step, state.items) == (26, 52)
     assert console._speed() == pytest.approx(52 / seconds)
-    assert stream.getvalue().endswith(f" {quantity(52 / seconds)}\n")
+    assert stream.getvalue().endswith(f" {format_quantity(52 / seconds)}\n")
 
 
 def interrupted(phases, clock):

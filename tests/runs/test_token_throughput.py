@@ -9,7 +9,7 @@ import pytest
 import torch
 from approved import refused
 
-from trainrun.assemble.assemble import unit_of
+from trainrun.assemble.assemble import read_task_unit
 from trainrun.cli.main import main
 from trainrun.data.pipeline import open_batches
 from trainrun.data.sequences.token_counter import TokenCounter
@@ -95,4 +95,4 @@ def test_another_unit_is_refused() -> None:
         unit = "words"
 
     with refused(PluginError):
-        unit_of(Own())
+        read_task_unit(Own())

@@ -20,9 +20,9 @@ def test_loop_and_kernel_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, loop = ([tensor.clone() for tensor in numbers()] for _ in range(2))
     wanted = [tensor + 1 for tensor in numbers()]
     assert foreach.COPY is not None
-    foreach.copy_(kernel, wanted, non_blocking=True)
+    foreach.copy_tensors(kernel, wanted, non_blocking=True)
     monkeypatch.setattr(foreach, "COPY", None)
-    foreach.copy_(loop, wanted)
+    foreach.copy_tensors(loop, wanted)
     torch.testing.assert_close([*kernel, *loop], [*wanted, *wanted], rtol=0, atol=0)
 
 

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.scheduler import curves
-from trainrun.scheduler.build_schedule import build_schedule, resolve_warmup, scaled_lr
+from trainrun.scheduler.build_schedule import build_schedule, resolve_warmup, scale_learning_rate
 
 
 def new_optimizer() -> Optimizer:
@@ -110,10 +110,10 @@ def test_mistakes_are_named(
 
 @pytest.mark.parametrize(("rule", "expected"), [("linear", 0.4), ("sqrt", 0.2)])
 def test_learning_rate_scaling(rule: str, expected: float) -> None:
-    assert scaled_lr(0.1, "none", 1024, 256) == (0.1, "")
-    lr, note = scaled_lr(0.1, rule, 1024, 256)
+    assert scale_learning_rate(0.1, "none", 1024, 256) == (0.1, "")
+    lr, note = scale_learning_rate(0.1, rule, 1024, 256)
     assert lr == pytest.approx(expected, rel=1e-12)
     assert note.startswith(f"scheduler.lr_scaling={rule}: lr 0.1 x ")
     assert f"= {expected:g} for a global batch of 1024 instead of 256" in note
     with refused(ConfigError, "scheduler.base_batch_size"):
-        scaled_lr(0.1, rule, 1, 0)
+        scale_learning_rate(0.1, rule, 1, 0)

@@ -128,7 +128,7 @@ def test_table_shows_milliseconds_a_sample_and_samples_a_second(monkeypatch: pyt
 
     monkeypatch.setattr(new_run, "SECONDS", 60.0)
     monkeypatch.setattr(new_run, "build_turn", turn_of_fixed_seconds)
-    monkeypatch.setattr(new_run, "first_batches", lambda stream: [X])
+    monkeypatch.setattr(new_run, "read_first_batches", lambda stream: [X])
     monkeypatch.setattr(new_run, "record_call", lambda *_: ([X], None))
     nets = [new_run.Measurement({}, 1, picture_net()) for _ in range(2)]
     parts = SimpleNamespace(val=[X], train=None, task=None)

@@ -18,7 +18,7 @@ from trainrun.cli.manual_pages import FOLDER
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.starter.init_command import main as init
-from trainrun.starter.project_files import project_files
+from trainrun.starter.project_files import build_project_files
 from trainrun.starter.script_mapping import map_script
 
 PAGE = (FOLDER / "from_lightning.md").read_text(encoding="utf-8")
@@ -55,7 +55,7 @@ def test_the_files_of_init_train_as_they_are(workdir: Path) -> None:
 
 
 def test_init_overwrites_nothing(tmp_path: Path) -> None:
-    for name in project_files():
+    for name in build_project_files():
         folder = tmp_path / name.replace("/", "_")
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text("mine")

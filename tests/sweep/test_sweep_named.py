@@ -14,7 +14,7 @@ import pytest
 
 import trainrun
 from trainrun.cli import main as cli
-from trainrun.cli.report_command import find_run
+from trainrun.cli.report_command import find_logged_run
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.folder.status import SWEEP_FILE, find_named_run
@@ -42,7 +42,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
 
 
 @pytest.mark.parametrize(
-    "resolve", [find_named_run, open_run, find_run, lambda word: trainrun.load(word).files]
+    "resolve", [find_named_run, open_run, find_logged_run, lambda word: trainrun.load(word).files]
 )
 def test_a_sweep_stands_for_its_best_run(
     sweep: Sweep, resolve: Callable[[str], object], capsys: pytest.CaptureFixture[str]

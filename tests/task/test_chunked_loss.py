@@ -14,7 +14,7 @@ from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.model.gpt import Gpt
 from trainrun.model.lstm import Lstm
-from trainrun.precision.autocast import computes_lstm
+from trainrun.precision.autocast import supports_lstm
 from trainrun.task import chunked_loss as chunked_module
 from trainrun.task.chunked_loss import choose_num_chunks
 from trainrun.task.language_modeling import LanguageModeling
@@ -72,7 +72,7 @@ def test_equal_to_plain_in_float64(name: str, chunks: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_under_autocast_and_with_bf16_weights(name: str) -> None:
     """Where the plain gradient of the last layer is rounded as a whole, this one is as close to the true one."""
-    if "lstm" in name and not computes_lstm(torch.bfloat16):
+    if "lstm" in name and not supports_lstm(torch.bfloat16):
         pytest.skip("this build of torch has no LSTM in bfloat16 for this CPU")
     true = gradients(trained(MODELS[name]().double(), 1)[1])
     for half in (False, True):

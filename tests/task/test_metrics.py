@@ -13,7 +13,7 @@ from sklearn import metrics as sk
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError
-from trainrun.sums import add_sums, flat_sums, metrics_of
+from trainrun.sums import add_sums, compute_metrics, flatten_sums
 from trainrun.task.classification import Classification
 from trainrun.task.metrics.by_name import OF_CLASSES, OF_LABELS, OF_NUMBERS
 from trainrun.task.multilabel import MultiLabel
@@ -28,11 +28,11 @@ def evaluated(task: Any, outputs: Tensor, target: Tensor, *cuts: int) -> dict[st
     for batch in zip(outputs.tensor_split(cuts), target.tensor_split(cuts), strict=True):
         with torch.no_grad():
             out = task.step(nn.Identity(), batch)
-        add_sums(sums, flat_sums({"loss": out.loss_sum, **out.sums}, task), task)
+        add_sums(sums, flatten_sums({"loss": out.loss_sum, **out.sums}, task), task)
         for name, values in out.rows.items():
             rows.setdefault(name, []).append(values)
         count += task.count(batch)
-    return metrics_of(sums, float(count), task, {name: torch.cat(parts) for name, parts in rows.items()})
+    return compute_metrics(sums, float(count), task, {name: torch.cat(parts) for name, parts in rows.items()})
 
 
 def of_classes(seed: int, items: int = 60, classes: int = 4) -> tuple[Tensor, Tensor]:

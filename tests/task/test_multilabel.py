@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import trainrun as package
 from trainrun.data.sequences.collate import Padded
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.sums import add_sums, metrics_of
+from trainrun.sums import add_sums, compute_metrics
 from trainrun.task.classification import Classification
 from trainrun.task.multilabel import MultiLabel
 
@@ -38,7 +38,7 @@ def test_f1_and_accuracy_are_those_of_all_samples_however_they_are_cut() -> None
         task, sums = MultiLabel(), {}
         for rows in zip(X.split(size), Y.split(size), strict=True):
             add_sums(sums, task.step(MODEL, rows).sums, task)
-        metrics = metrics_of(sums, 12.0, task)
+        metrics = compute_metrics(sums, 12.0, task)
         assert metrics["f1"] == pytest.approx(float(f1), rel=1e-6)
         assert metrics["acc"] == pytest.approx(float((found == there).double().mean()), rel=1e-12)
         assert sorted(metrics) == ["acc", "f1"]

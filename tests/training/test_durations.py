@@ -11,7 +11,7 @@ import pytest
 from approved import approve_error
 from quiet_runs import QUIET
 
-from trainrun.assemble.run_plan import every
+from trainrun.assemble.run_plan import resolve_interval
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.limits import EPOCH, Duration
@@ -64,9 +64,9 @@ def test_epochs_and_samples_are_the_same_after_a_resume(
 def test_whole_epochs_need_no_length() -> None:
     """every_n_epochs=1 is a number of type int, which has no is_integer before Python 3.12."""
     lengths = SimpleNamespace(steps_per_epoch=None, samples_per_epoch=None)
-    assert every("checkpoint.every_n_epochs=1", Duration(1, EPOCH), lengths, None)  # type: ignore[arg-type]
+    assert resolve_interval("checkpoint.every_n_epochs=1", Duration(1, EPOCH), lengths, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
-        every("trainer.val_check_interval=0.5", Duration(0.5, EPOCH), lengths, None)  # type: ignore[arg-type]
+        resolve_interval("trainer.val_check_interval=0.5", Duration(0.5, EPOCH), lengths, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("kind", "last"), [("blocks", 6), ("lines", None)])

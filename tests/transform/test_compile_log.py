@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch._dynamo.utils import counters
 
-from trainrun.assemble.backends import keep_compiled_code
+from trainrun.assemble.backends import set_compile_cache
 from trainrun.transform.compile_log import CompileLog
 
 HIT, MISS = ("inductor", "fxgraph_cache_hit"), ("inductor", "fxgraph_cache_miss")
@@ -35,8 +35,8 @@ def test_a_graph_is_from_the_cache_if_no_part_of_it_was_compiled(
 def test_compiled_code_outlives_the_machines_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
-    keep_compiled_code()
+    set_compile_cache()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    keep_compiled_code()
+    set_compile_cache()
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) == tmp_path / "trainrun/compiled"

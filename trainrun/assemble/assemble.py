@@ -1,4 +1,4 @@
-"""Build the `Components` of one rank from its config. `build_components` is the list of stages."""
+"""Build the `Components` of one rank from its config. `build_components` lists the stages in order."""
 
 from __future__ import annotations
 
@@ -16,66 +16,66 @@ from trainrun.assemble.backends import set_backends, set_threads
 from trainrun.assemble.data_pipeline import (
     TrainingNames,
     build_sources,
+    build_split_options,
     check_labels_fit,
     check_same_inputs,
     describe_sources,
     describe_transforms,
-    is_classifier,
-    options_of_splits,
-    split_key,
+    format_split_key,
+    is_classification,
 )
 from trainrun.assemble.model_and_transforms import (
-    apply_built_in,
+    apply_built_in_techniques,
     build_transformed_model,
     check_model_settings,
+    resolve_compile_scope,
     split_model_settings,
-    with_scope,
 )
 from trainrun.assemble.optimizer_and_schedule import (
     CONSTANT,
     SCHEDULE_KEYS,
-    build_named,
-    build_optimizer_of,
-    build_schedule_of,
+    build_config_optimizer,
+    build_config_schedule,
+    build_named_optimizers,
+    check_optimizer_node,
+    count_warmup_steps,
+    describe_unfinished_schedule,
     describe_update,
-    optimizer_faults,
-    planned_beyond,
-    warmup_steps,
 )
-from trainrun.assemble.resumption import teach
+from trainrun.assemble.resumption import give_teacher_to_task
 from trainrun.assemble.run_plan import (
     build_best_tracker,
+    build_early_stopping_tracker,
     build_fingerprint,
+    build_intervals,
+    build_keep_options,
     build_limits,
-    build_rhythm,
-    build_watch,
-    default_monitor,
-    keep_options,
-    lengths_of,
-    order_facts,
-    with_accumulation,
-    with_warmup_in_steps,
+    choose_default_metric,
+    collect_order_settings,
+    convert_warmup_to_steps,
+    measure_lengths,
+    set_accumulation,
 )
-from trainrun.assemble.start_choices import Chosen, decide_numbers, limit_outputs
+from trainrun.assemble.start_choices import Chosen, resolve_precision_and_threads, set_output_memory_limit
 from trainrun.assemble.step_function import (
+    add_first_step_check,
     add_layer_table,
-    build_accumulate,
-    build_counting,
-    build_log,
+    build_compile_log,
     build_step,
-    check_before_sharding,
-    checked_step,
+    check_task_before_sharding,
+    choose_accumulation_function,
+    choose_item_counting,
 )
 from trainrun.assemble.unread_settings import check_nodes_are_read
 from trainrun.checkpoint.manager import CheckpointManager
-from trainrun.config.saved_values import public
-from trainrun.config.schema import DISTILLATION, SAME, RunConfig, plain_values, validation_nodes
+from trainrun.config.saved_values import separate_secrets
+from trainrun.config.schema import DISTILLATION, SAME, RunConfig, convert_to_plain_values, validation_nodes
 from trainrun.data.facts import describe_classes, facts_of_all
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import SourceStates, StreamOptions, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
 from trainrun.folder.run_folder import RunDir, read_identity
-from trainrun.instantiate import bind_faults, build, named_nodes
+from trainrun.instantiate import build_node, check_node_arguments, named_nodes
 from trainrun.interfaces import (
     Batches,
     ChecksModel,
@@ -85,8 +85,8 @@ from trainrun.interfaces import (
     Parallel,
     Precision,
     RunFacts,
-    counts_before,
-    makes_single_forwards,
+    has_count_method,
+    runs_rank_zero_forwards,
 )
 from trainrun.model.choices import WORDS
 from trainrun.monitor.metric_logger import MetricLogger
@@ -94,7 +94,7 @@ from trainrun.optimizer.ema import Ema, OwnAverage
 from trainrun.optimizer.plain_step import switching_optimizers
 from trainrun.precision.autocast import PrecisionOptions, build_precision
 from trainrun.precision.update import Update
-from trainrun.runtime.collector import Tidy
+from trainrun.runtime.collector import LogPointCollector
 from trainrun.runtime.machine import read_host_memory
 from trainrun.runtime.signals import StopFlag
 from trainrun.scheduler.build_schedule import LENGTHS
@@ -105,9 +105,9 @@ from trainrun.timing.phases import COPY, PhaseTimer
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.named_optimizers import JoinedOptimizers, JoinedPrecision, JoinedSchedules
-from trainrun.training.recovery.nonfinite import BadSteps, find_likely_cause
+from trainrun.training.recovery.nonfinite import NonfiniteStepHandler, find_likely_cause
 from trainrun.training.recovery.oom import OomRetry
-from trainrun.training.task_calls import Hooks, Place, TaskCalls
+from trainrun.training.task_calls import Hooks, RunPosition, TaskCalls
 from trainrun.training.trained_parameters import TrainedParameters
 from trainrun.training.triggers import Intervals, Triggers
 
@@ -120,9 +120,9 @@ LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
 
 @dataclass(frozen=True)
 class RunContext:
-    """The surroundings of a run: its folder, its ranks, its stop flag, and the monitors of rank 0.
+    """What surrounds a run: its folder, its ranks, its stop flag, and the monitors of rank 0.
 
-    chosen: the automatic choices; at first those of an earlier session. measures: whether choices may be measured.
+    chosen: the automatic choices, at first those of an earlier session. measures: whether choices may be measured.
         is_new: whether nothing was trained before, so that the task is checked. trains: False for an evaluation.
     """
 
@@ -146,31 +146,31 @@ class RunContext:
 
 
 def check_targets(config: RunConfig) -> None:
-    """Bind every open node to its target's signature. Raise ConfigError with all faults."""
+    """Bind every open node to the signature of its target. Raise ConfigError with all faults."""
     data = config.data
     transforms = {name: getattr(data, name) for name in ("transform", "val_transform", "test_transform")}
     nodes: dict[str, Any] = {
-        **dict(_one_or_named("data.train", data.train)),
+        **dict(_list_nodes("data.train", data.train)),
         "data.test": data.test,
     }
-    nodes |= {split_key(split): node for split, node in validation_nodes(data).items()}
+    nodes |= {format_split_key(split): node for split, node in validation_nodes(data).items()}
     nodes |= {"task": config.task, "data.collate_fn": data.collate_fn}
     nodes |= {f"data.{name}": node for name, node in transforms.items() if node != SAME}
     nodes |= {f"data.augment.{name}": node for name, node in data.augment.items()}
     nodes |= {f"monitor.{name}": node for name, node in config.monitor.listeners.items()}
     nodes |= {f"hook.{name}": node for name, node in config.hook.items()}
-    faults = [fault for key, node in nodes.items() if node for fault in bind_faults(node, key)]
-    faults += bind_faults(split_model_settings(config.model)[0], "model", also=WORDS)
+    faults = [fault for key, node in nodes.items() if node for fault in check_node_arguments(node, key)]
+    faults += check_node_arguments(split_model_settings(config.model)[0], "model", also=WORDS)
     faults = faults or check_model_settings(config)
-    for key, node in _one_or_named("optimizer", config.optimizer):
-        faults += optimizer_faults(key, node)
-    for key, node in _one_or_named("scheduler", config.scheduler):
+    for key, node in _list_nodes("optimizer", config.optimizer):
+        faults += check_optimizer_node(key, node)
+    for key, node in _list_nodes("scheduler", config.scheduler):
         arguments = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
         if arguments.get("_target_") and arguments != CONSTANT:
             filled = tuple(
                 f"{key}.{name}: {arguments['_target_']} needs it" for name in LENGTHS
             )  # in, by the run
-            target_faults = bind_faults(arguments, key, ["optimizer"], SCHEDULE_KEYS)
+            target_faults = check_node_arguments(arguments, key, ["optimizer"], SCHEDULE_KEYS)
             if any(".optimizer: torch." in fault for fault in target_faults):
                 target_faults = [
                     f"{key}: a schedule of schedules is built by a function (optimizer) of your own; name it, as "
@@ -178,21 +178,23 @@ def check_targets(config: RunConfig) -> None:
                 ]
             faults += [fault for fault in target_faults if not fault.startswith(filled)]
     for name, node in config.transform.items():
-        faults += bind_faults(node, f"transform.{name}", ["model"])
+        faults += check_node_arguments(node, f"transform.{name}", ["model"])
     if faults:
         raise ConfigError(*faults)
 
 
-def _one_or_named(key: str, node: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return (key, node) of a single node, or of each named node."""
+def _list_nodes(key: str, node: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return (key, node) of a single node, or one pair for each named node."""
     return [(f"{key}.{name}", inner_node) for name, inner_node in named_nodes(node).items()] or [
         (key, node or {})
     ]
 
 
 @dataclass(frozen=True)
-class Notes:
-    """Lines for the start of a run. choices: automatic decisions. advice: what a user should know or may change."""
+class StartNotes:
+    """Lines that are shown when a run starts. choices: automatic decisions. advice: what a user should know or
+    change.
+    """
 
     choices: list[str]
     advice: list[str] = field(default_factory=list)
@@ -200,7 +202,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class DataSets:
-    """The data sets by split. drawn: how often training samples are drawn. splits: how each split is read."""
+    """The data sets by split. drawn: how often each training sample is drawn. splits: how each split is read."""
 
     sources: dict[str, Any]
     drawn: Drawn | None
@@ -210,7 +212,9 @@ class DataSets:
 
 @dataclass(frozen=True)
 class DataParts:
-    """The batches of each split. tokens: the counter of training tokens. places: the states of the training sources."""
+    """The batches of each split. tokens: the counter of training tokens. places: the positions in the training
+    sources.
+    """
 
     train: Batches
     validation: dict[str, Batches]
@@ -221,8 +225,10 @@ class DataParts:
 
 @dataclass(frozen=True)
 class UpdateParts:
-    """The parts that change the weights. wrapped: the model as the backend calls it. optimizers: named ones, else
-    empty.
+    """The parts that change the weights.
+
+    wrapped: the model as wrapped by the parallel backend. optimizers: the named optimizers; {} if there is a single
+        one.
     """
 
     wrapped: nn.Module
@@ -235,30 +241,30 @@ class UpdateParts:
 
 
 def build_components(config: RunConfig, context: RunContext) -> tuple[Components, RunFacts]:
-    """Build all parts of one rank, stage by stage. Return them with the facts for the first lines on the screen."""
-    notes = Notes(choices=set_backends(config, context.parallel))
+    """Build all parts of one rank, stage by stage. Return them with the facts that a run shows when it starts."""
+    notes = StartNotes(choices=set_backends(config, context.parallel))
     check_targets(config)
     config = resolve_data_settings(config, context, notes)
     data_sets = load_data_sets(config, context, notes)
     task = build_task(config, data_sets.facts)
     data = open_data(config, context, data_sets, task, notes)
-    config, rhythm = plan_steps(config, context, data_sets, data, task)
+    config, rhythm = plan_intervals(config, context, data_sets, data, task)
     model, unfreeze, base = build_transformed_model(
         config, data_sets.facts, context.parallel, context.init_from, notes.choices, notes.advice
     )
-    config = prepare_model_and_numbers(config, context, data_sets, data, task, model, rhythm, notes)
+    config = prepare_model_and_precision(config, context, data_sets, data, task, model, rhythm, notes)
     update = build_update(config, context, data, task, model, rhythm, notes)
     monitors = build_monitors(config, context, data, task, model, update, rhythm)
     checkpoints = build_checkpoints(config, context, data_sets, data, task, rhythm, monitors, notes)
     retry = build_retry(config, context, task, model, monitors)
     triggers = build_triggers(config, context, data, task, update, rhythm, checkpoints, monitors, retry)
     calls = build_task_calls(config, context, task, model)
-    counting = build_counting(config, update.held, task, context.parallel, context.phases)
-    compile_log = build_log(config, monitors, context.phases)
+    counting = choose_item_counting(config, update.held, task, context.parallel, context.phases)
+    compile_log = build_compile_log(config, monitors, context.phases)
     step, own_step = build_step(config, task, calls, context.parallel.device, compile_log)
     step = add_layer_table(config, step)
     is_checked = config.trainer.check_task and context.is_new and not context.parallel.forward_is_collective
-    step = checked_step(step, is_checked, task, model)
+    step = add_first_step_check(step, is_checked, task, model)
     hooks = build_hooks(config, context, unfreeze)
     check_nodes_are_read(context.typed, config, data_sets.sources)
     run = Components(
@@ -267,20 +273,20 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
         parallel=context.parallel, ema=update.average,
         retry=retry, train=data.train, validation=data.validation, test=data.test, triggers=triggers,
         checkpoints=checkpoints, monitors=monitors, data_facts=data_sets.facts, phases=context.phases, step=step,
-        accumulate=build_accumulate(retry, counting), compile_log=compile_log, counting=counting, hooks=hooks,
-        positions=data.tokens.planned, optimizers=update.optimizers, own_step=own_step,
+        accumulate=choose_accumulation_function(retry, counting), compile_log=compile_log, counting=counting,
+        hooks=hooks, positions=data.tokens.planned, optimizers=update.optimizers, own_step=own_step,
         trained=TrainedParameters(model, update.held, update.optimizer), places=data.places,
-        order=order_facts(config, context.parallel.world_size, data_sets.drawn), base=base,
+        order=collect_order_settings(config, context.parallel.world_size, data_sets.drawn), base=base,
     )  # fmt: skip
     calls.after_user_code = run.after_user_code
     for optimizer in update.optimizers.values():
-        optimizer.show = run.show_gradients
-    return run, run_facts(run, context, rhythm, notes)
+        optimizer.show = run.call_gradient_hooks
+    return run, build_run_facts(run, context, rhythm, notes)
 
 
-def resolve_data_settings(config: RunConfig, context: RunContext, notes: Notes) -> RunConfig:
-    """Return the config with the number of micro-batches and, if needed, a tokenizer trained for the run."""
-    config = with_accumulation(config, context.parallel.world_size)
+def resolve_data_settings(config: RunConfig, context: RunContext, notes: StartNotes) -> RunConfig:
+    """Return the config with the number of micro-batches, and with a tokenizer trained for the run if it needs one."""
+    config = set_accumulation(config, context.parallel.world_size)
     if "bpe:" not in str(config.data.train):
         return config
     from trainrun.sampling.run_tokenizer import with_tokenizer
@@ -288,21 +294,21 @@ def resolve_data_settings(config: RunConfig, context: RunContext, notes: Notes) 
     return with_tokenizer(config, context.run, context.parallel, notes.choices)
 
 
-def load_data_sets(config: RunConfig, context: RunContext, notes: Notes) -> DataSets:
-    """Load the data sets and examine one sample of each. Raise ConfigError if splits have inputs of different kinds."""
+def load_data_sets(config: RunConfig, context: RunContext, notes: StartNotes) -> DataSets:
+    """Load the data sets, and read one sample of each. Raise ConfigError if splits have inputs of different types."""
     sources, drawn = build_sources(config, notes.advice, context.trained)
     report = report_to([monitor.on_note for monitor in context.monitors])
-    splits = options_of_splits(config, context.parallel, sources, report, drawn)
+    splits = build_split_options(config, context.parallel, sources, report, drawn)
     if not context.trains:  # new samples to predict may be fewer than a batch of the training had
         splits["train"] = replace(splits["train"], may_shrink=True)
     check_same_inputs(config, sources, splits)
-    facts = with_trained_classes(facts_of_all(sources, splits["train"]), context)
+    facts = add_trained_classes(facts_of_all(sources, splits["train"]), context)
     notes.advice.extend(describe_sources(config, sources, splits, context.is_new))
     return DataSets(sources, drawn, splits, facts)
 
 
-def with_trained_classes(facts: DataFacts, context: RunContext) -> DataFacts:
-    """Return facts with the classes, or number of outputs, of the training if the data has no targets."""
+def add_trained_classes(facts: DataFacts, context: RunContext) -> DataFacts:
+    """Return the facts with the classes, or the number of outputs, of the training if the data has no targets."""
     trained = context.trained
     if trained is None or facts.class_names:
         return facts
@@ -315,12 +321,12 @@ def with_trained_classes(facts: DataFacts, context: RunContext) -> DataFacts:
 
 
 def open_data(
-    config: RunConfig, context: RunContext, data_sets: DataSets, task: Any, notes: Notes
+    config: RunConfig, context: RunContext, data_sets: DataSets, task: Any, notes: StartNotes
 ) -> DataParts:
     """Open the batches of every split that has data."""
     tokens, places = TokenCounter(), SourceStates()
     copying = None if context.parallel.device.type == "cpu" else partial(context.phases.on, COPY)
-    sizes = task.sizes if isinstance(task, CountsSamples) and counts_before(task) else None
+    sizes = task.sizes if isinstance(task, CountsSamples) and has_count_method(task) else None
     options = replace(data_sets.splits["train"], tally=tokens, copying=copying, sizes=sizes, places=places)
     train, note = open_batches(data_sets.sources["train"], options)
     notes.choices.extend(note.splitlines())
@@ -336,35 +342,37 @@ def open_data(
     return DataParts(train, others, test, tokens, places)
 
 
-def plan_steps(
+def plan_intervals(
     config: RunConfig, context: RunContext, data_sets: DataSets, data: DataParts, task: Any
 ) -> tuple[RunConfig, Intervals]:
     """Return the config with its warm-up in steps, and the intervals of the run."""
     parallel = context.parallel
-    lengths = lengths_of(config, data.train, data_sets.sources["train"], task, parallel.world_size)
-    rhythm = build_rhythm(config, lengths, task, bool(data.validation), parallel.rank)
-    config = with_warmup_in_steps(config, lengths, task)
-    warmup_steps(config, rhythm)
+    lengths = measure_lengths(config, data.train, data_sets.sources["train"], task, parallel.world_size)
+    rhythm = build_intervals(config, lengths, task, bool(data.validation), parallel.rank)
+    config = convert_warmup_to_steps(config, lengths, task)
+    count_warmup_steps(config, rhythm)
     return config, rhythm
 
 
-def prepare_model_and_numbers(
+def prepare_model_and_precision(
     config: RunConfig, context: RunContext, data_sets: DataSets, data: DataParts, task: Any, model: nn.Module,
-    rhythm: Intervals, notes: Notes,
+    rhythm: Intervals, notes: StartNotes,
 ) -> RunConfig:  # fmt: skip
     """Apply the built-in techniques to the model in place. Return the config with every `auto` resolved."""
     parallel, device, total_steps = context.parallel, context.parallel.device, rhythm.total_steps
     if config.trainer.compile.scope == "auto":
         num_weights = sum(parameter.numel() for parameter in model.parameters())
-        config = with_scope(config, num_weights, total_steps, device, notes.choices)
+        config = resolve_compile_scope(config, num_weights, total_steps, device, notes.choices)
     set_threads(config, model, device, notes.choices)
     if isinstance(task, ChecksModel):
         task.check_model(model)
     if context.trains and config.task.get("_target_") == DISTILLATION:
-        notes.choices.append(teach(config, parallel, task, model, data_sets.sources["train"], rhythm))
-    apply_built_in(config, model, device, notes.choices)
+        notes.choices.append(
+            give_teacher_to_task(config, parallel, task, model, data_sets.sources["train"], rhythm)
+        )
+    apply_built_in_techniques(config, model, device, notes.choices)
     num_batches = math.inf if total_steps is None else total_steps * rhythm.accumulate
-    config = decide_numbers(
+    config = resolve_precision_and_threads(
         config,
         model,
         task,
@@ -375,35 +383,35 @@ def prepare_model_and_numbers(
         num_batches,
         notes.choices,
     )
-    limit_outputs(task, model, parallel, context.chosen)
+    set_output_memory_limit(task, model, parallel, context.chosen)
     return config
 
 
 def build_update(
     config: RunConfig, context: RunContext, data: DataParts, task: Any, model: nn.Module, rhythm: Intervals,
-    notes: Notes,
+    notes: StartNotes,
 ) -> UpdateParts:  # fmt: skip
-    """Build the guarded update with its optimizers and schedules, and the averaged weights."""
-    parallel, options = context.parallel, precision_options(config)
+    """Build the update with its optimizers and schedules, and the averaged weights."""
+    parallel, options = context.parallel, build_precision_options(config)
     guarded, lines = build_precision(options, model, parallel.device, context.phases, parallel)
     notes.choices.extend(lines)
     is_checked = context.is_new and config.trainer.check_task and not config.step
     if is_checked and parallel.forward_is_collective and not config.parallel.meta_device:
         alone = build_precision(options, model, parallel.device, context.phases)[0]
-        counting = build_counting(config, model, task, parallel, context.phases)
-        check_before_sharding(task, model, data.train, parallel, alone, counting, notes.advice.append)
+        counting = choose_item_counting(config, model, task, parallel, context.phases)
+        check_task_before_sharding(task, model, data.train, parallel, alone, counting, notes.advice.append)
     wrapped = parallel.wrap(model)
     held = parallel.held(model)
     if not named_nodes(config.optimizer):
-        optimizer = build_optimizer_of(config, held, parallel.world_size, notes.choices)
-        schedule = build_schedule_of(config, optimizer, rhythm)
+        optimizer = build_config_optimizer(config, held, parallel.world_size, notes.choices)
+        schedule = build_config_schedule(config, optimizer, rhythm)
         average = build_average(config, held, optimizer)
         return UpdateParts(wrapped, held, optimizer, schedule, guarded, {}, average)
 
     def build_guard(params: nn.Module) -> Update:
         return build_precision(options, params, parallel.device, context.phases)[0]
 
-    named = build_named(config, model, rhythm, notes.choices, build_guard)
+    named = build_named_optimizers(config, model, rhythm, notes.choices, build_guard)
     step_together = not (config.step or config.loop)
     joined = JoinedOptimizers(named)
     precision = guarded if step_together else JoinedPrecision(named, guarded)
@@ -414,8 +422,9 @@ def build_update(
 
 
 def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Ema | OwnAverage | None:
-    """Return the averaged weights for evaluations: of `trainer.ema`, else of an optimizer that averages itself, else
-    None.
+    """Return the averaged weights that evaluations use; None without any.
+
+    They come from `trainer.ema`, or from an optimizer that averages the weights itself.
     """
     switching, wanted = switching_optimizers(optimizer), config.trainer.ema
     for switching_optimizer in switching:
@@ -440,20 +449,20 @@ def build_monitors(
 
     return MetricLogger(
         context.parallel, context.monitors, lambda: update.schedule.rates, rhythm.steps_per_epoch, rhythm.accumulate,
-        rhythm.log_every is not None, context.on_position, context.on_log, unit_of(task),
-        rhythm.lengths.samples_per_step, Tidy(), data.tokens, context.phases, task,
+        rhythm.log_every is not None, context.on_position, context.on_log, read_task_unit(task),
+        rhythm.lengths.samples_per_step, LogPointCollector(), data.tokens, context.phases, task,
         find_nan_cause if data.validation else None, context.write,
     )  # fmt: skip
 
 
 def build_checkpoints(
     config: RunConfig, context: RunContext, data_sets: DataSets, data: DataParts, task: Any, rhythm: Intervals,
-    monitors: MetricLogger, notes: Notes,
+    monitors: MetricLogger, notes: StartNotes,
 ) -> CheckpointManager:  # fmt: skip
     """Build the checkpoint manager. Add advice about the metric that chooses the best checkpoint."""
-    default_metric = default_monitor(task, list(data.validation))
+    default_metric = choose_default_metric(task, list(data.validation))
     notes.advice.extend(describe_validation(config, context.trains, default_metric, list(data.validation)))
-    keep = keep_options(config, default_metric, rhythm.lengths, task)
+    keep = build_keep_options(config, default_metric, rhythm.lengths, task)
     metrics = {keep.monitor, config.trainer.early_stopping.monitor} - {None}
     if not all(str(name).endswith(("/loss", "/acc")) for name in metrics):
         notes.advice.extend(filter(None, [describe_assumed_direction(config, default_metric)]))
@@ -485,7 +494,7 @@ def describe_validation(
 def build_retry(
     config: RunConfig, context: RunContext, task: Any, model: nn.Module, monitors: MetricLogger
 ) -> OomRetry:
-    """Build the runner that repeats a step in smaller micro-batches when memory runs out."""
+    """Build the runner that repeats a step in smaller micro-batches if memory runs out."""
     trainer = config.trainer
     mends = trainer.nan_policy == "skip"
     return OomRetry(trainer.out_of_memory, model, task, context.parallel, monitors.note, mends=mends)
@@ -496,40 +505,40 @@ def build_triggers(
     checkpoints: CheckpointManager, monitors: MetricLogger, retry: OomRetry,
 ) -> Triggers:  # fmt: skip
     """Build the triggers, which decide after each step whether to log, validate, save or stop."""
-    default_metric = default_monitor(task, list(data.validation))
+    default_metric = choose_default_metric(task, list(data.validation))
     return Triggers(
-        build_limits(config, rhythm.lengths, task), rhythm, build_watch(config, default_metric),
+        build_limits(config, rhythm.lengths, task), rhythm, build_early_stopping_tracker(config, default_metric),
         build_best_tracker(config, default_metric), update.schedule.on_validation, context.stop,
         update.precision.failure, checkpoints.save_status,
-        build_on_bad(config, context, update.precision, retry, monitors.note),
+        build_nonfinite_handler(config, context, update.precision, retry, monitors.note),
     )  # fmt: skip
 
 
-def build_on_bad(
+def build_nonfinite_handler(
     config: RunConfig, context: RunContext, precision: Precision, retry: OomRetry, note: Callable[[str], None]
 ) -> Callable[[TrainState, str], None]:
     """Return the function that handles a step whose gradients are not finite."""
     trainer = config.trainer
 
     @cache
-    def bad_steps() -> BadSteps:
+    def build_bad_steps() -> NonfiniteStepHandler:
         folder = context.run.nonfinite
-        return BadSteps(trainer.nan_policy, folder, context.parallel, precision, retry, note)
+        return NonfiniteStepHandler(trainer.nan_policy, folder, context.parallel, precision, retry, note)
 
-    return lambda state, failure: bad_steps()(state, failure)
+    return lambda state, failure: build_bad_steps()(state, failure)
 
 
 def build_task_calls(config: RunConfig, context: RunContext, task: Any, model: nn.Module) -> TaskCalls:
-    """Build the caller of the task's optional methods. Rank 0 writes its images."""
+    """Build the object that calls the task's optional methods. On rank 0 it writes the task's images."""
     parallel = context.parallel
-    place = Place(config.seed or 0, parallel.rank, parallel.device)
+    place = RunPosition(config.seed or 0, parallel.rank, parallel.device)
     file = None if parallel.rank else context.run.pictures
-    return TaskCalls(task, model, place, file, makes_single_forwards(parallel))
+    return TaskCalls(task, model, place, file, runs_rank_zero_forwards(parallel))
 
 
 def build_hooks(config: RunConfig, context: RunContext, unfreeze: Unfreeze | None) -> Hooks:
-    """Build the hooks of the config and those that other settings imply."""
-    hooks = {f"hook.{name}": build(node, f"hook.{name}") for name, node in config.hook.items()}
+    """Build the hooks of the config, and those that other settings require."""
+    hooks = {f"hook.{name}": build_node(node, f"hook.{name}") for name, node in config.hook.items()}
     if unfreeze is not None:
         hooks["model.freeze"] = unfreeze
     if config.monitor.samples_every is not None:
@@ -544,8 +553,9 @@ def build_hooks(config: RunConfig, context: RunContext, unfreeze: Unfreeze | Non
 
 
 def build_task(config: RunConfig, facts: DataFacts) -> Any:
-    """Build the task. The data provides `bytes_per_token` and balanced `class_weights`. Raise PluginError without
-    `step`.
+    """Build the task. Raise PluginError if it has no method `step`.
+
+    The data provides `bytes_per_token`, and `class_weights` if they are `balanced`.
     """
     node = dict(config.task)
     takes = "bytes_per_token" in node or node.get("_target_") == LANGUAGE_MODELING
@@ -553,7 +563,7 @@ def build_task(config: RunConfig, facts: DataFacts) -> Any:
         node["bytes_per_token"] = facts.bytes_per_token
     if node.get("class_weights") == "balanced":
         node["class_weights"] = compute_balanced_weights(facts.class_counts)
-    task = build(node, "task")
+    task = build_node(node, "task")
     if not callable(getattr(task, "step", None)):
         raise PluginError(
             f"task: {type(task).__name__} has no method step; a task has step(model, batch) -> StepOutput and "
@@ -562,10 +572,8 @@ def build_task(config: RunConfig, facts: DataFacts) -> Any:
     return task
 
 
-def unit_of(task: Any) -> str:
-    """Return the unit of the task's items (samples, tokens or pixels), from its attribute `unit`; samples by
-    default.
-    """
+def read_task_unit(task: Any) -> str:
+    """Return the unit of the task's items: its attribute `unit` (samples, tokens or pixels), or samples without one."""
     unit = getattr(task, "unit", "samples")
     if unit not in ("samples", "tokens", "pixels"):
         raise PluginError(
@@ -574,8 +582,8 @@ def unit_of(task: Any) -> str:
     return str(unit)
 
 
-def precision_options(config: RunConfig) -> PrecisionOptions:
-    """Return the settings of precision and guarded update."""
+def build_precision_options(config: RunConfig) -> PrecisionOptions:
+    """Return the settings that precision and the update need."""
     trainer = config.trainer
     clip_algorithm = "norm" if trainer.gradient_clip_val is None else trainer.gradient_clip_algorithm
     return PrecisionOptions(
@@ -583,16 +591,16 @@ def precision_options(config: RunConfig) -> PrecisionOptions:
     )  # fmt: skip
 
 
-def sum_of_known(numbers: Sequence[int | None]) -> int | None:
-    """Return the sum; None if there are no numbers or one of them is unknown."""
+def sum_if_known(numbers: Sequence[int | None]) -> int | None:
+    """Return the sum of the numbers; None if there are none, or if one of them is None."""
     known_numbers = [number for number in numbers if number is not None]
     return sum(known_numbers) if numbers and len(known_numbers) == len(numbers) else None
 
 
-def run_facts(run: Components, context: RunContext, rhythm: Intervals, notes: Notes) -> RunFacts:
+def build_run_facts(run: Components, context: RunContext, rhythm: Intervals, notes: StartNotes) -> RunFacts:
     """Return the facts of a run that its monitors receive at the start."""
     config, parameters = run.config, list(run.model.parameters())
-    cut = planned_beyond(config, run.triggers.max_seconds, rhythm)
+    cut = describe_unfinished_schedule(config, run.triggers.max_seconds, rhythm)
     return RunFacts(
         name=config.run_name or "run",
         folder=str(context.run.root),
@@ -601,7 +609,7 @@ def run_facts(run: Components, context: RunContext, rhythm: Intervals, notes: No
         batch_size=config.data.batch_size,
         accumulate=rhythm.accumulate,
         num_train=run.train.num_samples,
-        num_val=sum_of_known([stream.num_samples for stream in run.validation.values()]),
+        num_val=sum_if_known([stream.num_samples for stream in run.validation.values()]),
         steps_per_epoch=rhythm.steps_per_epoch,
         total_steps=rhythm.total_steps,
         total_epochs=config.trainer.max_epochs,
@@ -613,9 +621,9 @@ def run_facts(run: Components, context: RunContext, rhythm: Intervals, notes: No
         choices=tuple(notes.choices),
         advice=(*notes.advice, *filter(None, [cut])),
         update=describe_update(config, run.schedule),
-        classes=describe_classes(run.data_facts) if is_classifier(config) else "",
+        classes=describe_classes(run.data_facts) if is_classification(config) else "",
         run_id=context.run_id,
-        config=plain_values(public(config)[0]),
+        config=convert_to_plain_values(separate_secrets(config)[0]),
         monitor=run.triggers.best.metric,
         mode=run.triggers.best.mode,
     )

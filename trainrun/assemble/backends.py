@@ -1,4 +1,4 @@
-"""Process-wide settings of torch: threads, determinism, kernels, precision of products."""
+"""Process-wide settings of torch: threads, determinism, kernels, and the precision of matrix products."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils import deterministic
 from trainrun.config.schema import RunConfig
 from trainrun.data.cache.room import cache_home
 from trainrun.interfaces import Parallel
-from trainrun.precision.autocast import describe_matmul_precision, is_tiny, set_matmul
+from trainrun.precision.autocast import describe_matmul_precision, is_tiny_step, set_matmul
 
 FEW_WEIGHTS = 400_000  # trained ones, whose update is too short to share
 # Inductor's advice, by a function of torch; `describe_matmul_precision` gives it with the name of the setting.
@@ -29,14 +29,17 @@ ROUNDING = (
 
 
 @contextmanager
-def kept_backends() -> Iterator[None]:
-    """Restore at the end of the block what `set_backends` and `set_threads` change, for a notebook that continues."""
+def restore_backends() -> Iterator[None]:
+    """Restore, at the end of the block, the settings that `set_backends` and `set_threads` change.
+
+    A notebook that goes on after a run then has its own settings again.
+    """
     determined, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = DETERMINISM.fill_uninitialized_memory
     benchmark = torch.backends.cudnn.benchmark
     anomaly = torch.is_anomaly_enabled()
-    restore_rounding = kept_rounding()
+    restore_rounding = record_rounding()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", OF_TORCH)
@@ -50,19 +53,18 @@ def kept_backends() -> Iterator[None]:
         restore_rounding()
 
 
-def kept_rounding() -> Callable[[], None]:
-    """Return a function that restores the current precision of float32 products, by both of torch's APIs (newer
-    since 2.9).
+def record_rounding() -> Callable[[], None]:
+    """Return a function that restores the current precision of float32 products.
 
-    Torch refuses to read the older setting if a user has set both.
+    It uses the older and the newer API of torch (since 2.9). Torch refuses to read the older one if a user set both.
     """
     older: str | None = None
     tf32: bool | None = None
     with suppress(RuntimeError):
         older, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    newer = {name: attrgetter(name)(torch.backends) for name in ROUNDING if has_attribute(name)}
+    newer = {name: attrgetter(name)(torch.backends) for name in ROUNDING if has_readable_attribute(name)}
 
-    def restore() -> None:
+    def restore_rounding_modes() -> None:
         if older is not None and tf32 is not None:
             torch.set_float32_matmul_precision(older)
             torch.backends.cudnn.allow_tf32 = tf32
@@ -71,10 +73,10 @@ def kept_rounding() -> Callable[[], None]:
             if attrgetter(name)(torch.backends) != value:
                 setattr(attrgetter(owner)(torch.backends), attribute, value)
 
-    return restore
+    return restore_rounding_modes
 
 
-def has_attribute(name: str) -> bool:
+def has_readable_attribute(name: str) -> bool:
     try:
         attrgetter(name)(torch.backends)
     except (AttributeError, RuntimeError):
@@ -83,22 +85,23 @@ def has_attribute(name: str) -> bool:
 
 
 def set_deterministic(wanted: bool, warn_only: bool) -> None:
-    """Set deterministic algorithms only if that is a change: the call loads torch's compiler, which takes 1 to 2 s."""
+    """Set deterministic algorithms if that is a change. The call loads torch's compiler, which takes 1 to 2 s."""
     now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if now != (wanted, warn_only):
         torch.use_deterministic_algorithms(wanted, warn_only=warn_only)
 
 
-def keep_compiled_code() -> None:
-    """Let inductor keep its code in the user's cache, unless the environment names another folder.
+def set_compile_cache() -> None:
+    """Let inductor store compiled code in the user's cache folder, unless the environment names another folder.
 
-    Its own default lies below /tmp. So a restart, other ranks and the jobs of a sweep read what one of them compiled.
+    Inductor's default is below /tmp. In the cache folder, restarts, other ranks and the runs of a sweep find the
+    code.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "compiled"))
 
 
 def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
-    """Set determinism, kernels, and the precision of float32 products for the process. Return notes."""
+    """Set determinism, kernels, and the precision of float32 products for this process. Return notes about them."""
     trainer = config.trainer
     if parallel.device.type == "cuda":
         # Torch asks once, at the first product of the process, whether this is set, so a deterministic run that comes
@@ -113,7 +116,7 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
     if trainer.detect_anomaly:
         torch.autograd.set_detect_anomaly(True)
     if trainer.compile.scope != "off":
-        keep_compiled_code()
+        set_compile_cache()
     notes = [set_matmul(config.precision.matmul, parallel.device)]
     if parallel.device.type == "cuda":
         capability = torch.cuda.get_device_capability(parallel.device)
@@ -122,14 +125,14 @@ def set_backends(config: RunConfig, parallel: Parallel) -> list[str]:
 
 
 def set_threads(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
-    """Set the number of CPU threads of one operation, by a rule, not by measurement: it changes the last bits of
-    sums.
+    """Set the number of CPU threads of one operation by a rule. It is not measured, because it changes the last bits
+    of sums.
 
-    A step of a few dense layers is too small to share unless it has many weights: with batches of one, two threads
-    took 1.7x, 1.2x and 1.0x the time of one with 10, 85 and 301 thousand weights, and 0.76x, 0.73x and 0.60x with
-    0.6, 1.1 and 4.3 million, whose update is most of the step (two quiet cores of an Intel Xeon; measured again by
-    `trainrun diagnose data=synthetic data.shape=[64] model.hidden=[1024,512] data.batch_size=1
-    trainer.num_threads=1`).
+    A step of a few dense layers is too small for two threads unless it has many weights. With batches of one, two
+    threads took 1.7x, 1.2x and 1.0x the time of one thread for 10, 85 and 301 thousand weights. They took 0.76x,
+    0.73x and 0.60x for 0.6, 1.1 and 4.3 million weights, whose update is most of the step (two quiet cores of an
+    Intel Xeon). To measure it again: `trainrun diagnose data=synthetic data.shape=[64] model.hidden=[1024,512]
+    data.batch_size=1 trainer.num_threads=1`.
     """
     wanted = config.trainer.num_threads
     if wanted != "auto":
@@ -138,6 +141,6 @@ def set_threads(config: RunConfig, model: nn.Module, device: torch.device, notes
     if device.type != "cpu" or torch.get_num_threads() == 1:
         return
     few = sum(each.numel() for each in model.parameters() if each.requires_grad) < FEW_WEIGHTS
-    if few and is_tiny(model, config.data.batch_size):
+    if few and is_tiny_step(model, config.data.batch_size):
         torch.set_num_threads(1)
         notes.append("trainer.num_threads: 1, a step this small does not gain from more")

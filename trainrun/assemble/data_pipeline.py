@@ -1,4 +1,4 @@
-"""Build the streams of a run from the config section `data`."""
+"""Build the data sets and streams of a run from the config section `data`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainrun.data.pipeline import add_look, open_batches
 from trainrun.data.stream_options import Report, StreamOptions, check_options
 from trainrun.data.tensor_dataset import SplitBuilder
 from trainrun.errors import ConfigError, DataError
-from trainrun.instantiate import build, named_nodes
+from trainrun.instantiate import build_node, named_nodes
 from trainrun.interfaces import IGNORED, DataFacts, Parallel
 from trainrun.precision.autocast import choose_data_dtype
 
@@ -43,7 +43,7 @@ CLASSIFIERS = ("trainrun.task.classification.Classification", "trainrun.task.dis
 
 @dataclass(frozen=True)
 class TrainingNames:
-    """The names of the classes, in order, and of the input columns with which a run was trained."""
+    """The class names, in order, and the input columns with which a run was trained."""
 
     classes: Sequence[str] = ()
     inputs: Mapping[str, str] = field(default_factory=dict)
@@ -52,10 +52,10 @@ class TrainingNames:
 def build_sources(
     config: RunConfig, notes: list[str], trained: TrainingNames | None = None
 ) -> tuple[dict[str, Any], Drawn | None]:
-    """Return the data sets by split, and how often training samples are drawn.
+    """Return the data sets by split, and how often each training sample is drawn.
 
-    If the targets of a table may be class numbers or real numbers, the task decides. trained: the names from a
-    checkpoint that the data sets must have.
+    If the targets of a table may be classes or real numbers, the task decides. trained: the names from a checkpoint,
+    which the data sets must have.
     """
     data, task = config.data, config.task or {}
     named = {f"train.{name}": node for name, node in named_nodes(data.train).items()} or {"train": data.train}
@@ -69,23 +69,31 @@ def build_sources(
         if has_names and node and (node.get("inputs", ()) is None or node.get("categories")):
             assert trained is not None
             arguments["inputs"] = list(trained.inputs)
-        sources[name] = builder.build(node, split_key(name), split_kind(name), **arguments) if node else None
-    sources = with_training_names(sources, trained)
-    notices = {split_key(name): getattr(source, "notice", "") for name, source in sources.items()}
+        sources[name] = (
+            builder.build(node, format_split_key(name), parse_split_kind(name), **arguments) if node else None
+        )
+    sources = apply_training_names(sources, trained)
+    notices = {format_split_key(name): getattr(source, "notice", "") for name, source in sources.items()}
     notes += [f"{key}: {notice}" for key, notice in notices.items() if notice and isinstance(notice, str)]
     if "train" in named and data.folds is None and data.sampling == "none":
         return sources, None
     from trainrun.data.order.training_set import Asked, build_training_set
 
     request = Asked(
-        data.sampling, data.weights, data.mix, data.folds, data.fold, data.stratified, fold_groups(data)
+        data.sampling,
+        data.weights,
+        data.mix,
+        data.folds,
+        data.fold,
+        data.stratified,
+        choose_fold_groups(data),
     )
     parts, drawn = build_training_set({name[6:]: sources.pop(name) for name in named}, request, notes)
     return {**parts, **sources}, drawn
 
 
-def fold_groups(data: DataConfig) -> str | None:
-    """Return the attribute whose values stay in one fold: as typed, or `groups` of a built-in format."""
+def choose_fold_groups(data: DataConfig) -> str | None:
+    """Return the attribute whose samples stay in one fold: `data.fold_groups`, else `groups` of a built-in reader."""
     node = data.train or {}
     is_ours = str(node.get("_target_")).startswith("trainrun.data.")
     return "groups" if data.fold_groups is None and is_ours and node.get("groups") else data.fold_groups
@@ -94,25 +102,24 @@ def fold_groups(data: DataConfig) -> str | None:
 def describe_sources(
     config: RunConfig, sources: Mapping[str, Any], splits: Mapping[str, StreamOptions], is_new: bool
 ) -> list[str]:
-    """Return advice about the samples before a new training; [] for a resumed one.
-
-    splits: how each split is read.
-    """
+    """Return advice about the samples before a new training; [] for a resumed one. splits: how each split is read."""
     if not is_new:
         return []
     lines = describe_shared_rows(sources, splits)
-    if is_classifier(config):
-        lines.insert(0, describe_many_labels(sources["train"], "data.train", is_table(config)))
+    if is_classification(config):
+        lines.insert(0, describe_many_labels(sources["train"], "data.train", has_table_data(config)))
     return [line for line in lines if line]
 
 
-def with_training_names(sources: dict[str, Any], trained: TrainingNames | None) -> dict[str, Any]:
+def apply_training_names(sources: dict[str, Any], trained: TrainingNames | None) -> dict[str, Any]:
     """Return the sources with the class numbers of the training data.
 
-    Raise DataError if their classes or input columns differ.
+    Raise DataError if their classes or their input columns differ from those of the training.
     """
     class_names = {name: find_class_names(source) for name, source in sources.items() if source is not None}
-    trains = next((names for name, names in class_names.items() if split_kind(name) == "train" and names), ())
+    trains = next(
+        (names for name, names in class_names.items() if parse_split_kind(name) == "train" and names), ()
+    )
     classes = tuple(trained.classes) if trained is not None and trained.classes else trains
     inputs = {} if trained is None else trained.inputs
     if not inputs and not any(names and names != classes for names in class_names.values()):
@@ -121,26 +128,26 @@ def with_training_names(sources: dict[str, Any], trained: TrainingNames | None) 
 
     changed = dict(sources)
     for name in class_names:
-        check_input_columns(sources[name], inputs, split_key(name))
-        changed[name] = use_training_classes(sources[name], classes, split_key(name))
+        check_input_columns(sources[name], inputs, format_split_key(name))
+        changed[name] = use_training_classes(sources[name], classes, format_split_key(name))
     return changed
 
 
-def split_key(split: str) -> str:
+def format_split_key(split: str) -> str:
     """Return the setting of a split's samples: `data.val.day` for `val/day`."""
     return f"data.{split.replace('/', '.')}"
 
 
-def split_kind(split: str) -> str:
-    """Return `train`, `val` or `test`: the first part of a name such as `val/day`."""
+def parse_split_kind(split: str) -> str:
+    """Return `train`, `val` or `test`, which is the first part of a name such as `val/day`."""
     return split.partition("/")[0].partition(".")[0]
 
 
-def split_limit(config: RunConfig, name: str) -> int | float:
-    """Return how much of a split an epoch reads: a fraction or a number of batches; 0 for nothing."""
+def read_split_limit(config: RunConfig, name: str) -> int | float:
+    """Return how much of a split an epoch reads: a fraction (float), or a number of batches (int); 0 for nothing."""
     trainer = config.trainer
     limits = {"train": trainer.limit_train_batches, "val": trainer.limit_val_batches}
-    limit: int | float = limits.get(split_kind(name), 1.0)
+    limit: int | float = limits.get(parse_split_kind(name), 1.0)
     return limit
 
 
@@ -148,25 +155,26 @@ def open_split(
     config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report,
     drawn: Drawn | None = None,
 ) -> OpenedStream | None:  # fmt: skip
-    """Return the batches of a split; None without data. `notes` gets lines about them. drawn: as in
-    `stream_options`.
+    """Return the batches of a split; None without data. Lines about them are added to `notes`.
+
+    drawn: how often each training sample is drawn.
     """
-    if source is None or split_limit(config, name) == 0:
+    if source is None or read_split_limit(config, name) == 0:
         return None
-    options = stream_options(config, parallel, name, report, drawn)
+    options = build_stream_options(config, parallel, name, report, drawn)
     batches, note = open_batches(source, options)
     notes += note.splitlines()
     return batches
 
 
-def options_of_splits(
+def build_split_options(
     config: RunConfig, parallel: Parallel, sources: dict[str, Any], report: Report, drawn: Drawn | None
 ) -> dict[str, StreamOptions]:
-    """Return how each split with data is read, including facts from one of its samples."""
+    """Return how each split with data is read. One sample of each split is read for facts about it."""
     options_by_split = {}
     for name, source in sources.items():
-        if source is not None and split_limit(config, name) != 0:
-            options = stream_options(config, parallel, name, report, drawn)
+        if source is not None and read_split_limit(config, name) != 0:
+            options = build_stream_options(config, parallel, name, report, drawn)
             check_options(options)
             options_by_split[name] = (
                 options if isinstance(source, IterableDataset) else add_look(source, options)
@@ -174,34 +182,34 @@ def options_of_splits(
     return options_by_split
 
 
-def stream_options(
+def build_stream_options(
     config: RunConfig, parallel: Parallel, name: str, report: Report, drawn: Drawn | None = None
 ) -> StreamOptions:
-    """Return the options of a split's stream. drawn: how often training samples are drawn."""
+    """Return the options of a split's stream. drawn: how often each training sample is drawn."""
     data, training = config.data, name == "train"
     assert config.seed is not None
     return StreamOptions(
         **{setting: getattr(data, setting) for setting in AS_IN_CONFIG},
         max_skipped_fraction=data.max_skipped_fraction if data.on_error == "skip" else 0.0,
-        key=split_key(name),
+        key=format_split_key(name),
         training=training,
         batch_size=data.batch_size if training else data.val_batch_size or data.batch_size,
         seed=config.seed,
         shuffle=data.shuffle and training,
         drop_last=data.drop_last and training,
         timeout_seconds=data.worker_timeout_seconds,
-        collate_fn=build(data.collate_fn, "data.collate_fn") if data.collate_fn else None,
-        transform=build_transform(config, split_kind(name)),
-        transform_key=transform_key(config, split_kind(name)) or "data.transform",
-        augment=augmentations_of(config),
+        collate_fn=build_node(data.collate_fn, "data.collate_fn") if data.collate_fn else None,
+        transform=build_split_transform(config, parse_split_kind(name)),
+        transform_key=find_transform_key(config, parse_split_kind(name)) or "data.transform",
+        augment=build_config_augmentations(config),
         report=report,
         may_grow=not training and data.val_batch_size is None,
-        limit=split_limit(config, name),
+        limit=read_split_limit(config, name),
         accumulates=config.trainer.accumulate_grad_batches > 1,
         rank=parallel.rank,
         world_size=parallel.world_size,
         local_world_size=parallel.local_world_size,
-        compute_threads=compute_threads(config, parallel),
+        compute_threads=choose_num_threads(config, parallel),
         gather=parallel.gather,
         device=parallel.device,
         drawn=drawn if training else None,
@@ -210,15 +218,15 @@ def stream_options(
     )
 
 
-def compute_threads(config: RunConfig, parallel: Parallel) -> int:
-    """Return the threads with which a rank computes on the host: one beside a GPU."""
+def choose_num_threads(config: RunConfig, parallel: Parallel) -> int:
+    """Return the number of threads with which a rank computes on the host: one if it has a GPU."""
     if parallel.device.type != "cpu":
         return 1
     wanted = config.trainer.num_threads
     return torch.get_num_threads() if wanted == "auto" else int(wanted)
 
 
-def augmentations_of(config: RunConfig) -> tuple[NamedAugmentation, ...]:
+def build_config_augmentations(config: RunConfig) -> tuple[NamedAugmentation, ...]:
     if not config.data.augment:
         return ()
     from trainrun.data.augment.nodes import build_augmentations
@@ -226,8 +234,8 @@ def augmentations_of(config: RunConfig) -> tuple[NamedAugmentation, ...]:
     return build_augmentations(config.data.augment)
 
 
-def transform_key(config: RunConfig, split: str) -> str | None:
-    """Return the setting of a split's transform; None without one. `data.transform` is for training only."""
+def find_transform_key(config: RunConfig, split: str) -> str | None:
+    """Return the setting that holds a split's transform; None without one. `data.transform` is for training only."""
     data, name = config.data, "transform"
     if split != "train":
         name = "test_transform" if split == "test" and data.test_transform is not None else "val_transform"
@@ -235,19 +243,21 @@ def transform_key(config: RunConfig, split: str) -> str | None:
     return f"data.{name}" if getattr(data, name) else None
 
 
-def build_transform(config: RunConfig, split: str) -> Any:
-    key = transform_key(config, split)
-    return build(getattr(config.data, key.removeprefix("data.")), key) if key else None
+def build_split_transform(config: RunConfig, split: str) -> Any:
+    key = find_transform_key(config, split)
+    return build_node(getattr(config.data, key.removeprefix("data.")), key) if key else None
 
 
 def describe_transforms(config: RunConfig, sources: Mapping[str, Any]) -> str:
-    """Return a line about the transforms of each split, in the order in which they act; "" without any."""
+    """Return a line about the transforms of each split, in the order in which they are applied; "" without any."""
     splits = {"training": "train", "validation": "val", "test": "test"}
     changes = {}
     for name, split in splits.items():
-        if any(source is not None and split_kind(key) == split for key, source in sources.items()):
-            transform = transform_key(config, split)
-            augmentations = [a.key for a in augmentations_of(config) if split == "train" or not a.random]
+        if any(source is not None and parse_split_kind(key) == split for key, source in sources.items()):
+            transform = find_transform_key(config, split)
+            augmentations = [
+                a.key for a in build_config_augmentations(config) if split == "train" or not a.random
+            ]
             changes[name] = ", ".join([*([transform] if transform else []), *augmentations])
     if not any(changes.values()):
         return ""
@@ -258,12 +268,12 @@ def describe_transforms(config: RunConfig, sources: Mapping[str, Any]) -> str:
 
 
 def check_same_inputs(config: RunConfig, sources: dict[str, Any], splits: dict[str, StreamOptions]) -> None:
-    """Raise ConfigError if a transform changes the dtype of training inputs only: validation needs the same
+    """Raise ConfigError if a transform changes the dtype of training inputs only. Validation needs the same
     conversion.
     """
     for split, options in splits.items():
-        kind = split_kind(split)
-        if not config.data.transform or kind == "train" or transform_key(config, kind):
+        kind = parse_split_kind(split)
+        if not config.data.transform or kind == "train" or find_transform_key(config, kind):
             continue
         from trainrun.data.look import find_kind_of_input
 
@@ -273,27 +283,29 @@ def check_same_inputs(config: RunConfig, sources: dict[str, Any], splits: dict[s
         ]
         if all(kinds) and kinds[0] != kinds[1]:
             raise ConfigError(
-                f"data.transform: makes {kinds[0]} of a training sample, and {split_key(split)} gives {kinds[1]} as "
-                "it is; say data.val_transform=same, or data.val_transform._target_=... for one of its own"
+                f"data.transform: makes {kinds[0]} of a training sample, and {format_split_key(split)} gives "
+                f"{kinds[1]} as it is; say data.val_transform=same, or data.val_transform._target_=... for one of "
+                "its own"
             )
 
 
-def is_classifier(config: RunConfig) -> bool:
+def is_classification(config: RunConfig) -> bool:
     """Return whether the task is a built-in one that needs classes as targets."""
     return (config.task or {}).get("_target_") in CLASSIFIERS
 
 
-def is_table(config: RunConfig) -> bool:
+def has_table_data(config: RunConfig) -> bool:
     """Return whether the training data is a table, whose settings choose the target column and its type."""
     return "target_dtype" in (config.data.train or {})
 
 
 def check_labels_fit(config: RunConfig, facts: DataFacts, sources: dict[str, Any]) -> None:
-    """Raise ConfigError or DataError if a label is outside the number of classes, which is set or comes from the
-    training data.
+    """Raise ConfigError or DataError if a label is outside the number of classes.
+
+    That number is set by the user or comes from the training data.
     """
-    if is_classifier(config):
-        check_targets_are_classes(sources["train"], "data.train", is_table(config))
+    if is_classification(config):
+        check_targets_are_classes(sources["train"], "data.train", has_table_data(config))
     model, task = config.model or {}, config.task or {}
     wanted_classes = model.get("num_classes") or config.data.num_classes
     key = "data.num_classes" if wanted_classes == config.data.num_classes else "model.num_classes"
@@ -322,4 +334,4 @@ def check_labels_fit(config: RunConfig, facts: DataFacts, sources: dict[str, Any
         return
     for name, source in sources.items():
         if source is not None:
-            check_labels(source, split_key(name), labels)
+            check_labels(source, format_split_key(name), labels)

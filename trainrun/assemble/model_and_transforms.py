@@ -10,22 +10,22 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainrun.checkpoint.weights import FrozenBase, describe_unsaveable, load_initial
-from trainrun.config.rules import needs_gpu, step_obstacles
-from trainrun.config.schema import RunConfig, with_values
-from trainrun.config.validate import fault_of_value
+from trainrun.config.rules import check_gpu_settings, iterate_step_obstacles
+from trainrun.config.schema import RunConfig, replace_values
+from trainrun.config.validate import check_value
 from trainrun.errors import ConfigError, DataError, PluginError, raise_as_config_error
 from trainrun.hook.unfreeze import (
     Unfreeze,
-    begin_training,
     build_unfreezing,
+    check_unfreezing,
     describe_unfreezing,
-    faults_of_unfreezing,
+    set_training_mode,
 )
-from trainrun.instantiate import TARGET, build, locate, parameters_of
+from trainrun.instantiate import TARGET, build_node, import_target, list_parameters
 from trainrun.interfaces import DataFacts, Parallel
 from trainrun.model.choices import WORDS
 from trainrun.model.layers import initialize
-from trainrun.output import counted
+from trainrun.output import format_count
 from trainrun.precision.autocast import prepare_model
 from trainrun.runtime.memory_layout import make_dense
 from trainrun.transform.channels_last import channels_last, guard_convolutions
@@ -47,7 +47,7 @@ EXAMPLES = {
 def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn.Module:
     """Build the model on a device. Raise ConfigError if an argument is unknown.
 
-    Arguments `in_shape`, `num_classes` or `vocab_size` with the value null come from the data.
+    If `in_shape`, `num_classes` or `vocab_size` is null in the config, its value comes from the data.
     """
     node, words = split_model_settings(config.model)
     classes = facts.num_classes
@@ -64,21 +64,20 @@ def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn
                 raise DataError(f"model.{name}: cannot be derived from the data; {way}")
             node[name] = value
 
-    model = checked(build(node, "model"), f"model._target_={node[TARGET]}")
+    model = check_is_module(build_node(node, "model"), f"model._target_={node[TARGET]}")
     if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         with raise_as_config_error(ValueError):
-            give_sizes(model, facts.shape)
+            initialize_lazy_layers(model, facts.shape)
     make_dense(model)
     if "init" in words:
         initialize(model, words["init"])
     return convert_to_precision(model.to(device), config)
 
 
-def give_sizes(model: nn.Module, shape: Sequence[int] | None) -> None:
-    """Run one sample of zeros through the model, so that lazy layers get their shapes. New weights use the global
-    seed.
+def initialize_lazy_layers(model: nn.Module, shape: Sequence[int] | None) -> None:
+    """Run one sample of zeros through the model, so that lazy layers create their weights, with the global seed.
 
-    shape: of one input, without the batch. Raise ValueError if it is unknown, or if the forward fails.
+    shape: of one input, without the batch dimension. Raise ValueError if it is unknown, or if the forward fails.
     """
     if shape is None:
         raise ValueError(
@@ -117,42 +116,41 @@ def build_transformed_model(
         if getattr(tensor, "layout", None) is not torch.strided:
             raise PluginError(describe_unsaveable(name, tensor))
     if not all(layer.training for layer in model.modules()):
-        begin_training(model, advice)
-    frozen = build_frozen(config, model, notes)
+        set_training_mode(model, advice)
+    frozen = freeze_parameters(config, model, notes)
     only = initial if config.checkpoint.adapter_only else None
     return model, frozen, None if only is None else only.base(model, notes)
 
 
 def split_model_settings(node: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the model's node into its arguments and trainrun's own settings (`WORDS`, such as `freeze`).
+    """Split the node of the model into arguments of its class and trainrun's own settings, such as `freeze`
+    (`WORDS`).
 
-    A name that is an argument of the model's class counts as its argument.
+    A name that is an argument of the class counts as its argument.
     """
     if not (names := WORDS.keys() & node):
         return dict(node), {}
-    argument_names = {item.name for item in parameters_of(locate(node[TARGET], "model")) or ()}
+    argument_names = {item.name for item in list_parameters(import_target(node[TARGET], "model")) or ()}
     words = {name: node[name] for name in WORDS if name in names - argument_names}
     return {name: value for name, value in node.items() if name not in words}, words
 
 
 def check_model_settings(config: RunConfig) -> list[str]:
-    """Return a message for each of trainrun's own settings in the model's node (`WORDS`) with a wrong value.
+    """Return a message for each wrong value among trainrun's own settings in the node of the model.
 
-    The model's `_target_` must be importable.
+    The `_target_` of the model must be importable.
     """
     words = split_model_settings(config.model)[1]
-    faults = [
-        f"model.{n}={fault}" for n, value in words.items() if (fault := fault_of_value(value, WORDS[n]))
-    ]
+    faults = [f"model.{n}={fault}" for n, value in words.items() if (fault := check_value(value, WORDS[n]))]
     if words.get("freeze") == "":
         faults.append("model.freeze=: has no value; give one, or leave it out")
     if words.get("freeze_norm") or words.get("unfreeze_at") is not None:
-        faults += faults_of_unfreezing(words)
+        faults += check_unfreezing(words)
     return faults
 
 
-def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfreeze | None:
-    """Freeze the parameters of `model.freeze`. Return the hook that unfreezes them later, if any."""
+def freeze_parameters(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfreeze | None:
+    """Freeze the parameters that `model.freeze` names. Return the hook that unfreezes them later; None without one."""
     words = split_model_settings(config.model)[1]
     if not words.get("freeze"):
         return None
@@ -165,14 +163,15 @@ def build_frozen(config: RunConfig, model: nn.Module, notes: list[str]) -> Unfre
     return build_unfreezing(frozen, until, model)
 
 
-def checked(model: object, key: str, way_out: str = "") -> nn.Module:
+def check_is_module(model: object, key: str, way_out: str = "") -> nn.Module:
+    """Return the model. Raise ConfigError if it is not a torch module."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{key}: gives a {type(model).__name__}, not a torch.nn.Module{way_out}")
     return model
 
 
 def convert_to_precision(model: nn.Module, config: RunConfig) -> nn.Module:
-    """Convert the model to the run's dtype, and guard it against a bug in torch's convolutions."""
+    """Convert the model to the number type of the run. Layers with a bug in torch's convolutions are guarded."""
     prepare_model(model, config.precision.mode)
     if any(isinstance(layer, nn.Conv2d) for layer in model.modules()):
         guard_convolutions(model)
@@ -182,25 +181,29 @@ def convert_to_precision(model: nn.Module, config: RunConfig) -> nn.Module:
 def apply_transforms(
     config: RunConfig, model: nn.Module, device: torch.device, notes: list[str] | None = None
 ) -> nn.Module:
-    """Apply the nodes of `transform` in order, in a training or when a run is loaded."""
+    """Apply the nodes of `transform` in order, for a training or when a run is loaded."""
     for name, node in config.transform.items():
         key = f"transform.{name}"
-        changed = checked(build(node, key, model), f"{key}._target_={node['_target_']}", "; return the model")
+        changed = check_is_module(
+            build_node(node, key, model), f"{key}._target_={node['_target_']}", "; return the model"
+        )
         make_dense(changed)
         model = convert_to_precision(changed.to(device), config)
         if notes is not None:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            notes.append(f"{key}: {counted(trained, 'parameter')} trained")
+            notes.append(f"{key}: {format_count(trained, 'parameter')} trained")
     return model
 
 
-def apply_built_in(config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]) -> None:
-    """Apply the built-in techniques that change a model once, in place; compilation is last. Raise ConfigError.
+def apply_built_in_techniques(
+    config: RunConfig, model: nn.Module, device: torch.device, notes: list[str]
+) -> None:
+    """Apply the built-in techniques that change a model in place; compilation comes last. Raise ConfigError.
 
-    notes: gets a line about each choice.
+    A line about each choice is added to `notes`.
     """
     trainer = config.trainer
-    if faults := needs_gpu(config, device.type):
+    if faults := check_gpu_settings(config, device.type):
         raise ConfigError(*map(str, faults))
     if config.precision.fp8:
         from trainrun.transform.fp8 import fp8_linear
@@ -210,13 +213,13 @@ def apply_built_in(config: RunConfig, model: nn.Module, device: torch.device, no
     if trainer.channels_last:
         channels_last(model)
     if trainer.gradient_checkpointing != "none":
-        notes.append(checkpoint_gradients(model, config))
+        notes.append(apply_gradient_checkpointing(model, config))
     if trainer.activation_offload:
         from trainrun.transform.activation_offload import activation_offload
 
         activation_offload(model)
     if trainer.compile.scope in ("model", "regional"):
-        use_compiler(model, config, device)
+        compile_model_or_blocks(model, config, device)
 
 
 # A tiny step on one core: digits MLP of 9,610 weights, batch 32, Xeon with AVX-512, torch 2.13.
@@ -229,36 +232,36 @@ GPU_SAVED_SECONDS, GPU_COMPILE_SECONDS = 8e-3, 30.0
 GPU_LEAST_WEIGHTS = 1_000_000  # a step of fewer does not take as long as that
 
 
-def chosen_scope(
+def choose_compile_scope(
     config: RunConfig, num_weights: int, total_steps: int | None, device: torch.device, problem: str = ""
 ) -> tuple[str, str]:
-    """Return the compile scope for this run, and a line with the reason. problem: what the compiler lacks here."""
+    """Return the compile scope for this run, and a line with the reason. problem: why the compiler cannot be used."""
 
-    def off(why: str) -> tuple[str, str]:
+    def turn_off(why: str) -> tuple[str, str]:
         return "off", f"compile: off (auto), {why}"
 
     if total_steps is None:
-        return off("the number of steps is not known; give trainer.max_steps")
+        return turn_off("the number of steps is not known; give trainer.max_steps")
     if device.type == "cuda" and num_weights < GPU_LEAST_WEIGHTS:
-        return off("a small network on a GPU; there trainer.cuda_graphs=true may pay")
+        return turn_off("a small network on a GPU; there trainer.cuda_graphs=true may pay")
     if device.type == "cuda":
         scope, saved, cost = "model", GPU_SAVED_SECONDS, GPU_COMPILE_SECONDS
     else:
         if device.type != "cpu" or 6 * num_weights * config.data.batch_size > SMALL_STEP_FLOP:
-            return off(f"on the device {device.type} it pays for tiny steps only")
-        if obstacle := next(step_obstacles(config), None):
-            return off(f"a step of one graph does not go with {obstacle[0]}")
+            return turn_off(f"on the device {device.type} it pays for tiny steps only")
+        if obstacle := next(iterate_step_obstacles(config), None):
+            return turn_off(f"a step of one graph does not go with {obstacle[0]}")
         scope, saved, cost = "step", CPU_SAVED_SECONDS, CPU_COMPILE_SECONDS
     gain = total_steps * saved
     sum_of_it = f"{total_steps:,} steps x {1e3 * saved:g} ms = {gain:.1f} s saved"
     if gain <= cost:
-        return off(f"{sum_of_it} <= {cost:g} s of compiling")
+        return turn_off(f"{sum_of_it} <= {cost:g} s of compiling")
     if problem:
-        return off(f"it would pay, but torch.compile on a GPU {problem}")
+        return turn_off(f"it would pay, but torch.compile on a GPU {problem}")
     return scope, f"compile: {scope} (auto), {sum_of_it} > {cost:g} s of compiling"
 
 
-def with_scope(
+def resolve_compile_scope(
     config: RunConfig, num_weights: int, total_steps: int | None, device: torch.device, notes: list[str]
 ) -> RunConfig:
     """Return the config with `trainer.compile.scope=auto` resolved."""
@@ -268,9 +271,9 @@ def with_scope(
         if capability and config.trainer.compile.backend == "inductor"
         else ""
     )
-    scope, note = chosen_scope(config, num_weights, total_steps, device, problem)
+    scope, note = choose_compile_scope(config, num_weights, total_steps, device, problem)
     notes.append(note)
-    return with_values(config, {"trainer.compile.scope": scope})
+    return replace_values(config, {"trainer.compile.scope": scope})
 
 
 NO_BLOCKS = (
@@ -279,9 +282,10 @@ NO_BLOCKS = (
 )
 
 
-def checkpoint_gradients(model: nn.Module, config: RunConfig) -> str:
-    """Wrap blocks in activation checkpointing. Return a line about it. `auto` does nothing for compiled or recorded
-    steps.
+def apply_gradient_checkpointing(model: nn.Module, config: RunConfig) -> str:
+    """Wrap blocks of the model in activation checkpointing. Return a line about it.
+
+    `auto` wraps nothing if steps are compiled or recorded.
     """
     from trainrun.transform.gradient_checkpointing import gradient_checkpointing
 
@@ -298,8 +302,8 @@ def checkpoint_gradients(model: nn.Module, config: RunConfig) -> str:
     return f"{key}: {result}" + (" (auto)" if is_auto else "")
 
 
-def use_compiler(model: nn.Module, config: RunConfig, device: torch.device) -> None:
-    """Compile the model or its blocks. A whole step is compiled elsewhere."""
+def compile_model_or_blocks(model: nn.Module, config: RunConfig, device: torch.device) -> None:
+    """Compile the model or its blocks, as `trainer.compile` says. `compile.scope=step` is handled elsewhere."""
     wanted = config.trainer.compile
     sizes = {config.data.batch_size, config.data.val_batch_size or config.data.batch_size}
     with raise_as_config_error():

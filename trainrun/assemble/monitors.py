@@ -1,4 +1,4 @@
-"""The monitors of rank 0: screen, log, metrics file and trackers, and the sources of their rows."""
+"""The monitors of rank 0: screen, log, metrics file and trackers, and what they show."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainrun.config.schema import RunConfig
 from trainrun.folder.run_folder import RunDir, check_folder_exists
-from trainrun.instantiate import build, satellite
+from trainrun.instantiate import build_node, import_satellite
 from trainrun.interfaces import Monitor
 from trainrun.monitor.bus import Bus
 from trainrun.monitor.console import Console
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 LIVE_AFTER_SECONDS = 30.0  # a shorter run has its page at its end
 
 
-class Listeners:
-    """All monitors of rank 0, opened and closed together. bus: distributes everything that is reported."""
+class RunMonitors:
+    """All monitors of rank 0, which are opened and closed together. bus: sends every report to all of them."""
 
     def __init__(self, run: RunDir, config: RunConfig, phases: PhaseTimer) -> None:
         self._run, self._config, self._phases = run, config, phases
@@ -56,9 +56,11 @@ class Listeners:
         self._console: Console | None = None
         if wanted.verbose or wanted.progress_bar:
             log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
-            self._console = Console(None, wanted.verbose, wanted.progress_bar, None, log,
-                                    wanted.summary, self._best, waited=lambda: phases.seconds_of(DATA),
-                                    elsewhere=self._seconds_elsewhere, activity=self._activity)  # fmt: skip
+            self._console = Console(
+                None, wanted.verbose, wanted.progress_bar, None, log, wanted.summary, self._best_metric_and_step,
+                waited=lambda: phases.seconds_of(DATA), elsewhere=self._seconds_outside_training,
+                activity=self._describe_activity,
+            )  # fmt: skip
         self._has_file = wanted.metrics_file
         file = None
         if wanted.metrics_file:
@@ -74,21 +76,20 @@ class Listeners:
             return []
         from trainrun.trackers.sender import wrap_service
 
-        def tracker(node: dict[str, Any], key: str) -> Tracker:
-            built = build(node, key)
-            return Tracker(wrap_service(built, key, self._run), key, self._note, type(built).__name__)
+        def build_tracker(node: dict[str, Any], key: str) -> Tracker:
+            built = build_node(node, key)
+            return Tracker(wrap_service(built, key, self._run), key, self._note_once, type(built).__name__)
 
         nodes = {f"monitor.{name}": node for name, node in wanted.listeners.items()}
-        return [tracker(node, key) for key, node in nodes.items()]
+        return [build_tracker(node, key) for key, node in nodes.items()]
 
     @property
     def monitors(self) -> list[Monitor]:
         return [self.bus]
 
     def attach(self, run: Components, state: TrainState) -> None:
-        """Connect the monitors with a run.
-
-        Rows after the step of a resume are deleted, because these steps are repeated.
+        """Connect the monitors with a run. Metric rows after the step of a resume are deleted, as these steps are
+        repeated.
         """
         self._components, self._state = run, state
         if self._has_file and self._run.metrics.exists():
@@ -100,17 +101,19 @@ class Listeners:
                                       seconds=self._phases.read_running,
                                       device=run.parallel.device.index or 0)  # fmt: skip
 
-    def _seconds_elsewhere(self) -> float:
+    def _seconds_outside_training(self) -> float:
         return sum(self._phases.seconds_of(account) for account in (VALIDATION, CHECKPOINT, PLOTS))
 
-    def _best(self) -> tuple[str, int]:
+    def _best_metric_and_step(self) -> tuple[str, int]:
         """Return the metric that chooses the best checkpoint, and the step of its best value so far."""
         if self._components is None or self._state is None:
             return "", -1
         return self._components.triggers.best.metric or "", self._state.best_step
 
-    def _activity(self) -> str:
-        """Return what the run does besides training, from its open phase. Any thread may call it."""
+    def _describe_activity(self) -> str:
+        """Return what the run does besides training, from its current phase; "" while it trains. Any thread may call
+        it.
+        """
         account = self._phases.account
         if account != VALIDATION or self._components is None:
             return {CHECKPOINT: "saving", PLOTS: "drawing", COMPILE: "compiling", MEASURING: "measuring"}.get(
@@ -125,7 +128,7 @@ class Listeners:
             self._console.on_batch(step)
 
     def on_log(self, step: int) -> None:
-        """Start the live page of a long run in a separate process."""
+        """Start a process that draws the live page if the run has lasted long enough."""
         if not (self._config.monitor.plots and self._has_file):
             return
         if self._page is None and perf_counter() - self._made > LIVE_AFTER_SECONDS:
@@ -136,7 +139,7 @@ class Listeners:
             )
 
     def faults(self) -> dict[str, int]:
-        """Return the number of failed calls of each tracker that failed at all."""
+        """Return the number of failed calls of each tracker that failed."""
         return self.bus.faults()
 
     def end_hardware(self) -> dict[str, Any]:
@@ -147,13 +150,13 @@ class Listeners:
         return self._hardware.facts()
 
     def end(self, summary: dict[str, Any], rows: list[dict[str, Any]], stopped: bool) -> None:
-        """Write the last rows, the report and the plots, then show the summary.
+        """Write the last rows, the report and the plots. Then show the summary.
 
-        A separate process draws the plots, so that nobody waits. This process draws them if the run was stopped, if
-        trackers send them, or if the other process would be ended with this one.
+        Another process draws the plots, so that nobody waits. This process draws them if the run was stopped, if
+        trackers send them, or if the other process would end with this one.
         """
         self._phases.open(LOGGING)
-        self._end_page()
+        self._stop_live_page()
         for row in rows:
             self.bus.write(row)
         self.bus.on_end(summary)
@@ -161,41 +164,40 @@ class Listeners:
         if self._config.monitor.plots and self._has_file:
             self.bus.write_phases()
             self.bus.flush()
-            beside = self._draw(may_wait=stopped or bool(self._config.monitor.listeners))
+            beside = self._draw_plots(may_wait=stopped or bool(self._config.monitor.listeners))
         ledger = self.bus.ledger or self._phases.read()
         self.bus.show_end(summary | {"ledger": ledger, "pictures_follow": beside})
 
-    def _end_page(self) -> None:
-        """Stop the process that draws the live page. The run draws the final one."""
+    def _stop_live_page(self) -> None:
+        """Stop the process that draws the live page. The final page is drawn at the end of the run."""
         if self._page is not None:
             self._page.kill()
             self._page.wait()
 
-    def _draw(self, may_wait: bool) -> bool:
-        """Write the report and draw the plots. Return whether another process draws them.
-
-        may_wait: draw in this process.
+    def _draw_plots(self, may_wait: bool) -> bool:
+        """Write the report and draw the plots. Return whether another process draws them. may_wait: draw in this
+        process.
         """
         with self._phases.on(PLOTS):
-            plots = satellite("plots.draw", "no pictures are drawn", self._note)
+            plots = import_satellite("plots.draw", "no pictures are drawn", self._note_once)
             if plots is None:
                 return False
             beside = not (may_wait or plots.ends_with_parent())
             drawing = plots.start_drawing if beside else plots.draw
             for problem in (drawing(self._run), plots.write_report(self._run)):
                 if problem:
-                    self._note(problem)
+                    self._note_once(problem)
         return beside
 
-    def _note(self, text: str) -> None:
+    def _note_once(self, text: str) -> None:
         if self._told != text:
             self.bus.on_note(text)
         self._told = text
 
     def close(self) -> None:
-        """Close the monitors. Called after a failure too."""
+        """Close the monitors, also after a failure."""
         with self._closing as closing:
-            closing.callback(self._end_page)
+            closing.callback(self._stop_live_page)
             closing.callback(self.bus.close)
             if self._hardware is not None:
                 closing.callback(self._hardware.close)

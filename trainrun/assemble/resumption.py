@@ -1,4 +1,4 @@
-"""What a run takes from another one: the state of a checkpoint, or the network of a teacher."""
+"""What a run takes from another run: the state of a checkpoint, or the network of a teacher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainrun.assemble.data_pipeline import stream_options
+from trainrun.assemble.data_pipeline import build_stream_options
 from trainrun.assemble.model_and_transforms import apply_transforms, build_model
 from trainrun.assemble.run_plan import DATA
 from trainrun.checkpoint.files import list_committed_steps
@@ -33,13 +33,13 @@ from trainrun.checkpoint.weights import (
     load_initial,
 )
 from trainrun.config.saved_config import load_config
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.data.pipeline import open_batches
 from trainrun.errors import CheckpointError, ConfigError
-from trainrun.folder.run_folder import RunDir, has_recorded_checkpoint, read_identity, record_saved
+from trainrun.folder.run_folder import RunDir, has_recorded_checkpoint, read_identity, record_has_checkpoint
 from trainrun.folder.seal import check_sealed
 from trainrun.interfaces import Batches, DataFacts, Parallel
-from trainrun.output import counted
+from trainrun.output import format_count
 from trainrun.parallel.single import Single
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
@@ -53,14 +53,14 @@ TAIL_BYTES = 1 << 16
 ROUNDING, RANDOM = {"python", "machine", "cpu", "num_threads", "deterministic"}, {"world_size", "device"}
 
 
-def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bool) -> TrainState:
-    """Load the run's newest checkpoint, else that of `ckpt_path`. Return its state, or a fresh one without a
+def load_or_create_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bool) -> TrainState:
+    """Load the newest checkpoint of the run, else that of `ckpt_path`. Return its state; a new state without a
     checkpoint.
     """
     loaded = run.checkpoints.load_latest() if resume else None
     is_own = loaded is not None
     if resume and not is_own:
-        begin_anew(run_dir, run.parallel.rank)
+        check_may_start_again(run_dir, run.parallel.rank)
         run.monitors.note("no checkpoint was written yet: the run starts again from its beginning")
     if loaded is None and config.ckpt_path is not None:
         loaded = load_together(find_checkpoint(config.ckpt_path), run.parallel, None)
@@ -72,7 +72,7 @@ def loaded_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bo
         raise CheckpointError(f"checkpoint {loaded.folder.name}: holds the state of step {state.step}")
     state.saved_step = state.step
     if is_own:
-        resume_notes(run, run_dir, loaded)
+        note_resume(run, run_dir, loaded)
     else:  # this run has none of the other run's checkpoints, and no best and no patience of its own yet
         new = TrainState()
         for name in ("saved_step", "ended_step", "best_step", "best_metric", "best_by", "watched_metric", "watched_by",
@@ -94,15 +94,16 @@ def load_network_of_run(run_dir: RunDir, config: RunConfig, which: str) -> nn.Mo
     if (base := find_base_weights(config.init_from, loaded)) is not None:
         load_initial(model, base, Single(device), config.init)
     model = apply_transforms(config, model, device)
-    load_weights(model, loaded, device)
+    load_checkpoint_weights(model, loaded, device)
     return model.eval()
 
 
-def load_weights(
+def load_checkpoint_weights(
     model: nn.Module, loaded: Loaded, device: torch.device, averaged: bool | None = None
 ) -> None:
-    """Load a checkpoint's weights. averaged: True or False chooses them; None prefers averaged ones. Raise
-    CheckpointError.
+    """Load the weights of a checkpoint into a model. Raise CheckpointError if they do not fit.
+
+    averaged: whether to load the averaged weights; None loads them if there are any.
     """
     weights, _ = choose_evaluated_weights(loaded, model.state_dict(), averaged)
     allocate_buffers(model, weights, device)
@@ -111,25 +112,27 @@ def load_weights(
     model.load_state_dict(weights)
 
 
-def teach(
+def give_teacher_to_task(
     config: RunConfig, parallel: Parallel, task: Any, model: nn.Module, source: Any, rhythm: Intervals
 ) -> str:
     """Give a distillation task its teacher. Return a line about it."""
     from trainrun.step.teaching import give_teacher
 
-    def in_order() -> Batches:
+    def open_training_data_in_order() -> Batches:
         """Return a stream of all training samples, once on every rank, without shuffling or random augmentation."""
-        options = stream_options(config, parallel, "train", lambda text: None)
+        options = build_stream_options(config, parallel, "train", lambda text: None)
         options = replace(
             options, training=False, may_grow=True, rank=0, world_size=1, gather=None, limit=1.0
         )
         return open_batches(source, options)[0]
 
-    return give_teacher(task, config, model, source, in_order, parallel, teacher_of_run, rhythm)
+    return give_teacher(
+        task, config, model, source, open_training_data_in_order, parallel, load_teacher, rhythm
+    )
 
 
-def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
-    """Return the network of a run with its best (or last) weights, and the run's config. Raise ConfigError."""
+def load_teacher(folder: str) -> tuple[nn.Module, RunConfig]:
+    """Return the network of a run with its best (or last) weights, and the config of the run. Raise ConfigError."""
     run_dir = RunDir(Path(folder).expanduser().absolute())
     if not run_dir.config.is_file():
         raise ConfigError(f"task.teacher={folder}: no run is there (no config.yaml)")
@@ -140,14 +143,14 @@ def teacher_of_run(folder: str) -> tuple[nn.Module, RunConfig]:
     if "bpe:" in str(config.data.train):
         from trainrun.sampling.run_tokenizer import saved_tokenizer
 
-        config = with_values(
+        config = replace_values(
             config, {"data.train": {**config.data.train, "tokenizer": str(saved_tokenizer(run_dir))}}
         )
     return network, config
 
 
-def begin_anew(run_dir: RunDir, rank: int) -> None:
-    """Raise CheckpointError if checkpoints were lost. If their folder was removed, that was on purpose."""
+def check_may_start_again(run_dir: RunDir, rank: int) -> None:
+    """Raise CheckpointError if the checkpoints of a run were lost. A removed folder `checkpoints` is no loss."""
     if not has_recorded_checkpoint(run_dir):
         return
     if run_dir.checkpoints.exists():
@@ -156,24 +159,25 @@ def begin_anew(run_dir: RunDir, rank: int) -> None:
             "disk not mounted, or was it swept? Bring them back, or delete this folder to begin the run again"
         )
     if rank == 0:
-        record_saved(run_dir, False)
+        record_has_checkpoint(run_dir, False)
 
 
-def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
-    """Note where the run continues, which steps are repeated, and what has changed. Raise CheckpointError for other
-    data.
+def note_resume(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
+    """Note where the run continues, which steps are repeated, and what has changed.
+
+    Raise CheckpointError if the training data has changed.
     """
     step = loaded.manifest.step
     then, now = loaded.manifest.fingerprint, run.checkpoints.fingerprint()
-    changed = environment_changes(then, now)
+    changed = describe_environment_changes(then, now)
     if has_changed_data(run.config, then, now):
         raise CheckpointError(
             f"the training data has changed: {loaded.folder.name} was saved with {then[DATA]}, and now there are "
             f"{now.get(DATA, 'none')}; bring the data back, or train on it in a new run that begins with this state: "
             f"ckpt_path={run_dir.root}"
         )
-    again = last_step(run_dir.metrics) - step
-    lost = f"; at least {counted(again, 'step')} after it are done again" if again > 0 else ""
+    again = read_last_logged_step(run_dir.metrics) - step
+    lost = f"; at least {format_count(again, 'step')} after it are done again" if again > 0 else ""
     limit = run.config.trainer.max_steps
     is_at_end = limit is not None and step >= limit
     end = f"; nothing more is trained, since trainer.max_steps={limit}" if is_at_end else ""
@@ -189,24 +193,24 @@ def resume_notes(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
 
 
 def has_changed_data(config: RunConfig, then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether a built-in format reads other training files than at the checkpoint."""
+    """Return whether a built-in reader finds other training files than when the checkpoint was saved."""
     train = config.data.train or {}
     sets = [train] if "_target_" in train else [node for node in train.values() if isinstance(node, Mapping)]
     are_ours = all(str(node.get("_target_")).startswith("trainrun.data.") for node in sets)
     return are_ours and DATA in then and then[DATA] != now.get(DATA)
 
 
-def environment_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def describe_environment_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return the changed entries of the environment: `torch (2.12.0, now 2.13.0), num_threads (2, now 1)`.
 
-    Entries that only one of the two has are left out.
+    An entry that only one of the two has is left out.
     """
     return ", ".join(
         f"{name} ({then[name]}, now {now[name]})" for name in now if name in then and then[name] != now[name]
     )
 
 
-def last_step(metrics: Path) -> int:
+def read_last_logged_step(metrics: Path) -> int:
     """Return the largest step in the last complete rows of the metrics file; -1 without rows."""
     try:
         with metrics.open("rb") as file:
@@ -221,7 +225,7 @@ def last_step(metrics: Path) -> int:
 
 
 def find_checkpoint(ckpt_path: str) -> Path:
-    """Return the checkpoint at a path: the checkpoint itself, or the newest one of a run or of its `checkpoints`.
+    """Return the checkpoint at a path, which may also be a run or its folder `checkpoints`: then the newest one.
 
     Raise CheckpointError if there is none.
     """

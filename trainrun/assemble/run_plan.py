@@ -1,4 +1,4 @@
-"""Derive from a config, before anything is built: intervals, limits, metrics to watch, checkpoints to keep."""
+"""Derive intervals, limits, metrics to watch and checkpoints to keep from a config, before anything is built."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from trainrun.checkpoint.manager import KeepOptions
-from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig, with_values
+from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig, replace_values
 from trainrun.data.tensor_dataset import list_parts
 from trainrun.errors import ConfigError
 from trainrun.instantiate import named_nodes
@@ -25,17 +25,17 @@ from trainrun.interfaces import Batches, Parallel
 from trainrun.limits import (
     EPOCH,
     Duration,
-    parse_distance,
+    parse_any_duration,
     parse_duration,
     parse_interval,
-    parse_saving,
+    parse_saving_interval,
     parse_seconds,
-    parse_whole,
+    parse_untimed_interval,
 )
-from trainrun.output import counted
+from trainrun.output import format_count
 from trainrun.task.metrics.directions import resolve_direction
 from trainrun.train_state import TrainState
-from trainrun.training.triggers import Every, Intervals, Lengths, MetricTracker, RunLimits
+from trainrun.training.triggers import Interval, Intervals, Lengths, MetricTracker, RunLimits
 
 if TYPE_CHECKING:
     from trainrun.data.order.drawn import Drawn
@@ -48,10 +48,10 @@ MOST_FILES = 1000
 SAMPLED_STEPS = 5  # of those between two rows
 
 
-def with_accumulation(config: RunConfig, world_size: int) -> RunConfig:
+def set_accumulation(config: RunConfig, world_size: int) -> RunConfig:
     """Return the config with the number of micro-batches that `data.global_batch_size` requires.
 
-    Raise ConfigError if it is not divisible.
+    Raise ConfigError if the batch cannot be divided evenly.
     """
     wanted, batch_of_ranks = config.data.global_batch_size, config.data.batch_size * world_size
     if wanted is None:
@@ -62,21 +62,20 @@ def with_accumulation(config: RunConfig, world_size: int) -> RunConfig:
             f"data.global_batch_size={wanted}: must be a multiple of batch_size x ranks = {batch_of_ranks}; "
             f"the nearest is {near}"
         )
-    return with_values(config, {ACCUMULATION: wanted // batch_of_ranks})
+    return replace_values(config, {ACCUMULATION: wanted // batch_of_ranks})
 
 
-def with_earlier_batch(
+def keep_global_batch(
     config: RunConfig,
     earlier: Mapping[str, int] | None,
     world_size: int,
     typed: Sequence[str],
     notes: list[str],
 ) -> RunConfig:
-    """Return the config that keeps the global batch of a resumed run on another number of ranks, by other
-    accumulation.
+    """Return a config in which a run resumed on another number of ranks keeps its global batch.
 
-    earlier: the `batch_facts` of the earlier session. typed: the settings of this resume; a typed batch size is
-        used. Raise ConfigError if the batch cannot be divided among the ranks.
+    earlier: what `collect_batch_sizes` returned in the earlier session. typed: the settings typed for this resume,
+        where a typed batch size wins. Raise ConfigError if the batch cannot be divided among the ranks.
     """
     explicit = {"data.global_batch_size", ACCUMULATION} & set(typed)
     if earlier is None or explicit or config.data.global_batch_size:
@@ -89,19 +88,19 @@ def with_earlier_batch(
         near = max(1, round(batch / batch_of_ranks))
         way = "" if batch % world_size else f"data.batch_size={batch // world_size} keeps it; "
         raise ConfigError(
-            f"data.batch_size={config.data.batch_size}: {counted(world_size, 'rank')} with this batch cannot keep the "
-            f"global batch of {batch} samples that {counted(earlier['ranks'], 'rank')} had; "
+            f"data.batch_size={config.data.batch_size}: {format_count(world_size, 'rank')} with this batch cannot keep "
+            f"the global batch of {batch} samples that {format_count(earlier['ranks'], 'rank')} had; "
             f"{way}the nearest is {near * batch_of_ranks}, by {ACCUMULATION}={near}"
         )
     accumulate = batch // batch_of_ranks
     if not is_same:
-        before = f"{counted(earlier['ranks'], 'rank')} x {batch // earlier['ranks']} before"
-        now = f"now {counted(world_size, 'rank')} x {config.data.batch_size} x {accumulate} ({ACCUMULATION})"
+        before = f"{format_count(earlier['ranks'], 'rank')} x {batch // earlier['ranks']} before"
+        now = f"now {format_count(world_size, 'rank')} x {config.data.batch_size} x {accumulate} ({ACCUMULATION})"
         notes.append(f"the global batch stays {batch}: {before}, {now}")
-    return with_values(config, {ACCUMULATION: accumulate})
+    return replace_values(config, {ACCUMULATION: accumulate})
 
 
-def batch_facts(config: RunConfig, world_size: int) -> dict[str, int]:
+def collect_batch_sizes(config: RunConfig, world_size: int) -> dict[str, int]:
     """Return the batch sizes that a resume on another number of ranks needs. config: with the accumulation of the
     run.
     """
@@ -109,8 +108,8 @@ def batch_facts(config: RunConfig, world_size: int) -> dict[str, int]:
     return {"global_batch": batch, "batch_size": config.data.batch_size, "ranks": world_size}
 
 
-def lengths_of(config: RunConfig, train: Batches, source: Any, task: Any, world_size: int) -> Lengths:
-    """Return the lengths of steps and epochs, in which durations are converted. source: the training data."""
+def measure_lengths(config: RunConfig, train: Batches, source: Any, task: Any, world_size: int) -> Lengths:
+    """Return the lengths of steps and epochs, with which durations are converted. source: the training data."""
     data, accumulate = config.data, config.trainer.accumulate_grad_batches
     uneven = data.padding in ("pack", "token_budget") or train.num_samples is None
     each = None  # tokens of a sample
@@ -128,8 +127,8 @@ def lengths_of(config: RunConfig, train: Batches, source: Any, task: Any, world_
     )
 
 
-def every(key: str, found: Duration, lengths: Lengths, task: Any) -> Every:
-    """Return the interval of a setting. Raise ConfigError if this data or task cannot count in its unit."""
+def resolve_interval(key: str, found: Duration, lengths: Lengths, task: Any) -> Interval:
+    """Return the interval of a setting. Raise ConfigError if this data or task cannot be counted in its unit."""
     wrong = ""
     if found.unit == "token" and getattr(task, "unit", "") != "tokens":
         wrong = f"{type(task).__name__} counts samples, not tokens; give samples, as 1e6sample"
@@ -139,12 +138,14 @@ def every(key: str, found: Duration, lengths: Lengths, task: Any) -> Every:
         wrong = "the length of this data is not known; give steps"
     if wrong:
         raise ConfigError(f"{key}: {wrong}")
-    return Every(found.amount, found.unit, lengths)
+    return Interval(found.amount, found.unit, lengths)
 
 
 def convert_to_steps(key: str, found: Duration, lengths: Lengths, task: Any) -> int:
-    """Return a duration from the beginning of the run in steps, rounded up. Raise ConfigError."""
-    each, amount = every(key, found, lengths, task), found.amount
+    """Return a duration from the beginning of the run in steps, rounded up. Raise ConfigError if it has no length in
+    steps.
+    """
+    each, amount = resolve_interval(key, found, lengths, task), found.amount
     if each.unit == "step":
         return int(amount)
     if each.unit == "token":
@@ -159,13 +160,15 @@ def convert_to_steps(key: str, found: Duration, lengths: Lengths, task: Any) -> 
     return int(epochs) * lengths.steps_per_epoch + math.ceil(rest / (lengths.samples_per_step or 1))
 
 
-def build_rhythm(config: RunConfig, lengths: Lengths, task: Any, has_val: bool, rank: int = 0) -> Intervals:
+def build_intervals(
+    config: RunConfig, lengths: Lengths, task: Any, has_val: bool, rank: int = 0
+) -> Intervals:
     trainer, monitor = config.trainer, config.monitor
     per_epoch = lengths.steps_per_epoch
     totals = [trainer.max_steps]
     if trainer.max_epochs is not None and per_epoch is not None:
         totals.append(trainer.max_epochs * per_epoch)
-    max_duration = parse_whole(trainer.max_duration)
+    max_duration = parse_any_duration(trainer.max_duration)
     uneven = max_duration is not None and max_duration.unit == "token" and lengths.tokens_per_sample is None
     if max_duration is not None and max_duration.unit != "second" and not uneven and per_epoch is not None:
         totals.append(
@@ -176,35 +179,35 @@ def build_rhythm(config: RunConfig, lengths: Lengths, task: Any, has_val: bool, 
     if has_val:
         interval = parse_interval(trainer.val_check_interval)
     by_time = interval is not None and interval.unit == "second"
-    log = parse_distance(monitor.log_every_n_steps)
+    log = parse_untimed_interval(monitor.log_every_n_steps)
     log_key = f"monitor.log_every_n_steps={monitor.log_every_n_steps}"
     listening = monitor.metrics_file or monitor.progress_bar or monitor.verbose or bool(monitor.listeners)
     log_every = convert_to_steps(log_key, log, lengths, task) if listening else None
     return Intervals(
-        lengths, every(key, interval, lengths, task) if interval and not by_time else None,
+        lengths, resolve_interval(key, interval, lengths, task) if interval and not by_time else None,
         trainer.check_val_every_n_epoch, log_every,
         min(known_totals) if known_totals and not uneven else None,
         interval.amount if interval and by_time and rank == 0 else None, has_val,
-        sample_distance(log_every, per_epoch),
+        choose_metric_distance(log_every, per_epoch),
     )  # fmt: skip
 
 
-def sample_distance(log_every: int | None, steps_per_epoch: int | None) -> int:
-    """Return k, so that training metrics of every k-th step give SAMPLED_STEPS values between two rows.
+def choose_metric_distance(log_every: int | None, steps_per_epoch: int | None) -> int:
+    """Return k: training metrics are computed at every k-th step, which gives SAMPLED_STEPS values between two rows.
 
-    In every step, the accuracy of a small network would take 8 % of the time (a digits MLP on a CPU), and the
-    accuracy of a language model with a chunked loss as much; this way it takes less than 1 %.
+    Computed at every step, the accuracy of a small network would take 8 % of the time (a digits MLP on a CPU). The
+    accuracy of a language model with a chunked loss would take as much. At every k-th step it takes less than 1 %.
     """
     shortest = min(log_every or 1, steps_per_epoch or math.inf)
     return math.ceil(shortest / SAMPLED_STEPS)
 
 
-def with_warmup_in_steps(config: RunConfig, lengths: Lengths, task: Any) -> RunConfig:
+def convert_warmup_to_steps(config: RunConfig, lengths: Lengths, task: Any) -> RunConfig:
     """Return the config with a warm-up duration converted to steps."""
 
-    def in_numbers(key: str, node: dict[str, Any]) -> dict[str, Any]:
+    def convert_node(key: str, node: dict[str, Any]) -> dict[str, Any]:
         node = node | {
-            name: in_numbers(f"{key}.{name}", inner_node) for name, inner_node in named_nodes(node).items()
+            name: convert_node(f"{key}.{name}", inner_node) for name, inner_node in named_nodes(node).items()
         }
         warmup = node.get("warmup_steps")
         if not isinstance(warmup, str):
@@ -218,12 +221,15 @@ def with_warmup_in_steps(config: RunConfig, lengths: Lengths, task: Any) -> RunC
             raise ConfigError(f"{key}: {error}") from error
         return node | {"warmup_steps": steps}
 
-    return with_values(config, {"scheduler": in_numbers("scheduler", config.scheduler or {}) or None})
+    return replace_values(config, {"scheduler": convert_node("scheduler", config.scheduler or {}) or None})
 
 
 def build_limits(config: RunConfig, lengths: Lengths, task: Any) -> RunLimits:
     trainer = config.trainer
-    max_duration, typed = parse_whole(trainer.max_duration), f"trainer.max_duration={trainer.max_duration}"
+    max_duration, typed = (
+        parse_any_duration(trainer.max_duration),
+        f"trainer.max_duration={trainer.max_duration}",
+    )
     seconds = parse_seconds(trainer.max_time)
     if max_duration is None or (
         max_duration.unit == "second" and (seconds or math.inf) < max_duration.amount
@@ -231,36 +237,39 @@ def build_limits(config: RunConfig, lengths: Lengths, task: Any) -> RunLimits:
         return RunLimits(trainer.max_steps, trainer.max_epochs, seconds)
     if max_duration.unit == "second":
         return RunLimits(trainer.max_steps, trainer.max_epochs, max_duration.amount, None, typed)
-    whole_run = every(typed, max_duration, lengths, task)
+    whole_run = resolve_interval(typed, max_duration, lengths, task)
     return RunLimits(trainer.max_steps, trainer.max_epochs, seconds, whole_run, typed)
 
 
-def default_monitor(task: Any, splits: Sequence[str]) -> str | None:
-    """Return the default metric for the best checkpoint: the task's `monitor`, else the loss, of the first
-    validation set.
+def choose_default_metric(task: Any, splits: Sequence[str]) -> str | None:
+    """Return the metric that chooses the best checkpoint by default, of the first validation set; None without one.
+
+    It is the task's `monitor`, else the loss.
     """
     if not splits:
         return None
     return f"{splits[0]}/{getattr(task, 'monitor', 'loss')}"  # a task may name one; most do not
 
 
-def direction(key: str, metric: str | None, wanted: CheckpointConfig | EarlyStoppingConfig) -> str:
+def choose_metric_direction(
+    key: str, metric: str | None, wanted: CheckpointConfig | EarlyStoppingConfig
+) -> str:
     """Return `min` if a smaller value of the metric is better, such as a loss or an error; else `max`.
 
-    Raise ConfigError if the mode of the setting contradicts the name of the metric.
+    Raise ConfigError if the typed mode contradicts the name of the metric.
     """
     if metric is None or (wanted.mode == "auto" and metric.endswith(("/loss", "/acc"))):
         return "max" if metric and metric.endswith("acc") else "min"
     return resolve_direction(key, metric, wanted.mode, wanted.monitor is not None) or "max"
 
 
-def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task: Any) -> KeepOptions:
+def build_keep_options(config: RunConfig, default: str | None, lengths: Lengths, task: Any) -> KeepOptions:
     keep = config.checkpoint
     key = f"checkpoint.every_n_train_steps={keep.every_n_train_steps}"
-    durations = [parse_saving(keep.every_n_train_steps)]
+    durations = [parse_saving_interval(keep.every_n_train_steps)]
     if keep.every_n_epochs is not None:
         durations.append(Duration(keep.every_n_epochs, EPOCH))
-    distances = [every(key, duration, lengths, task) for duration in durations if duration]
+    distances = [resolve_interval(key, duration, lengths, task) for duration in durations if duration]
     metric = keep.monitor or default
     if keep.monitor is not None and default is None:
         raise ConfigError(
@@ -271,13 +280,13 @@ def keep_options(config: RunConfig, default: str | None, lengths: Lengths, task:
         return any(distance.is_interval_end(state) for distance in distances)
 
     return KeepOptions(
-        keep.enabled, metric, direction("checkpoint", metric, keep), keep.save_top_k,
+        keep.enabled, metric, choose_metric_direction("checkpoint", metric, keep), keep.save_top_k,
         keep.save_last, keep.keep_last, is_due,
         parse_seconds(keep.train_time_interval), keep.async_save, keep.monitor is not None,
     )  # fmt: skip
 
 
-def build_watch(config: RunConfig, default: str | None) -> MetricTracker:
+def build_early_stopping_tracker(config: RunConfig, default: str | None) -> MetricTracker:
     wanted = config.trainer.early_stopping
     if not wanted.enabled:
         return MetricTracker(None, "min")
@@ -290,18 +299,18 @@ def build_watch(config: RunConfig, default: str | None) -> MetricTracker:
     epochs = config.trainer.max_epochs
     if epochs is not None and wanted.min_epochs >= epochs:
         raise ConfigError(
-            f"trainer.early_stopping.min_epochs={wanted.min_epochs}: the run has {counted(epochs, 'epoch')} "
+            f"trainer.early_stopping.min_epochs={wanted.min_epochs}: the run has {format_count(epochs, 'epoch')} "
             "(trainer.max_epochs), so nothing could end it sooner; use less"
         )
     return MetricTracker(
-        metric, direction("trainer.early_stopping", metric, wanted), wanted.patience, wanted.min_delta,
+        metric, choose_metric_direction("trainer.early_stopping", metric, wanted), wanted.patience, wanted.min_delta,
         wanted.stopping_threshold, wanted.divergence_threshold, wanted.monitor is not None,
         wanted.worse_than_best_by, wanted.min_epochs,
     )  # fmt: skip
 
 
-def order_facts(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str, Any]:
-    """Return the settings that determine the order of training samples, by their keys as typed."""
+def collect_order_settings(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str, Any]:
+    """Return the settings that determine the order of training samples, by their keys."""
     data, train = config.data, config.data.train or {}
     names = ["shuffle", "shuffle_buffer", "sampling", "mix", "folds", "fold", "stratified", "fold_groups"]
     if data.padding in LENGTHS_DECIDE or data.truncate in ("drop", "split"):
@@ -319,14 +328,14 @@ def order_facts(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str,
 def build_fingerprint(
     config: RunConfig, parallel: Parallel, source: Any, drawn: Drawn | None = None
 ) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns what the bits of a run depend on besides its config. The data files are read
-    here.
+    """Return a function that returns all that the results of a run depend on besides its config.
 
-    source: the training samples, which may have `files`; otherwise the files at data.train.path are used.
+    The data files are read here. source: the training samples; without an attribute `files`, the files at
+    `data.train.path` are used.
     """
     named = [files for part in list_parts(source) if (files := getattr(part, "files", None))]
     description = describe_files(chain.from_iterable(named)) if named else ""
-    beside = "" if named else data_at((config.data.train or {}).get("path"))
+    beside = "" if named else describe_data_files((config.data.train or {}).get("path"))
     data = ({DATA: description} if description else {}) | ({PLACE: beside} if beside else {})
     data |= {} if drawn is None else {DRAWN: drawn.mark}
     return lambda: {
@@ -339,8 +348,8 @@ def build_fingerprint(
     }
 
 
-def data_at(path: Any) -> str:
-    """Describe a file, or the files of a folder or pattern; "" for another value."""
+def describe_data_files(path: Any) -> str:
+    """Describe a file, or the files of a folder or of a pattern; "" for another value."""
     if not isinstance(path, str):
         return ""
     place = Path(path).expanduser()
@@ -353,7 +362,8 @@ def data_at(path: Any) -> str:
 def describe_files(paths: Iterable[Path]) -> str:
     """Return the number of files, their bytes, and a hash of names and sizes; "" for none or too many files.
 
-    The common folder, modification times and the name of a single file do not matter: a job may copy its data first.
+    The common folder, modification times and the name of a single file do not count, because a job may copy its
+    data.
     """
     files = [file for file in islice(paths, MOST_FILES + 1) if file.is_file()]
     if not files or len(files) > MOST_FILES:
@@ -362,14 +372,14 @@ def describe_files(paths: Iterable[Path]) -> str:
     names = [""] if len(files) == 1 else [os.path.relpath(file.absolute(), together) for file in files]
     sizes = sorted(zip(names, (file.stat().st_size for file in files), strict=True))
     mark = hashlib.sha256(repr(sizes).encode("utf-8", "surrogatepass")).hexdigest()[:8]
-    return f"{counted(len(sizes), 'file')}, {sum(size for _, size in sizes):,} bytes, {mark}"
+    return f"{format_count(len(sizes), 'file')}, {sum(size for _, size in sizes):,} bytes, {mark}"
 
 
 @functools.cache
 def describe_platform(device: torch.device) -> dict[str, str]:
     """Return the versions of libraries and the types of CPU and GPUs.
 
-    cpu: the widest vector instructions that torch uses.
+    Its entry `cpu` is the widest vector instruction set that torch uses.
     """
     facts = {
         "torch": torch.__version__,
@@ -386,5 +396,5 @@ def build_best_tracker(config: RunConfig, default: str | None) -> MetricTracker:
     """Return the tracker of the metric that chooses the `best` checkpoint."""
     keep = config.checkpoint
     metric = keep.monitor or default
-    mode = direction("checkpoint", metric, keep)
+    mode = choose_metric_direction("checkpoint", metric, keep)
     return MetricTracker(metric if default else None, mode, named=keep.monitor is not None)

@@ -1,7 +1,7 @@
-"""Resolve `auto` at the start of a run: by rules here, and by measurement if `trainrun.autotune` is installed.
+"""Resolve `auto` settings at the start of a run: by rules, and by measurement if `trainrun.autotune` is installed.
 
-Choices that change the numbers (dtype, threads) are made before the rest is built and stored in RUN.json; resumes
-read them from there.
+Choices that change results (number type, threads) are made before the rest is built, and stored in RUN.json. A
+resume reads them from there.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from trainrun.config.schema import RunConfig, with_values
-from trainrun.instantiate import satellite
+from trainrun.config.schema import RunConfig, replace_values
+from trainrun.instantiate import import_satellite
 from trainrun.interfaces import Batches, Parallel
 from trainrun.precision import autocast
 from trainrun.runtime.machine import can_set_allocator, read_free_bytes, set_allocator
@@ -28,25 +28,26 @@ WITHOUT: Final = "what is left open is chosen by rules alone, and no memory is f
 Chosen = dict[str, str]  # what RUN.json holds, by name
 
 
-def chosen_before(identity: dict[str, Any], training: bool = False) -> Chosen:
-    """Return the choices of earlier sessions. identity: the content of RUN.json. training: include those of a
-    training only.
+def read_earlier_choices(identity: dict[str, Any], training: bool = False) -> Chosen:
+    """Return the automatic choices of earlier sessions. identity: the content of RUN.json.
+
+    training: include the choices that only a training uses.
     """
     names = ("precision", "logits_bytes", *["num_threads"] * training)
     return {name: str(identity[name]) for name in names if name in identity}
 
 
-def autotune(lines: list[str]) -> ModuleType | None:
-    """Return the module that measures; None, with a line in `lines`, if it is not installed."""
-    return satellite("autotune.start", WITHOUT, lines.append)
+def import_autotune(lines: list[str]) -> ModuleType | None:
+    """Return the module that measures; None, with a line added to `lines`, if it is not installed."""
+    return import_satellite("autotune.start", WITHOUT, lines.append)
 
 
-def decide_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batches, parallel: Parallel,
+def resolve_precision_and_threads(config: RunConfig, model: nn.Module, task: Any, train: Batches, parallel: Parallel,
                    chosen: Chosen, measures: bool, num_batches: float, notes: list[str]) -> RunConfig:  # fmt: skip
-    """Return the config with `precision=auto` resolved, and set this process's number of threads.
+    """Return the config with `precision=auto` resolved, and set the number of threads of this process.
 
-    chosen: the earlier choices of a resumed run; new choices are added. num_batches: micro-batches of the whole run.
-        Every rank calls this and decides the same.
+    chosen: the earlier choices of a resumed run; new choices are added to it. num_batches: micro-batches of the
+        whole run. Every rank calls this function and makes the same choices.
     """
     open_type = config.precision.mode == "auto"
     wanted = []
@@ -54,10 +55,10 @@ def decide_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batche
         wanted.append("precision")
     if config.trainer.num_threads == "auto" and "num_threads" not in chosen:
         wanted.append("num_threads")
-    if measures and wanted and (tuner := autotune([])):
+    if measures and wanted and (tuner := import_autotune([])):
         tuner.choose_numbers(config, model, task, train, parallel, num_batches, wanted, chosen, notes)
     if open_type and "precision" not in chosen:
-        tiny = autocast.is_tiny(model, config.data.batch_size)
+        tiny = autocast.is_tiny_step(model, config.data.batch_size)
         mode, why = autocast.choose_mode_by_rule(parallel.device, tiny)
         chosen["precision"] = mode
         notes.append(f"precision: {mode}, not measured: {why}")
@@ -68,14 +69,15 @@ def decide_numbers(config: RunConfig, model: nn.Module, task: Any, train: Batche
             notes.append(f"trainer.num_threads: {number}, as the run began")
     if not open_type:
         return config
-    return with_values(config, {"precision.mode": chosen["precision"]})
+    return replace_values(config, {"precision.mode": chosen["precision"]})
 
 
-def limit_outputs(task: Any, model: nn.Module, parallel: Parallel, chosen: Chosen) -> None:
-    """Tell a task that can compute its outputs in chunks how many bytes they may use at once.
+def set_output_memory_limit(task: Any, model: nn.Module, parallel: Parallel, chosen: Chosen) -> None:
+    """Set how many bytes a task that computes its outputs in chunks may use for them at once.
 
-    Chunks change the last bits of a loss, so the number is chosen once, when the run begins, by the rank with the
-    least free memory. Half of what gradients and optimizer leave free is for the activations.
+    Chunks change the last bits of a loss. The number is therefore chosen once, at the start of the run, by the rank
+    with the least free memory. Half of the memory that gradients and optimizer leave free is kept for the
+    activations.
     """
     limit_memory = getattr(task, "limit_memory", None)
     if not callable(limit_memory):
@@ -88,18 +90,18 @@ def limit_outputs(task: Any, model: nn.Module, parallel: Parallel, chosen: Chose
     limit_memory(int(chosen["logits_bytes"]))
 
 
-def choose_allocator(run: Components) -> tuple[str, list[str]]:
-    """Set how freed host memory is treated (`trainer.cpu_allocator`). Return the rule, and lines to show.
+def set_allocator_rule(run: Components) -> tuple[str, list[str]]:
+    """Set what happens to freed host memory (`trainer.cpu_allocator`). Return the rule, and lines to show.
 
-    Every rank decides for itself, because no number depends on it.
+    Every rank decides for itself, because no result depends on it.
     """
     lines: list[str] = []
-    coming, rule = estimate_upper_bytes(run), run.config.trainer.cpu_allocator
-    if (tuner := autotune(lines)) is not None:
+    coming, rule = estimate_max_step_bytes(run), run.config.trainer.cpu_allocator
+    if (tuner := import_autotune(lines)) is not None:
         line, coming = tuner.memory_forecast(run, coming)
         lines.append(line)
     if rule == "auto":
-        rule, line = choose_rule(run.parallel, coming)
+        rule, line = choose_allocator_rule(run.parallel, coming)
         lines.append(line)
     if rule != "libc" and not set_allocator(rule):
         lines.append(f"trainer.cpu_allocator={rule}: the C library of this machine has no such switch")
@@ -107,7 +109,7 @@ def choose_allocator(run: Components) -> tuple[str, list[str]]:
     return rule, [line for line in lines if line]
 
 
-def choose_rule(parallel: Parallel, coming: float) -> tuple[str, str]:
+def choose_allocator_rule(parallel: Parallel, coming: float) -> tuple[str, str]:
     """Return the rule for `trainer.cpu_allocator=auto`, and a line to show. coming: the estimated bytes of a step."""
     if parallel.device.type != "cpu" or not can_set_allocator():
         return "libc", ""
@@ -116,8 +118,8 @@ def choose_rule(parallel: Parallel, coming: float) -> tuple[str, str]:
     return "libc", "trainer.cpu_allocator: libc, memory may become scarce (keep may be faster)"
 
 
-def estimate_upper_bytes(run: Components) -> float:
-    """Return an upper bound of a step's memory in bytes for ordinary networks, from sizes alone."""
+def estimate_max_step_bytes(run: Components) -> float:
+    """Return an upper bound of the bytes that a step of an ordinary network needs, estimated from sizes alone."""
     params = sum(param.numel() for param in run.model.parameters())
     numbers = run.config.data.batch_size * math.prod(run.data_facts.shape or (1024,))
     return 16.0 * params + 4.0 * numbers * max(1000, params / 64)

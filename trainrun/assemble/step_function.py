@@ -1,4 +1,7 @@
-"""Build the step function: `train_step`, the same as one graph, or a custom step; and time compilation."""
+"""Build the function that makes a step: `train_step`, a compiled or recorded step, or a custom one.
+
+The time of compilation is recorded separately.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import nn
 
 from trainrun.config.schema import RunConfig
-from trainrun.interfaces import Batches, Counting, Parallel, Precision, counts_before
+from trainrun.interfaces import Batches, Counting, Parallel, Precision, has_count_method
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.runtime.collector import freeze_new_objects
 from trainrun.timing.phases import COMPILE, PhaseTimer
@@ -30,35 +33,36 @@ if TYPE_CHECKING:
     from trainrun.transform.compile_log import CompileLog
 
 
-def build_log(config: RunConfig, monitors: MetricLogger, phases: PhaseTimer) -> CompileLog | None:
-    """Return the log of compilations, whose time counts as its own phase, not as training; None if nothing is
-    compiled.
-    """
+def build_compile_log(config: RunConfig, monitors: MetricLogger, phases: PhaseTimer) -> CompileLog | None:
+    """Return the log of compilations, whose time does not count as training; None if nothing is compiled."""
     if config.trainer.compile.scope == "off" and not config.trainer.cuda_graphs:
         return None
     from trainrun.transform.compile_log import CompileLog
 
     @contextmanager
-    def booked() -> Iterator[None]:
+    def time_as_compilation() -> Iterator[None]:
         with phases.on(COMPILE), monitors.exclude_time():
             yield
             freeze_new_objects()  # or each validation would look at the compiler's 200,000 objects, 0.1 s and more
 
-    return CompileLog(monitors.note, booked)
+    return CompileLog(monitors.note, time_as_compilation)
 
 
-def build_counting(
+def choose_item_counting(
     config: RunConfig, model: nn.Module, task: Any, parallel: Parallel, phases: PhaseTimer
 ) -> Counting:
     """Return how the items of a step are counted: by the task before the forward, or from its outputs."""
-    if counts_before(task):
+    if has_count_method(task):
         return CountedBefore(task)
     size = config.data.batch_size * config.trainer.accumulate_grad_batches
     return CountedAfter(task, model, parallel, phases, size)
 
 
-def build_accumulate(retry: OomRetry, counting: Counting) -> Accumulate:
-    """Return the forward and backward of a window, with out-of-memory retries and counts from outputs if needed."""
+def choose_accumulation_function(retry: OomRetry, counting: Counting) -> Accumulate:
+    """Return the function that runs forward and backward of a step's micro-batches.
+
+    It repeats them if memory runs out, and counts items from outputs, if the run needs that.
+    """
     accumulate = accumulate_with_retry if retry.acts else accumulate_gradients
     if isinstance(counting, CountedBefore):
         return accumulate
@@ -82,39 +86,39 @@ def build_step(
     return build_whole_step(config, accumulate_gradients, task, calls.informed, device, log), None
 
 
-def checked_step(step: Step, wanted: bool, *parts: Any) -> Step:
-    """Return the step; if task or model is the user's, with a check before its first call."""
+def add_first_step_check(step: Step, wanted: bool, *parts: Any) -> Step:
+    """Return the step, with a check before its first call if the task or the model is the user's."""
     if not wanted or all(type(part).__module__.startswith("trainrun.") for part in parts):
         return step
-    from trainrun.training.checks.first_step import Checked
+    from trainrun.training.checks.first_step import FirstStepCheck
 
-    return Checked(step)
+    return FirstStepCheck(step)
 
 
-def check_before_sharding(
+def check_task_before_sharding(
     task: Any, model: nn.Module, train: Batches, parallel: Parallel, precision: Precision, counting: Counting,
     note: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Make the checks of `checked_step` on the first batch, while each rank has the whole model."""
+    """Make the checks of the first step on the first batch, while each rank still has the whole model."""
     is_own = all(type(part).__module__.startswith("trainrun.") for part in (task, model))
     if is_own or not getattr(train, "may_be_read_before", True):
         return
     from trainrun.training.checks.contract import check_task
     from trainrun.training.checks.padding import check_padding
-    from trainrun.training.without_trace import first_batches
+    from trainrun.training.without_trace import read_first_batches
 
     run: Any = SimpleNamespace(
         model=model, task=task, optimizer=None, hooks=SimpleNamespace(by_key={}), parallel=parallel,
         precision=precision, counting=counting, own_step=None, monitors=SimpleNamespace(note=note),
     )  # fmt: skip
-    data = first_batches(train)[0]
+    data = read_first_batches(train)[0]
     if not type(task).__module__.startswith("trainrun."):
         check_task(run, data)
     check_padding(run, data)
 
 
 def add_layer_table(config: RunConfig, step: Step) -> Step:
-    """Return the step; with `monitor.summary`, one that reports the table of layers after its first call."""
+    """Return the step. If `monitor.summary` is set, it reports the table of layers after its first call."""
     if not config.monitor.summary:
         return step
     from trainrun.training.checks.layer_table import WithLayerTable

@@ -1,7 +1,7 @@
-"""An error for each typed setting that no code has read.
+"""Report each typed setting that no code has read, as an error.
 
-`instantiate.BUILT` has the nodes that were built, and `schema.READ` the settings that were read, from the start of a
-run until its first batch. Nothing is recorded during steps.
+`instantiate.BUILT` has the nodes that were built, and `schema.READ` the settings that were read. Both are recorded
+from the start of a run until its first batch, never during steps.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trainrun.assemble.data_pipeline import split_key
-from trainrun.config.schema import READ, RunConfig, settings, value_of
+from trainrun.assemble.data_pipeline import format_split_key
+from trainrun.config.schema import READ, RunConfig, read_value, settings
 from trainrun.data.tensor_dataset import list_parts
 from trainrun.errors import ConfigError
 from trainrun.instantiate import BUILT, is_node, named_nodes
@@ -23,9 +23,9 @@ TRAINING = "data.train."
 
 
 def check_settings_are_read(typed: Iterable[str], config: RunConfig, parallel: Parallel) -> None:
-    """Raise ConfigError for every typed setting with a non-default value that no rank has read.
+    """Raise ConfigError for every typed setting with a value other than its default that no rank has read.
 
-    Settings of a section whose switch was typed too, as in a sweep, may be idle.
+    In a sweep, a setting may be unread if the switch of its section was typed too.
     """
     read = set().union(*parallel.gather(sorted(READ)))
     all_settings, typed_keys = settings(), set(typed)
@@ -34,8 +34,8 @@ def check_settings_are_read(typed: Iterable[str], config: RunConfig, parallel: P
         setting, section = all_settings[key], all_settings.get(key.rpartition(".")[0])
         waits = section is not None and f"{section.key}.{section.short}" in typed_keys
         is_plain = setting.section is None and not setting.opens and not setting.read_by
-        if is_plain and not waits and value_of(config, key) != setting.default:
-            about = f"{key}={value_of(config, key)}"
+        if is_plain and not waits and read_value(config, key) != setting.default:
+            about = f"{key}={read_value(config, key)}"
             faults.append(f"{about}: no code reads it in this run ({setting.help}); leave it out")
     if faults:
         raise ConfigError(*faults)
@@ -44,64 +44,67 @@ def check_settings_are_read(typed: Iterable[str], config: RunConfig, parallel: P
 def check_nodes_are_read(typed: Iterable[str], config: RunConfig, sources: Mapping[str, Any]) -> None:
     """Raise ConfigError for every typed setting of a node that no code has read.
 
-    sources: the data sets by split. A built-in data set has an attribute `unused_arguments` with the arguments that
-        it did not use, each with the reason.
+    sources: the data sets by split. A built-in data set has an attribute `unused_arguments`: the arguments that it
+        did not use, each with the reason.
     """
     unused = {
-        split_key(name): unused_arguments(source) for name, source in sources.items() if source is not None
+        format_split_key(name): list_unused_arguments(source)
+        for name, source in sources.items()
+        if source is not None
     }
     faults = []
     for key in dict.fromkeys(typed):
-        node = node_above(key, config)
+        node = find_enclosing_node(key, config)
         is_of_folds = config.data.folds is not None and str(node).startswith("data.val")  # a line names it
         if node is not None and node not in BUILT and not is_of_folds:
             faults.append(f"{key}: no code reads it, since this run does not use {node}; leave it out")
-        elif reason := unused_reason(key, config, unused):
+        elif reason := explain_unused_argument(key, config, unused):
             faults.append(f"{key}: no code reads it: {reason}; leave it out")
     if faults:
         raise ConfigError(*faults)
 
 
-def node_above(key: str, config: RunConfig) -> str | None:
-    """Return the key of the node that contains a setting; None for other settings, and for a node that is off."""
+def find_enclosing_node(key: str, config: RunConfig) -> str | None:
+    """Return the key of the node that contains a setting; None for other settings and for a node that is off."""
     root = next((root for root in ROOTS if key == root or key.startswith(f"{root}.")), None)
     if root is None:
         return None
-    value = value_of(config, root)
+    value = read_value(config, root)
     name = key.removeprefix(root).lstrip(".").partition(".")[0]
     if name in named_nodes(value):  # of several data sets below one key
         return f"{root}.{name}"
     return root if is_node(value) else None
 
 
-def unused_arguments(source: Any) -> dict[str, str]:
+def list_unused_arguments(source: Any) -> dict[str, str]:
     """Return the arguments that no part of a source used, with reasons."""
     each = [getattr(part, "unused_arguments", None) or {} for part in list_parts(source)]
     return {name: reason for name, reason in each[0].items() if all(name in others for others in each)}
 
 
-def unused_reason(key: str, config: RunConfig, unused: Mapping[str, Mapping[str, str]]) -> str:
-    """Return why an argument was not used; "" if it was, or is off. Other sets inherit arguments of the training
-    set.
+def explain_unused_argument(key: str, config: RunConfig, unused: Mapping[str, Mapping[str, str]]) -> str:
+    """Return why an argument was not used; "" if it was used or is off.
+
+    Other splits inherit the arguments of the training set.
     """
     above, _, name = key.rpartition(".")
     if not above.startswith("data.") or above.startswith(TRAINING):
         return ""
-    value = node_of(above, config).get(name)
+    value = find_data_node(above, config).get(name)
     if not value or value == "auto":  # it asks for nothing
         return ""
     if f"{above}." == TRAINING:
-        takers = [taker for taker in unused if name in node_of(taker, config)]
+        takers = [taker for taker in unused if name in find_data_node(taker, config)]
     else:
         takers = [taker for taker in unused if taker == above]
     reasons = [unused[taker].get(name, "") for taker in takers]
     return reasons[0] if reasons and all(reasons) else ""
 
 
-def node_of(key: str, config: RunConfig) -> Mapping[str, Any]:
+def find_data_node(key: str, config: RunConfig) -> Mapping[str, Any]:
     """Return the node of a data set; {} for a fold, which uses `data.train`."""
     root = ".".join(key.split(".")[:2])
-    node = value_of(config, root)
+    node = read_value(config, root)
     rest = key.removeprefix(root).lstrip(".")
     node = node.get(rest) if rest and isinstance(node, dict) else node
     return node if isinstance(node, dict) else {}

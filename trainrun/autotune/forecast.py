@@ -18,8 +18,8 @@ from trainrun.data.split_batch import count_rows, list_tensors, select_rows
 from trainrun.runtime.child_process import can_fork
 from trainrun.runtime.machine import read_free_bytes
 from trainrun.training.components import Components
-from trainrun.training.recovery.oom import stored_values
-from trainrun.training.without_trace import first_batches, run_trial
+from trainrun.training.recovery.oom import read_stored_values
+from trainrun.training.without_trace import read_first_batches, run_trial
 
 Forecast = tuple[int, int, int]  # bytes: gradients, what the forward keeps, the optimizer's state
 ROWS = 4  # of the small batch
@@ -36,7 +36,7 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
 
     def keep(tensor: Tensor) -> Tensor:
         if start_of(tensor) not in there:
-            saved[start_of(tensor)] = stored_values(tensor).untyped_storage().nbytes()
+            saved[start_of(tensor)] = read_stored_values(tensor).untyped_storage().nbytes()
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -53,7 +53,7 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
 
 
 def start_of(tensor: Tensor) -> int:
-    return stored_values(tensor).untyped_storage().data_ptr()
+    return read_stored_values(tensor).untyped_storage().data_ptr()
 
 
 def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
@@ -76,7 +76,7 @@ def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
         run.precision.backward(out.loss_sum, 1.0)
 
     def measure() -> tuple[Forecast, int]:
-        (data,) = first_batches(run.train)
+        (data,) = read_first_batches(run.train)
         return forecast(run.model, step, data, run.optimizer), count_rows(data)
 
     try:

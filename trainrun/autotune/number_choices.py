@@ -39,11 +39,11 @@ from trainrun.config.schema import RunConfig
 from trainrun.data.split_batch import count_rows, list_tensors, select_rows
 from trainrun.interfaces import Batches, Parallel
 from trainrun.precision import autocast
-from trainrun.precision.autocast import is_tiny
+from trainrun.precision.autocast import is_tiny_step
 from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED, build_context
 from trainrun.runtime.child_process import can_fork
 from trainrun.training.recovery.oom import find_batch_norm
-from trainrun.training.without_trace import first_batches, run_trial
+from trainrun.training.without_trace import read_first_batches, run_trial
 
 PRECISION = TrialBudget(0.5, 0.01)
 THREADS = TrialBudget(0.25, 0.005)
@@ -70,7 +70,7 @@ def choose_numbers(
 
     def measure() -> dict[str, TimedChoice | None]:
         with contextlib.closing(train):
-            data = first_batches(train)[0]
+            data = read_first_batches(train)[0]
         trial = NumberTrial(config, TimedStep(model, task, parallel, clock), data)
         return trial.choices(num_batches, wanted)
 
@@ -95,7 +95,7 @@ class NumberTrial:
         self._mode = config.precision.mode
         if self._mode == "auto":
             self._mode = autocast.choose_mode_by_rule(
-                self._device, is_tiny(step.model, config.data.batch_size)
+                self._device, is_tiny_step(step.model, config.data.batch_size)
             )[0]
 
     def usual_seconds(self) -> float | None:

@@ -18,7 +18,7 @@ from torch import nn
 from trainrun.config.schema import RunConfig
 from trainrun.data.batch import map_leaves
 from trainrun.interfaces import Parallel
-from trainrun.limits import SECOND, parse_seconds, parse_whole
+from trainrun.limits import SECOND, parse_any_duration, parse_seconds
 from trainrun.runtime.machine import wait_for_device
 from trainrun.training.recovery.oom import describe_out_of_memory
 
@@ -132,7 +132,7 @@ def agreed_choice(choices: Sequence[TimedChoice | None], usual: str) -> TimedCho
 
 def run_seconds(config: RunConfig, seconds: float) -> float:
     """Estimate how long the run may take. seconds: by the number of its steps."""
-    limit = parse_whole(config.trainer.max_duration)
+    limit = parse_any_duration(config.trainer.max_duration)
     by_duration = limit.amount if limit is not None and limit.unit == SECOND else math.inf
     return min(seconds, parse_seconds(config.trainer.max_time) or math.inf, by_duration)
 

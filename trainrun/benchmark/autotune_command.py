@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from trainrun.benchmark.run_overrides import begin
-from trainrun.cli.run_arguments import Parser, parse_flags_and_overrides, take_seconds
+from trainrun.cli.run_arguments import Parser, parse_flags_and_overrides, split_budget_option
 
 SEARCH_SECONDS, TABLE_SECONDS = 120.0, 180.0
 ABOUT = (
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] in (["lr"], ["batch"]):
         return find(argv[0], argv[1:])
     default = TABLE_SECONDS if "--table" in argv else SEARCH_SECONDS
-    argv, budget = take_seconds(argv, default, "autotune")
+    argv, budget = split_budget_option(argv, default, "autotune")
     wish, words = parse_flags_and_overrides(autotune_parser(), argv)
     typed, folder = begin("autotune", words)  # mistakes are answered without torch
     from trainrun.benchmark.tune.autotune_session import search_settings
@@ -37,7 +37,9 @@ def main(argv: list[str]) -> int:
 
 def find(what: str, argv: list[str]) -> int:
     """`trainrun autotune lr` and `trainrun autotune batch`."""
-    argv, budget = take_seconds(argv, SEARCH_SECONDS, f"autotune {what}") if what == "batch" else (argv, 0.0)
+    argv, budget = (
+        split_budget_option(argv, SEARCH_SECONDS, f"autotune {what}") if what == "batch" else (argv, 0.0)
+    )
     parser = Parser(prog=f"trainrun autotune {what}", description=FINDERS[what], allow_abbrev=False,
                     usage=f"trainrun autotune {what} [key=value ...] [options]")  # fmt: skip
     if what == "lr":

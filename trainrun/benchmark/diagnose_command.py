@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainrun.benchmark.run_overrides import begin
-from trainrun.cli.run_arguments import Parser, parse_flags_and_overrides, take_seconds
+from trainrun.cli.run_arguments import Parser, parse_flags_and_overrides, split_budget_option
 
 BUDGET_SECONDS = 40.0
 ABOUT = (
@@ -14,7 +14,7 @@ ABOUT = (
 
 
 def main(argv: list[str]) -> int:
-    argv, seconds = take_seconds(argv, BUDGET_SECONDS, "diagnose")
+    argv, seconds = split_budget_option(argv, BUDGET_SECONDS, "diagnose")
     wish, words = parse_flags_and_overrides(diagnose_parser(), argv)
     typed, folder = begin("diagnose", words)  # mistakes are answered without torch
     from trainrun.benchmark.diagnose.diagnosis_report import report_diagnosis

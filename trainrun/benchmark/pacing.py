@@ -33,7 +33,7 @@ class PacedTriggers:
         return getattr(self._triggers, name)
 
     def after_step(self, state: TrainState) -> Due:
-        self._triggers.check(state, wait=self._triggers.validation_due(state))
+        self._triggers.check_can_continue(state, wait=self._triggers.validation_due(state))
         over = state.step >= self._end or (state.step > self._begin and time.monotonic() >= self._until)
         state.stop_reason = "all steps done" if over else ""
         self.log = bool(self._triggers.log_due(state.step + 1))

@@ -40,7 +40,7 @@ from trainrun.benchmark.worker_messages import (
 from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.map_style import thread_safe
 from trainrun.errors import PluginError, TrainingError
-from trainrun.interfaces import MicroBatch, counts_before
+from trainrun.interfaces import MicroBatch, has_count_method
 from trainrun.runtime.machine import wait_for_device
 from trainrun.step.whole import describe_task_obstacle
 from trainrun.summary.throughput_limits import num_batches_ahead
@@ -251,7 +251,7 @@ class Worker:
 
     def _load(self, message: Load) -> Turn:
         task = self._own.task
-        if not counts_before(task):
+        if not has_count_method(task):
             raise PluginError(
                 f"task: {type(task).__name__} says its count with each output, so loading alone cannot be "
                 "measured in items; add a method count(batch)"

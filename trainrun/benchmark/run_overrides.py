@@ -14,10 +14,10 @@ from pathlib import Path
 from trainrun.benchmark.worker_messages import RunInfo
 from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.config.schema import RunConfig
-from trainrun.config.tuned_settings import machine
+from trainrun.config.tuned_settings import describe_machine
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import resolve_folder, write_json
-from trainrun.output import duration, masked_words, redraw, report_result, say
+from trainrun.output import format_duration, mask_arguments, redraw_line, report_result, say
 
 LOADER_KEYS = ("data.engine", "data.num_workers", "data.num_threads")
 
@@ -46,11 +46,13 @@ def progress_line() -> Iterator[Callable[[str, float], None]]:
     terminal = sys.stdout.isatty()
     try:
         yield (
-            lambda about, left: redraw(f"  {about} ... {duration(max(left, 0.0))} left") if terminal else None
+            lambda about, left: (
+                redraw_line(f"  {about} ... {format_duration(max(left, 0.0))} left") if terminal else None
+            )
         )
     finally:
         if terminal:
-            redraw()
+            redraw_line()
 
 
 def relative_path(path: Path) -> str:
@@ -60,7 +62,7 @@ def relative_path(path: Path) -> str:
 def write_results(folder: Path, typed: list[str], results: dict[str, object]) -> None:
     """Write autotune.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine(), "words_typed": masked_words(typed), **results}
+    content = {"machine": describe_machine(), "words_typed": mask_arguments(typed), **results}
     write_json(folder / "autotune.json", content)
     report_result(file=folder / "autotune.json", **content)
 

@@ -30,7 +30,7 @@ import psutil
 from trainrun.benchmark.scratch_folder import scratch_folder
 from trainrun.benchmark.worker_messages import Message, RunInfo, Train, Turn
 from trainrun.config.compose import Composition
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, TrainingError, TrainrunError
 from trainrun.folder.run_folder import LaunchSpec
 from trainrun.runs.run import create_run, train_in_ranks
@@ -110,7 +110,7 @@ def worker_config(config: RunConfig) -> RunConfig:
         "parallel.timeout_seconds": 24 * 3600.0,  # a stopped rank is not a lost one
         "parallel.max_restarts": 0, "trainer.watchdog_seconds": 0,
     }  # fmt: skip
-    return with_values(config, changes)
+    return replace_values(config, changes)
 
 
 class WorkerProcess:

@@ -61,7 +61,7 @@ from trainrun.checkpoint.save import (
     write_part,
 )
 from trainrun.interfaces import Parallel
-from trainrun.train_state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState, watched_value
+from trainrun.train_state import SAVE_BUSY, SAVE_FAILED, SAVE_NONE, SAVE_NOW, TrainState, read_watched_value
 
 LEFTOVER_NAME = re.compile(r"\.(tmp|trash|before)-(step-\d{8}|best)-[0-9a-f]{8}", re.ASCII)
 LONG_WAIT_SECONDS = 1.0  # a longer wait for the save before is reported
@@ -337,7 +337,7 @@ class CheckpointManager:
         name = self.options.monitor
         if name is None or self.options.save_top_k == 0 or state.validated_step != state.step:
             return None
-        value = watched_value(state.last_metrics, name, self.options.named)
+        value = read_watched_value(state.last_metrics, name, self.options.named)
         return Metric(name, self.options.mode, value) if math.isfinite(value) else None
 
     def _is_best(self, state: TrainState) -> bool:

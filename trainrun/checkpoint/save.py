@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from trainrun.checkpoint.files import FileLayer, Written, explain_disk_errors, format_folder_name, set_aside
 from trainrun.errors import CheckpointError, SaveError
 from trainrun.interfaces import Parallel, TensorShard
-from trainrun.runtime.foreach_copy import copy_
+from trainrun.runtime.foreach_copy import copy_tensors
 
 FORMAT = 2
 MANIFEST = "MANIFEST.json"
@@ -425,7 +425,7 @@ class CopyMemory:
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
         if copies:
             with torch.no_grad():
-                copy_(list(copies.values()), list(tensors.values()), non_blocking=bool(devices))
+                copy_tensors(list(copies.values()), list(tensors.values()), non_blocking=bool(devices))
         return HostCopy(copies, [_record_event(device) for device in devices])
 
     def give_back(self, tensors: dict[str, Tensor]) -> None:

@@ -32,8 +32,8 @@ from trainrun.checkpoint.save import run_on_rank_zero
 from trainrun.config.schema import InitConfig
 from trainrun.errors import CheckpointError, ConfigError, TrainingError
 from trainrun.interfaces import Parallel
-from trainrun.output import counted
-from trainrun.patterns import matching
+from trainrun.output import format_count
+from trainrun.patterns import match_names
 from trainrun.tensors import StoredTensor
 
 KEY = "init_from"
@@ -95,7 +95,7 @@ class FrozenBase:
         left_out = {id(param) for param in self._params.values()}
         saved = sum(param.numel() for param in model.parameters() if id(param) not in left_out)
         notes.append(
-            f"{ADAPTER_ONLY}: {counted(saved, 'parameter')} saved; the others stay in {source} "
+            f"{ADAPTER_ONLY}: {format_count(saved, 'parameter')} saved; the others stay in {source} "
             f"(SHA-256 {self._told['sha256'][:SHOWN_DIGITS]})"
         )
 
@@ -228,7 +228,7 @@ def _select_tensors(
     there, here = _rename_tensors(there, chosen.rename or {}), model.state_dict()
     names = [*here, *(name for name in there if name not in here)]
     try:
-        skipped = matching(names, chosen.skip or (), "init.skip")
+        skipped = match_names(names, chosen.skip or (), "init.skip")
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     made = _find_empty_buffers(model) - set(skipped)

@@ -1,4 +1,4 @@
-"""`trainrun cache`: list the caches on disks. `trainrun cache clear`: remove those that no run uses."""
+"""`trainrun cache`: list the caches on disks. `trainrun cache clear`: remove the caches that no run uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainrun.data.cache.room import (
     remove_unfinished,
 )
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.output import counted, quantity, report_result, say
+from trainrun.output import format_count, format_quantity, report_result, say
 
 
 def main(argv: list[str]) -> int:
@@ -41,35 +41,35 @@ def main(argv: list[str]) -> int:
     folders = [folder.expanduser() for folder in words.folder] or list_cache_folders()
     caches = list_caches(folders)
     if words.action == "clear":
-        clear(caches, folders)
+        remove_caches(caches, folders)
     else:
-        show(caches)
+        print_caches(caches)
     return EXIT_DONE
 
 
-def show(caches: list[DiskCache]) -> None:
+def print_caches(caches: list[DiskCache]) -> None:
     for cache in reversed(caches):
         used = (
             "in use now" if cache.is_in_use() else f"used {datetime.fromtimestamp(cache.used):%Y-%m-%d %H:%M}"
         )
-        say(f"{quantity(cache.num_bytes):>7}B  {used:21}  {cache.path}  {cache.source}")
+        say(f"{format_quantity(cache.num_bytes):>7}B  {used:21}  {cache.path}  {cache.source}")
     total = sum(cache.num_bytes for cache in caches)
     rows = [
         {"path": cache.path, "source": cache.source, "bytes": cache.num_bytes, "used": cache.used}
         for cache in caches
     ]
     report_result(caches=rows, bytes=total)
-    summary = f"{counted(len(caches), 'cache')}, {quantity(total)}B"
+    summary = f"{format_count(len(caches), 'cache')}, {format_quantity(total)}B"
     if caches:
-        summary += f" of at most {quantity(read_limit(caches[0].path.parent))}B on a disk ({LIMIT})"
+        summary += f" of at most {format_quantity(read_limit(caches[0].path.parent))}B on a disk ({LIMIT})"
     say(summary)
 
 
-def clear(caches: list[DiskCache], folders: list[Path]) -> None:
+def remove_caches(caches: list[DiskCache], folders: list[Path]) -> None:
     removed = [cache for cache in caches if cache.remove()]
     for folder in folders:
         remove_unfinished(folder)
     freed, left = sum(cache.num_bytes for cache in removed), len(caches) - len(removed)
     report_result(removed=[cache.path for cache in removed], bytes=freed, num_in_use=left)
-    in_use = f"; {counted(left, 'cache')} in use stay" if left else ""
-    say(f"removed {counted(len(removed), 'cache')}, {quantity(freed)}B{in_use}")
+    in_use = f"; {format_count(left, 'cache')} in use stay" if left else ""
+    say(f"removed {format_count(len(removed), 'cache')}, {format_quantity(freed)}B{in_use}")

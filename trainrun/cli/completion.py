@@ -1,6 +1,6 @@
 """Shell scripts that complete commands, options and settings.
 
-The scripts contain all names, so that the Tab key does not start Python.
+The scripts contain all names, so the Tab key does not start Python.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainrun.cli.main import COMMANDS
-from trainrun.config.argv import conf_dir, groups, options, user_conf_dirs
-from trainrun.config.help_text import WITH_OWN_KEYS, option_lines, setting_rows
+from trainrun.config.argv import find_conf_dir, find_user_conf_dirs, list_groups, list_options
+from trainrun.config.help_text import WITH_OWN_KEYS, format_option_settings, iterate_setting_rows
 from trainrun.config.schema import settings
-from trainrun.config.validate import nearest
+from trainrun.config.validate import suggest_closest_name
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.limits import choices_of
+from trainrun.limits import list_choices
 from trainrun.output import say
 
 FLAGS = ("--help", "--version", "--multirun", "--cfg", "--config-dir", "--completion", "--summary", "--json")
@@ -89,8 +89,8 @@ complete -c trainrun -n __fish_use_subcommand -a {commands}
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
-class Names(NamedTuple):
-    """The names to complete. heads: `model=` and `trainer.`; keys: `trainer.max_epochs=`; values: `model=cnn`."""
+class CompletionNames(NamedTuple):
+    """The names to complete. heads: `model=` and `trainer.`. keys: `trainer.max_epochs=`. values: `model=cnn`."""
 
     commands: list[str]
     heads: list[str]
@@ -98,42 +98,44 @@ class Names(NamedTuple):
     values: list[str]
 
 
-def completion_command(words: list[str]) -> int:
-    """Print the completion script of a shell. Raise ConfigError for an unknown shell."""
+def print_completion_script(words: list[str]) -> int:
+    """Print the completion script of a shell, and return the exit code. Raise ConfigError for an unknown shell."""
     shell = words[0] if words else ""
     if shell not in SCRIPTS:
         raise ConfigError(
-            f"--completion {shell}: must be one of {', '.join(SCRIPTS)}.{nearest(shell, SCRIPTS)}"
+            f"--completion {shell}: must be one of {', '.join(SCRIPTS)}.{suggest_closest_name(shell, SCRIPTS)}"
         )
     say(
-        completion_script(shell, all_names(list(COMMANDS), [*user_conf_dirs([], Path.cwd()), conf_dir()])),
+        format_completion_script(
+            shell, collect_names(list(COMMANDS), [*find_user_conf_dirs([], Path.cwd()), find_conf_dir()])
+        ),
         end="",
     )
     return EXIT_DONE
 
 
-def all_names(commands: Sequence[str], folders: list[Path]) -> Names:
-    """Return the names of all commands, groups with their options, and settings with their closed choices."""
-    known_groups = groups(folders)
-    values = [f"{group}={option}" for group in known_groups for option in options(group, folders)]
+def collect_names(commands: Sequence[str], folders: list[Path]) -> CompletionNames:
+    """Return the names of all commands, of groups with their options, and of settings with their closed choices."""
+    known_groups = list_groups(folders)
+    values = [f"{group}={option}" for group in known_groups for option in list_options(group, folders)]
     option_keys = [
         line.strip().partition("=")[0]
         for group in WITH_OWN_KEYS
-        for option in options(group, folders)
-        for line in option_lines(group, option, folders)[1:]
+        for option in list_options(group, folders)
+        for line in format_option_settings(group, option, folders)[1:]
     ]
-    keys = [*dict.fromkeys([*(name for name, _, _ in setting_rows()), *option_keys])]
+    keys = [*dict.fromkeys([*(name for name, _, _ in iterate_setting_rows()), *option_keys])]
     sections = {name.partition(".")[0] for name in keys if "." in name}
     for key, setting in settings().items():
-        choices = ("true", "false") if setting.kind is bool else choices_of(setting.kind)
+        choices = ("true", "false") if setting.kind is bool else list_choices(setting.kind)
         values += [f"{key}={choice}" for choice in choices if key not in known_groups]
     single = [f"{name}=" for name in (*keys, "output_dir") if "." not in name]
     heads = [*(f"{group}=" for group in known_groups), *(f"{name}." for name in sorted(sections)), *single]
-    return Names(list(commands), list(dict.fromkeys(heads)), [f"{key}=" for key in keys], values)
+    return CompletionNames(list(commands), list(dict.fromkeys(heads)), [f"{key}=" for key in keys], values)
 
 
-def completion_script(shell: str, names: Names) -> str:
-    """Return the script of a shell with all names in it."""
+def format_completion_script(shell: str, names: CompletionNames) -> str:
+    """Return the completion script of a shell, with all names in it."""
     lists = {**names._asdict(), "flags": FLAGS}
     lists["with_run"] = [name for name in names.commands if name not in NO_RUN]
     texts = {name: shlex.quote(" ".join(names_of_kind)) for name, names_of_kind in lists.items()}

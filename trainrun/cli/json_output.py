@@ -1,9 +1,9 @@
-"""`--json`: the result of a command as one JSON object on standard output; the lines for people go to standard error.
+"""`--json`: print the result of a command as one JSON object. The lines for people go to standard error.
 
     {"schema": 1, "command": "evaluate", "exit_code": 0, "error": null, "result": {...}}
 
-`error` is null or an object with `kind` (the class of the error) and `message`. `result` holds what the command passed
-to `report_result`. A number that JSON cannot hold is the text "nan", "inf" or "-inf".
+`error` is null, or an object with `kind` (the class of the error) and `message`. `result` holds what the command
+passed to `report_result`. A number that JSON cannot express is the text "nan", "inf" or "-inf".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from trainrun.folder.run_folder import format_json
-from trainrun.output import HIDDEN, RESULT, hides, masked, print_plain
+from trainrun.output import HIDDEN, RESULT, is_secret_value, mask_secrets, print_encodable
 
 FLAG = "--json"
 SCHEMA = 1
@@ -25,12 +25,12 @@ HELPS = ("--help", "-h")  # a help text is for people, whatever else is asked fo
 
 
 def run_as_json(command: str, run: Callable[[], int]) -> int:
-    """Run a command, print its result as JSON and return its exit code."""
+    """Run a command, print its result as JSON, and return its exit code."""
     RESULT.clear()
     answer: dict[str, Any] = {"schema": SCHEMA, "command": command, "exit_code": EXIT_FAILED, "error": None}
     output = sys.stdout
     try:
-        with output_to_standard_error():
+        with redirect_output_to_stderr():
             answer["exit_code"] = run()
     except BaseException as error:  # a bug of ours, or a second Ctrl-C
         if isinstance(error, KeyboardInterrupt):
@@ -41,18 +41,18 @@ def run_as_json(command: str, run: Callable[[], int]) -> int:
         answer["error"] = RESULT.pop("error", None)
         answer["result"] = dict(RESULT)
         if os.environ.get("RANK", "0") == "0":  # of several ranks of torchrun one answers
-            print_plain(format_json(public_value(answer)), output, end="", flush=True)
+            print_encodable(format_json(convert_to_public_value(answer)), output, end="", flush=True)
     return int(answer["exit_code"])
 
 
 def report_error(error: BaseException) -> None:
-    """Report why a command failed, for `--json`."""
+    """Record why a command failed, for `--json`."""
     RESULT["error"] = {"kind": type(error).__name__, "message": str(error)}
 
 
 @contextmanager
-def output_to_standard_error() -> Iterator[None]:
-    """Send what this process and those it starts print to standard error."""
+def redirect_output_to_stderr() -> Iterator[None]:
+    """Send what this process and its child processes print to standard error, until the end of the block."""
     with redirect_stdout(sys.stderr):
         if not writes_to_descriptor(1):  # a notebook or a test has its own
             yield
@@ -74,12 +74,12 @@ def writes_to_descriptor(number: int) -> bool:
         return False
 
 
-def public_value(value: Any, key: str = "") -> Any:
-    """Return a value as JSON holds it, without secrets. key: the name of the value."""
+def convert_to_public_value(value: Any, key: str = "") -> Any:
+    """Return a value in a form that JSON can express, with secrets hidden. key: the name of the value."""
     if isinstance(value, dict):
-        return {str(name): public_value(inner, str(name)) for name, inner in value.items()}
+        return {str(name): convert_to_public_value(inner, str(name)) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [public_value(inner) for inner in value]
+        return [convert_to_public_value(inner) for inner in value]
     if isinstance(value, (str, Path)):
-        return HIDDEN if hides(key, str(value)) else masked(str(value))
+        return HIDDEN if is_secret_value(key, str(value)) else mask_secrets(str(value))
     return value

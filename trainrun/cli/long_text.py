@@ -16,7 +16,7 @@ import sys
 import textwrap
 from typing import Any
 
-from trainrun.output import encodable, print_plain, printable, say
+from trainrun.output import make_encodable, make_printable, print_encodable, say
 
 NARROW_COLUMN = 24  # of the second column where the window is narrow
 COMMAND_STARTS = ("trainrun ", "python ", "torchrun ", "pip ", "srun ", "bash ")
@@ -26,8 +26,8 @@ WIDEST_PROSE = 100  # columns; longer lines of prose are hard to read
 COLUMNS = re.compile(r"( *)(\S.*?)(?: {2,}(\S.*))?$")
 
 
-def show_text(text: str) -> None:
-    """Print a help text. From its first heading on, the text is Markdown."""
+def print_long_text(text: str) -> None:
+    """Print a help text. After its first heading, the text is Markdown."""
     if not sys.stdout.isatty():
         say(text)
         return
@@ -35,30 +35,30 @@ def show_text(text: str) -> None:
     lists, heading, pages = text.partition("\n# " if text.startswith("# ") else "\n## ")
     if text.startswith("#"):
         lists, heading, pages = "", "", text
-    parts = [wrap_columns(printable(lists), size.columns)] if lists else []
+    parts = [wrap_columns(make_printable(lists), size.columns)] if lists else []
     if pages:
         parts.append(render_markdown(heading.lstrip("\n") + pages, size.columns))
     show_in_pager("\n".join(parts), size.lines)
 
 
 def wrap_columns(text: str, width: int) -> str:
-    """Return a list of at most `width` columns; the second column is wrapped with a hanging indent."""
+    """Return a list of two columns in at most `width` characters a line. The second column is wrapped and aligned."""
     lines = text.splitlines()
-    too_wide = {second_column(line) for line in lines if len(line) > width}
-    return "\n".join(part for line in lines for part in wrapped_line(line, width, too_wide))
+    too_wide = {find_second_column(line) for line in lines if len(line) > width}
+    return "\n".join(part for line in lines for part in wrap_line(line, width, too_wide))
 
 
-def second_column(line: str) -> int:
+def find_second_column(line: str) -> int:
     """Return the position of the second column in a line; -1 without one."""
     match = COLUMNS.fullmatch(line.rstrip())
     return -1 if match is None else match.start(3)
 
 
-def wrapped_line(line: str, width: int, too_wide: set[int]) -> list[str]:
-    """Return one line wrapped to at most `width` columns, with a hanging indent.
+def wrap_line(line: str, width: int, too_wide: set[int]) -> list[str]:
+    """Return one line of a list, wrapped to at most `width` characters, with a hanging indent.
 
-    too_wide: the second-column positions of lists with a line that does not fit; such a list gets a narrower first
-        column.
+    too_wide: the positions of the second column in lists that have a line that does not fit. Such a list gets a
+        narrower first column.
     """
     match = COLUMNS.fullmatch(line.rstrip())
     if match is None:
@@ -79,7 +79,9 @@ def wrapped_line(line: str, width: int, too_wide: set[int]) -> list[str]:
 
 
 def fill_lines(text: str, first: str, others: str, width: int) -> list[str]:
-    """Return a text as lines of at most `width` columns, broken between words."""
+    """Return a text as lines of at most `width` characters, broken between words. first, others: indents of the
+    lines.
+    """
     return textwrap.wrap(
         text,
         max(width, len(others) + 10),
@@ -90,10 +92,10 @@ def fill_lines(text: str, first: str, others: str, width: int) -> list[str]:
 
 
 def wrap_code(line: str, width: int) -> list[str]:
-    """Return a line of code, a command or an output as lines of at most `width` columns.
+    """Return a line of code, a command or an output as lines of at most `width` characters.
 
-    A comment moves above its line. A command stays one command for a shell; Python stays valid if broken inside
-    brackets.
+    A comment moves above its line. A command stays a single command for the shell. Python code stays valid if it is
+    broken inside brackets.
     """
     if len(line) <= width:
         return [line]
@@ -108,7 +110,7 @@ def wrap_code(line: str, width: int) -> list[str]:
 
 
 def wrap_command(command: str, width: int) -> list[str]:
-    """Return a command as several lines that a shell joins, each with a backslash at its end."""
+    """Return a command as several lines that a shell joins: each but the last ends with a backslash."""
     first, *words = UNQUOTED_WORD.findall(command)
     lines = [first]
     for word in words:
@@ -125,7 +127,7 @@ def wrap_command(command: str, width: int) -> list[str]:
 
 
 def render_markdown(markdown: str, width: int) -> str:
-    """Return rendered Markdown for a terminal; without colours if NO_COLOR is set."""
+    """Return Markdown rendered for a terminal. If NO_COLOR is set, it has no colours."""
     from rich.console import Console
     from rich.markdown import Markdown, MarkdownElement
     from rich.text import Text
@@ -159,12 +161,12 @@ def render_markdown(markdown: str, width: int) -> str:
 
 
 def show_in_pager(text: str, screen_lines: int) -> None:
-    """Print a text; show a text longer than the screen in `$PAGER`, or in `less` if it is installed."""
+    """Print a text. A text longer than the screen is shown in `$PAGER`, or in `less` if it is installed."""
     command = shlex.split(os.environ.get("PAGER", "less"))
     if text.count("\n") + 2 > screen_lines and command and shutil.which(command[0]):
         environment = {"LESS": "-FRX", **os.environ}
         with contextlib.suppress(BrokenPipeError):  # the pager was left before the end
-            shown = encodable(text, sys.stdout.encoding or "utf-8")
+            shown = make_encodable(text, sys.stdout.encoding or "utf-8")
             subprocess.run(command, input=shown, text=True, env=environment, errors="replace", check=False)
         return
-    print_plain(text)
+    print_encodable(text)

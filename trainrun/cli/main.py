@@ -1,6 +1,6 @@
 """The entry point: choose the command of a command line, and report faults and crashes.
 
-Nothing here imports torch: help and mistakes are answered before that.
+Nothing here imports torch, so help and error messages need not wait for it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trainrun.errors import (
     TrainrunError,
 )
 from trainrun.output import say
-from trainrun.plugin_faults import missing_satellite
-from trainrun.user_code import of_the_system, user_traceback
+from trainrun.plugin_faults import describe_missing_satellite
+from trainrun.user_code import describe_system_error, format_user_traceback
 
 COMMANDS = {
     "init": "the first files of a project: a model, data, an experiment and a notebook, which train as they are",
@@ -53,7 +53,7 @@ COMMANDS = {
 MODULES = {  # where the file, or the function, has another name
     "evaluate": "cli.predict_command:evaluate_command",
     "help": "cli.manual_pages",
-    "again": "cli.resume_command:again",
+    "again": "cli.resume_command:again_command",
     "compare": "cli.report_command:compare_command",
     "diagnose": "benchmark.diagnose_command",
     "autotune": "benchmark.autotune_command",
@@ -98,7 +98,7 @@ FINE_TUNE = ("finetune", "fine-tune", "fine_tune", "transfer")
 
 
 def translate_command(words: list[str]) -> list[str]:
-    """Translate another program's first word, such as `fit`, into a command. Return other words unchanged."""
+    """Translate a first word of another program, such as `fit`, into a command. Return other words unchanged."""
     meant = MEANT.get(words[0]) if words and words[0] not in COMMANDS else None
     if meant is None or (meant and not meant[0].startswith("-") and meant[0] not in COMMANDS):
         return words
@@ -108,25 +108,25 @@ def translate_command(words: list[str]) -> list[str]:
     return [*meant, *words[1:]]
 
 
-def command_of(words: list[str]) -> Callable[[], int]:
-    """Return a function that runs the command of a command line."""
+def choose_command(words: list[str]) -> Callable[[], int]:
+    """Return a function that runs the command of a command line and returns the exit code."""
     words = translate_command(words)
     if words[:1] == ["--completion"]:
-        return lambda: run_command("cli.completion", "completion_command", words[1:])
+        return lambda: run_command("cli.completion", "print_completion_script", words[1:])
     if words and words[0] in COMMANDS:
         module, _, name = MODULES.get(words[0], f"cli.{words[0]}_command").partition(":")
         return lambda: run_command(module, name or "main", words[1:])
     if words and re.fullmatch(r"[a-z][\w-]*", words[0]) and not "".join(words[1:2]).startswith("="):
-        return lambda: run_command("cli.help_command", "refuse_command", words)
+        return lambda: run_command("cli.help_command", "raise_unknown_command", words)
     if "--help" in words or "-h" in words:
-        return lambda: run_command("cli.help_command", "show_help", words)
+        return lambda: run_command("cli.help_command", "print_help", words)
     if "--version" in words:
         return lambda: run_command("folder.environment", "show_version", words)
     return lambda: run_command("cli.train_command", "main", words)
 
 
 def run_command(module: str, name: str, words: list[str]) -> int:
-    """Import and run one command. The modules of the other commands are not imported."""
+    """Import and run one command. The modules of other commands are not imported."""
     if module != "cli.train_command":
         add_import_paths([])
     command: Callable[[list[str]], int] = getattr(importlib.import_module(f"trainrun.{module}"), name)
@@ -134,11 +134,14 @@ def run_command(module: str, name: str, words: list[str]) -> int:
 
 
 def report_crash(error: Exception) -> int:
-    """Print an exception: of user code with the user's lines only, of a bug in trainrun with the whole traceback."""
-    if missing := missing_satellite(error):
+    """Print an unexpected exception, and return the exit code.
+
+    For an exception in user code, only the user's lines of the traceback are shown. For a bug in trainrun, all are.
+    """
+    if missing := describe_missing_satellite(error):
         say(f"trainrun: {missing}", file=sys.stderr)
         return EXIT_FAILED
-    shown, text = user_traceback(error), of_the_system(error)
+    shown, text = format_user_traceback(error), describe_system_error(error)
     if text and os.environ.get("TRAINRUN_FULL_ERROR") != "1":
         say(f"trainrun: {text} (every line of the traceback: TRAINRUN_FULL_ERROR=1)", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, OSError) and error.errno not in OF_NAMES else EXIT_USAGE
@@ -150,8 +153,9 @@ def report_crash(error: Exception) -> int:
 
 
 def add_import_paths(extra: list[str]) -> list[str]:
-    """Append the working directory and the folders beside --config-dir to the import path. Installed modules come
-    first.
+    """Append the working directory and `extra` to the import path, so that installed modules come first.
+
+    Return the folders that are on the path for the user's code.
     """
     paths = [] if getattr(sys.flags, "safe_path", False) else [os.getcwd(), *extra]
     sys.path += [path for path in paths if path not in sys.path]
@@ -159,22 +163,22 @@ def add_import_paths(extra: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line and return its exit code. A user's fault is one short message and exit code 2."""
+    """Run one command line and return its exit code. A user's mistake gives one short message and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     is_json = JSON_FLAG in words and set(HELPS).isdisjoint(words)
     words = [word for word in words if word != JSON_FLAG]
     if not is_json:
-        return run_words(words)
+        return run_command_line(words)
     words = translate_command(words)
     command = next(iter(words), "train")
-    return run_as_json(command if command in COMMANDS else "train", lambda: run_words(words))
+    return run_as_json(command if command in COMMANDS else "train", lambda: run_command_line(words))
 
 
-def run_words(words: list[str]) -> int:
-    """Run one command line; every fault of the user's is one short message and exit code 2."""
+def run_command_line(words: list[str]) -> int:
+    """Run one command line without `--json`. A user's mistake gives one short message and exit code 2."""
     try:
-        check_surroundings(words)
-        return command_of(words)()
+        check_working_directory(words)
+        return choose_command(words)()
     except TrainrunError as error:
         return report_fault(error)
     except KeyboardInterrupt as error:
@@ -186,8 +190,8 @@ def run_words(words: list[str]) -> int:
         return report_crash(error)
 
 
-def check_surroundings(words: list[str]) -> None:
-    """Raise ConfigError if the working directory is gone, or for arguments that are not valid text."""
+def check_working_directory(words: list[str]) -> None:
+    """Raise ConfigError if the working directory no longer exists, or if an argument is not valid text."""
     try:
         os.getcwd()
     except OSError as error:

@@ -1,4 +1,6 @@
-"""`trainrun predict RUN_DIR`: one row per sample, as CSV or Parquet; `trainrun evaluate RUN_DIR`: loss and metrics."""
+"""`trainrun predict RUN_DIR`: write one row per sample as CSV or Parquet. `trainrun evaluate RUN_DIR`: loss and
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainrun.cli.run_arguments import add_checkpoint, no_split, parse, run_parser
+from trainrun.cli.run_arguments import (
+    add_checkpoint_options,
+    build_missing_split_error,
+    build_run_parser,
+    parse_arguments,
+)
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.run_folder import RunDir, write_json
-from trainrun.output import counted, report_result, say
+from trainrun.output import format_count, report_result, say
 from trainrun.runs.new_samples import SHOWN_CLASSES, predict_new
 from trainrun.runs.predictions import predict_batches
 from trainrun.runs.restore_config import choose_saved_checkpoint, load_parts
@@ -31,14 +38,16 @@ MOST_ROWS, MOST_COLUMNS = 10, 8  # on the screen
 
 
 def main(argv: list[str]) -> int:
-    """Write the predictions of a saved run, one row per sample in data order. The columns depend on the task."""
-    parser = run_parser(
+    """Write the predictions of a saved run, one row per sample in the order of the data. The columns depend on the
+    task.
+    """
+    parser = build_run_parser(
         "predict",
         "Predictions of a saved model, one row a sample, in the order of the data. The samples are files, folders, "
         "patterns or tables that are named behind RUN_DIR, or else those of a split of the run.",
         ("FILE or key=value", "new samples; or, without them, single values to change"),
     )
-    add_checkpoint(parser)
+    add_checkpoint_options(parser)
     parser.add_argument(
         "--out",
         default=None,
@@ -48,7 +57,7 @@ def main(argv: list[str]) -> int:
         "--top", type=int, default=SHOWN_CLASSES,
         help=f"columns for so many likely classes of new files (default: {SHOWN_CLASSES})",
     )  # fmt: skip
-    words = parse(parser, argv)
+    words = parse_arguments(parser, argv)
     run_dir = open_run(words.run_dir)
     files = [word for word in words.overrides if not SETTING.match(word) or Path(word).exists()]
     if files and len(files) < len(words.overrides):
@@ -68,14 +77,14 @@ def main(argv: list[str]) -> int:
         columns = predict_new(run_dir, files, which, words.trust, words.top)
         print_rows(columns)
     else:
-        columns = predictions(run_dir, which, words.split, words.overrides, words.trust)
+        columns = collect_predictions(run_dir, which, words.split, words.overrides, words.trust)
     replaced = " (the earlier file is replaced)" if out.exists() else ""
     try:
         write_table(out, columns)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write there ({error.strerror}); name another file") from error
     number = len(next(iter(columns.values())))
-    say(f"{counted(number, 'prediction')} in {out}{replaced}")
+    say(f"{format_count(number, 'prediction')} in {out}{replaced}")
     report_result(file=out, num_predictions=number, columns=list(columns))
     return EXIT_DONE
 
@@ -89,24 +98,24 @@ def print_rows(columns: dict[str, list[Any]]) -> None:
     say(text_table(list(columns)[:MOST_COLUMNS], [row[:MOST_COLUMNS] for row in cells]))
 
 
-def predictions(
+def collect_predictions(
     run_dir: RunDir, which: str, split: str, overrides: list[str], trust: bool = False
 ) -> dict[str, list[Any]]:
-    """Return columns of equal length: `index` (the sample's number), `piece` (of split samples), and the task's
-    columns.
+    """Return columns of equal length: `index` (number of the sample), `piece` (of split samples), and those of the
+    task.
 
     If classes have names, a column such as `prediction_name` follows their numbers.
     """
-    run, _ = with_all_samples(run_dir, which, split, overrides, trust)
+    run, _ = load_run_with_all_samples(run_dir, which, split, overrides, trust)
     if split not in run.splits():
-        raise no_split(run.splits(), split)
+        raise build_missing_split_error(run.splits(), split)
     columns: dict[str, list[Any]] = {}
     class_names = run.data_facts.class_names
     for name, tensor in predict_split(run, split).items():
         flat = tensor.reshape(len(tensor), -1)
         if flat.shape[1] == 1:
             columns[name] = flat[:, 0].tolist()
-            if name in NUMBERS_OF_CLASSES and names_fit(columns[name], class_names):
+            if name in NUMBERS_OF_CLASSES and are_class_numbers(columns[name], class_names):
                 columns[f"{name}_name"] = [class_names[number] for number in columns[name]]
         else:
             columns |= {f"{name}_{i}": flat[:, i].tolist() for i in range(flat.shape[1])}
@@ -114,17 +123,17 @@ def predictions(
     return {"index": list(range(count))} | columns
 
 
-def names_fit(numbers: list[Any], class_names: Sequence[str]) -> bool:
-    """Return whether each number is a valid class number."""
+def are_class_numbers(numbers: list[Any], class_names: Sequence[str]) -> bool:
+    """Return whether every number is the number of a class."""
     return all(type(number) is int and 0 <= number < len(class_names) for number in numbers)
 
 
-def with_all_samples(
+def load_run_with_all_samples(
     run_dir: RunDir, which: str, split: str, words: list[str], trust: bool, is_held_out: bool = False
 ) -> tuple[Components, Path]:
-    """Return the parts of a run with all samples of a split: `trainer.limit_val_batches` is for its own validations.
+    """Return the parts of a run with all samples of a split. The run's `trainer.limit_val_batches` does not apply.
 
-    A limit stays if it is typed here, or if the data has no length. is_held_out: see `load_parts`.
+    A limit applies if it is typed in this command, or if the data has no length. is_held_out: see `load_parts`.
     """
     kind = split.partition("/")[0]
     is_limited = kind == "val" and not any("limit_val_batches" in word for word in words)
@@ -151,7 +160,7 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
 
 
 def write_table(out: Path, columns: dict[str, list[Any]]) -> None:
-    """Write the columns as CSV or Parquet, replacing the file atomically. Raise ConfigError without pyarrow."""
+    """Write the columns as CSV or Parquet and replace the file atomically. Raise ConfigError if pyarrow is missing."""
     temporary = out.with_name(f".{out.name}.tmp")
     if out.suffix == ".parquet":
         try:
@@ -172,20 +181,20 @@ def write_table(out: Path, columns: dict[str, list[Any]]) -> None:
 
 def evaluate_command(argv: list[str]) -> int:
     """Print the metrics of a saved run, and write them to `evaluation-SPLIT.json` in its folder."""
-    parser = run_parser("evaluate", "Loss and metrics of a saved model, each sample counted once.")
-    add_checkpoint(parser)
-    words = parse(parser, argv)
+    parser = build_run_parser("evaluate", "Loss and metrics of a saved model, each sample counted once.")
+    add_checkpoint_options(parser)
+    words = parse_arguments(parser, argv)
     run_dir = open_run(words.run_dir)
 
     which = choose_saved_checkpoint(run_dir, words.which)
-    run, folder = with_all_samples(run_dir, which, words.split, words.overrides, words.trust, True)
+    run, folder = load_run_with_all_samples(run_dir, which, words.split, words.overrides, words.trust, True)
     splits = [name for name in run.splits() if name == words.split or name.startswith(f"{words.split}/")]
     if not splits:
-        raise no_split(run.splits(), words.split)
+        raise build_missing_split_error(run.splits(), words.split)
     results = {name: value for split in splits for name, value in evaluation.evaluate(run, split).items()}
     metrics = {name: value for name, value in results.items() if not name.endswith("/seconds")}
     number = sum(run.splits()[split].num_samples or 0 for split in splits)
-    of_samples = f"  ({counted(number, 'sample')})" if number else ""
+    of_samples = f"  ({format_count(number, 'sample')})" if number else ""
     values = "  ".join(f"{name} {value:.5g}" for name, value in metrics.items())
     say(f"{folder.name} ({which}): {values}{of_samples}")
     report_result(checkpoint=folder.name, metrics=metrics, num_samples=number or None)

@@ -1,4 +1,4 @@
-"""`trainrun report RUN_DIR...`: draw the plots of runs again. `trainrun compare`: put several runs side by side."""
+"""`trainrun report RUN_DIR...`: draw the plots of runs again. `trainrun compare`: show several runs side by side."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainrun.cli.run_arguments import Parser, add_trust
-from trainrun.config.overrides import tracker_nodes
+from trainrun.cli.run_arguments import Parser, add_trust_option
+from trainrun.config.overrides import load_tracker_nodes
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.lock import lock_folder
 from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.folder.seal import check_files, check_sealed
 from trainrun.folder.status import find_named_run
 from trainrun.monitor.metric_rows import read_metric_rows
-from trainrun.output import counted, report_result, say
+from trainrun.output import format_count, report_result, say
 from trainrun.plots.history import read_config
 from trainrun.plots.report import draw_report
 from trainrun.plots.run_curves import draw_run
@@ -31,13 +31,13 @@ def compare_command(argv: list[str]) -> int:
         "with their curves side by side.",
     )  # fmt: skip
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run")
-    add_out(parser)
+    add_output_option(parser)
     words = parser.parse_args(argv)
-    runs = checked_runs(words)
+    runs = find_runs(words)
     if len(runs) < 2:
         raise ConfigError(f"compare {words.run_dirs[0]}: give another run too; one alone: trainrun report")
-    with check_writable():
-        draw_together(runs, words.out)
+    with convert_write_errors():
+        draw_comparison(runs, words.out)
     return EXIT_DONE
 
 
@@ -53,16 +53,16 @@ def main(argv: list[str]) -> int:
         "--to", metavar="NAME", type=lambda text: text.split(","), default=[],
         help="send what a tracker did not get, as wandb or wandb,mlflow; all of it, where it never had any",
     )  # fmt: skip
-    add_out(parser)
+    add_output_option(parser)
     words = parser.parse_args(argv)
-    runs = checked_runs(words)
+    runs = find_runs(words)
     if words.to:
         for run in runs:
             send_rows(run, words.to, words.trust)
         return EXIT_DONE
     if words.out is not None and len(runs) == 1:
         raise ConfigError(f"--out={words.out}: is for several runs; the pictures of one go to its own folder")
-    with check_writable():
+    with convert_write_errors():
         reports = []
         for run in runs:
             pictures = draw_run(run)
@@ -70,26 +70,27 @@ def main(argv: list[str]) -> int:
             say(f"{reports[-1]}  (pictures: {len(pictures)}, in {run.plots})")
         report_result(reports=reports)
         if len(runs) > 1:
-            draw_together(runs, words.out)
+            draw_comparison(runs, words.out)
     return EXIT_DONE
 
 
-def add_out(parser: Parser) -> None:
+def add_output_option(parser: Parser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="where the comparison goes (default: beside the first run)"
     )
-    add_trust(parser)
+    add_trust_option(parser)
 
 
-def checked_runs(words: Namespace) -> list[RunDir]:
-    """Return the runs that the words name. Words without a run are listed in a note. Raise ConfigError if none has
-    one.
+def find_runs(words: Namespace) -> list[RunDir]:
+    """Return the runs that the arguments name. Raise ConfigError if no argument names one.
+
+    Arguments without a run are listed in a note.
     """
     runs: list[RunDir] = []
     skipped: dict[str, ConfigError] = {}
     for word in words.run_dirs:
         try:
-            runs.append(find_run(word))
+            runs.append(find_logged_run(word))
         except ConfigError as error:
             skipped[word] = error
     if not runs:
@@ -103,7 +104,7 @@ def checked_runs(words: Namespace) -> list[RunDir]:
 
 
 @contextmanager
-def check_writable() -> Iterator[None]:
+def convert_write_errors() -> Iterator[None]:
     """Turn an OSError of the block into a ConfigError about the path."""
     try:
         yield
@@ -113,7 +114,7 @@ def check_writable() -> Iterator[None]:
         raise ConfigError(f"{error.filename or 'report'}: cannot write there ({error.strerror})") from error
 
 
-def draw_together(runs: list[RunDir], out: Path | None) -> None:
+def draw_comparison(runs: list[RunDir], out: Path | None) -> None:
     from trainrun.plots.compare import compare as compared
 
     comparison = compared(runs, out or runs[0].root.parent)
@@ -123,9 +124,9 @@ def draw_together(runs: list[RunDir], out: Path | None) -> None:
 
 
 def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
-    """Send all rows of a run to each named tracker, with the tracker's arguments in the run's config."""
+    """Send all metric rows of a run to each named tracker, with the arguments that the run's config has for it."""
     check_sealed(run, trust)
-    config, tracker_options = read_config(run), tracker_nodes()
+    config, tracker_options = read_config(run), load_tracker_nodes()
     nodes = {name: node for name, node in config.get("monitor", {}).items() if isinstance(node, dict)}
     if wrong := [name for name in names if name not in tracker_options | nodes]:
         raise ConfigError(f"--to {wrong[0]}: no such tracker; there are {', '.join(tracker_options | nodes)}")
@@ -136,12 +137,12 @@ def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
     for name in names:
         with lock_folder(run):
             sent[name] = send_all(run, name, (tracker_options | nodes)[name], facts, rows)
-        say(f"{name}: {counted(sent[name], 'row')} sent")
+        say(f"{name}: {format_count(sent[name], 'row')} sent")
     report_result(sent=sent)
 
 
-def find_run(word: str) -> RunDir:
-    """Return a run with metrics; for a sweep, its best run. Raise ConfigError if there is none."""
+def find_logged_run(word: str) -> RunDir:
+    """Return a run that has metrics; for a sweep, its best run. Raise ConfigError if there is none."""
     run = find_named_run(word)
     if run.metrics.is_file():
         return run

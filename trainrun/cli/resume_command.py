@@ -8,17 +8,17 @@ import contextlib
 import sys
 
 from trainrun.cli.main import add_import_paths
-from trainrun.cli.run_arguments import parse, run_parser
+from trainrun.cli.run_arguments import build_run_parser, parse_arguments
 from trainrun.cli.train_command import (
     dismiss_other_ranks,
-    follows_others,
-    print_resume_command,
+    is_follower_rank,
+    run_and_print_resume_command,
     run_ranks_of_node,
     use_folder_of_restart,
 )
 from trainrun.config.aliases import resolve_alias
 from trainrun.config.compose import Composition
-from trainrun.config.saved_config import load_config, translated
+from trainrun.config.saved_config import load_config, parse_saved_overrides
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import LaunchSpec, list_typed_keys, resolve_folder
 from trainrun.folder.status import is_sweep
@@ -29,16 +29,16 @@ from trainrun.runs.run import import_torchrun, open_or_create_run, open_run, res
 
 def main(argv: list[str]) -> int:
     """Continue a run or a sweep. Return its exit code."""
-    parser = run_parser(
+    parser = build_run_parser(
         "resume",
         "Goes on with a run in the same folder, bit for bit as if it had never stopped; or with what is not done of a "
         "sweep.",
     )
-    words = parse(parser, argv)
+    words = parse_arguments(parser, argv)
     code = run_ranks_of_node(lambda: load_config(open_run(words.run_dir).config, words.overrides))
     if code is not None:
         return code
-    if follows_others():
+    if is_follower_rank():
         return int(import_torchrun().train_as_other_rank())
     folder = resolve_folder(words.run_dir)
     if is_sweep(folder):
@@ -50,23 +50,23 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{others[0]}: a sweep goes on with its own words; leave this out")
         return resume_sweep(folder, words.trust, options)
     run = open_run(words.run_dir)
-    return print_resume_command(
+    return run_and_print_resume_command(
         run.root, lambda: resume_run(run, words.overrides, add_import_paths(words.config_dir), words.trust)
     )
 
 
-def again(argv: list[str]) -> int:
-    """Start a new run with the settings of another. Return its exit code."""
-    parser = run_parser(
+def again_command(argv: list[str]) -> int:
+    """Start a new run with the settings of another run. Return its exit code."""
+    parser = build_run_parser(
         "again",
         "Begins a new run, in a folder of its own, with the settings of another, its seed too: without other words it "
         "computes the same once more. seed=null draws a new one.",
     )
-    words = parse(parser, argv)
+    words = parse_arguments(parser, argv)
     code = run_ranks_of_node(lambda: load_config(open_run(words.run_dir).config, words.overrides))
     if code is not None:
         return code
-    if follows_others():
+    if is_follower_rank():
         return int(import_torchrun().train_as_other_rank())
     earlier, folder = open_run(words.run_dir), "hydra.run.dir"
     keys = {word: resolve_alias(word.partition("=")[0], lambda _: False) for word in words.overrides}
@@ -86,6 +86,6 @@ def again(argv: list[str]) -> int:
             typed = ["again", str(earlier.root), *words.overrides]
             composition = use_folder_of_restart(Composition(config, {}, overrides, own_settings))
             run, config, goes_on = held.enter_context(open_or_create_run(composition, typed))
-        to_read = () if goes_on else list_typed_keys(translated(overrides).overrides)
+        to_read = () if goes_on else list_typed_keys(parse_saved_overrides(overrides).overrides)
         order = LaunchSpec(goes_on, add_import_paths(words.config_dir), typed=to_read)
-        return print_resume_command(run.root, lambda: start_training(run, config, order))
+        return run_and_print_resume_command(run.root, lambda: start_training(run, config, order))

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from trainrun.cli.json_output import FLAG as JSON_FLAG
 from trainrun.cli.main import add_import_paths
-from trainrun.config.argv import conf_dir, groups, setting_of_flag
-from trainrun.config.validate import nearest
+from trainrun.config.argv import find_conf_dir, list_groups, translate_flag
+from trainrun.config.validate import suggest_closest_name
 from trainrun.errors import ConfigError
 from trainrun.limits import parse_seconds
 
@@ -21,7 +21,7 @@ FOLDER_FLAGS = ("--config-dir", "-cd")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that reports mistakes as one line."""
+    """An argument parser that reports a mistake as a ConfigError of one line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,8 +40,8 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog.partition(' ')[2]}: {message}; see {self.prog} --help")
 
 
-def run_parser(name: str, about: str, words: tuple[str, str] = SETTINGS) -> Parser:
-    """Return a parser of RUN_DIR and key=value settings. words: their name and description in the help."""
+def build_run_parser(name: str, about: str, words: tuple[str, str] = SETTINGS) -> Parser:
+    """Return a parser for RUN_DIR and key=value settings. words: name and description of the settings in the help."""
     parser = Parser(prog=f"trainrun {name}", description=about)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run, or of a sweep: its best run")
     parser.add_argument("overrides", metavar=words[0], nargs="*", default=[], help=words[1])
@@ -49,19 +49,19 @@ def run_parser(name: str, about: str, words: tuple[str, str] = SETTINGS) -> Pars
         *FOLDER_FLAGS, metavar="FOLDER", type=add_parent_to_import_path, action="append", default=[],
         help="as when the run began: its code is beside this folder",
     )  # fmt: skip
-    add_trust(parser)
+    add_trust_option(parser)
     return parser
 
 
 def add_parent_to_import_path(config_dir: str) -> str:
-    """Add the parent of `config_dir` to the import path. Return the parent."""
+    """Add the parent folder of `config_dir` to the import path. Return the parent folder."""
     beside = str(Path(config_dir).resolve().parent)
     add_import_paths([beside])
     return beside
 
 
-def add_trust(parser: Parser) -> None:
-    """Add the flag `--trust`, which a foreign folder needs once."""
+def add_trust_option(parser: Parser) -> None:
+    """Add the flag `--trust`, which somebody else's run folder needs once."""
     parser.add_argument(
         "--trust",
         action="store_true",
@@ -69,21 +69,21 @@ def add_trust(parser: Parser) -> None:
     )
 
 
-def add_checkpoint(parser: Parser) -> None:
+def add_checkpoint_options(parser: Parser) -> None:
     parser.add_argument(
         "--which", help="best, last, or a checkpoint's name (default: best, or last without one)"
     )
     parser.add_argument("--split", default="val", help="val, test, or a named set as val/day (default: val)")
 
 
-def no_split(there: Iterable[str], split: str) -> ConfigError:
-    """Return the error for a `--split` that the run does not have."""
+def build_missing_split_error(there: Iterable[str], split: str) -> ConfigError:
+    """Return the error for a `--split` that the run does not have. there: the splits that it has."""
     there = list(there)
     if split == "train":
         return ConfigError(f"--split train: is for held-out data; this run has {', '.join(there) or 'none'}")
     name = f"data.{split.replace('/', '.')}"
     problem = f"--split {split}: this run has no {name}."
-    if split not in SPLITS and (suggestion := nearest(split, [*there, *SPLITS])):
+    if split not in SPLITS and (suggestion := suggest_closest_name(split, [*there, *SPLITS])):
         return ConfigError(f"{problem}{suggestion}")
     choices = " or ".join(f"--split {set_name}" for set_name in there)
     if any(set_name.startswith(f"{split}/") for set_name in there):
@@ -93,43 +93,46 @@ def no_split(there: Iterable[str], split: str) -> ConfigError:
 
 
 def parse_flags_and_overrides(parser: Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split a command line into the command's own flags and the overrides of a run.
+    """Split arguments into the flags of the command itself and the overrides of a run.
 
-    Raise ConfigError for an unknown flag. Flags that name a config folder stay among the overrides.
+    Raise ConfigError for an unknown flag. A flag that names a config folder is among the overrides.
     """
-    flags = own_flags(parser)
-    options, words = parser.parse_known_args(flags_as_settings(argv, flags))
+    flags = list_own_flags(parser)
+    options, words = parser.parse_known_args(translate_flags(argv, flags))
     for word in words:
         flag = word.partition("=")[0]
         if flag.startswith("-") and flag not in FOLDER_FLAGS:
-            near = nearest(flag, flags)
+            near = suggest_closest_name(flag, flags)
             raise ConfigError(f"{word}: no flag of {parser.prog}.{near} See {parser.prog} --help")
     return options, words
 
 
-def parse(parser: Parser, argv: list[str]) -> argparse.Namespace:
-    """Parse options and key=value overrides in any order."""
-    return parser.parse_intermixed_args(flags_as_settings(argv, own_flags(parser)))
+def parse_arguments(parser: Parser, argv: list[str]) -> argparse.Namespace:
+    """Parse the flags of a command and key=value overrides, in any order."""
+    return parser.parse_intermixed_args(translate_flags(argv, list_own_flags(parser)))
 
 
-def own_flags(parser: Parser) -> list[str]:
+def list_own_flags(parser: Parser) -> list[str]:
     return [name for action in parser._actions for name in action.option_strings]
 
 
-def flags_as_settings(argv: list[str], own: list[str]) -> list[str]:
-    """Return the arguments with flags such as `--batch-size 64` as `batch_size=64`. The command's own flags stay."""
-    words, rest, known_groups = [], list(argv), groups([conf_dir()])
+def translate_flags(argv: list[str], own: list[str]) -> list[str]:
+    """Return the arguments with flags such as `--batch-size 64` as `batch_size=64`. own: flags of the command, which
+    stay.
+    """
+    words, rest, known_groups = [], list(argv), list_groups([find_conf_dir()])
     while rest:
         word = rest.pop(0)
         flag = word.partition("=")[0]
         is_own = any(name.startswith(flag) for name in own)
-        setting = "" if is_own else setting_of_flag(word, rest, known_groups)[0]
+        setting = "" if is_own else translate_flag(word, rest, known_groups)[0]
         words.append(setting or word)
     return words
 
 
-def take_seconds(argv: list[str], default: float, command: str) -> tuple[list[str], float]:
-    """Remove `--budget 120` or `--budget=2m`. Return the other arguments and the budget in seconds.
+def split_budget_option(argv: list[str], default: float, command: str) -> tuple[list[str], float]:
+    """Remove `--budget 120` or `--budget=2m` from the arguments. Return the other arguments and the budget in
+    seconds.
 
     Raise ConfigError for a value that is not a duration.
     """

@@ -1,4 +1,4 @@
-"""`trainrun KEY=VALUE ...`: a new run, a sweep, or the composed config without a run."""
+"""`trainrun KEY=VALUE ...`: start a new run or a sweep, or print the composed config."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 from trainrun.cli.main import add_import_paths
 from trainrun.config.argv import CommandLine
-from trainrun.config.compose import Composition, compose_prepared, prepare_command_line, write_yaml
-from trainrun.config.saved_values import public
-from trainrun.config.schema import RunConfig, plain_values
+from trainrun.config.compose import Composition, compose_command_line, format_yaml, prepare_command_line
+from trainrun.config.saved_values import separate_secrets
+from trainrun.config.schema import RunConfig, convert_to_plain_values
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, list_typed_keys, resolve_folder
 from trainrun.folder.status import read_status
-from trainrun.output import path_to_paste, report_result, say
+from trainrun.output import format_path_to_paste, report_result, say
 from trainrun.parallel.devices import is_one_task_a_node, is_started_by_launcher
 from trainrun.parallel.launch import launch_on_node
 from trainrun.runs.run import choose_folder, import_torchrun, open_or_create_run, start_training
@@ -35,11 +35,11 @@ def main(words: list[str]) -> int:
     launch_words = [word for word in words if LAUNCH_OPTION.match(word)]
     words = [word for word in words if word not in launch_words]
     code = run_ranks_of_node(
-        lambda: compose_prepared(*prepare_command_line(words, Path.cwd()), Path.cwd()).config
+        lambda: compose_command_line(*prepare_command_line(words, Path.cwd()), Path.cwd()).config
     )
     if code is not None:
         return code
-    if follows_others():
+    if is_follower_rank():
         return int(import_torchrun().train_as_other_rank())
     is_sweep = not {"--multirun", "-m"}.isdisjoint(words)
     sweep_words = [word for word in words if (SWEEP_WORD if is_sweep else SWEEP_OPTION).match(word)]
@@ -50,9 +50,9 @@ def main(words: list[str]) -> int:
         raise ConfigError(*prepared.twice)
     sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
     if len(prepared.flags) > len(sweeps):  # --cfg job
-        config = compose_prepared(prepared, folders, Path.cwd()).config
-        values = plain_values(public(config)[0])
-        say(write_yaml(values), end="")
+        config = compose_command_line(prepared, folders, Path.cwd()).config
+        values = convert_to_plain_values(separate_secrets(config)[0])
+        say(format_yaml(values), end="")
         report_result(config=values)
         return EXIT_DONE
     paths = add_import_paths([str(Path(folder).resolve().parent) for folder in prepared.config_dirs])
@@ -94,7 +94,7 @@ def launch_on_cluster(
         return None
     if options.array is not None:
         raise ConfigError(f"launch.array={options.array}: is a setting of a sweep; add --multirun")
-    composition = compose_prepared(prepared, folders, Path.cwd())
+    composition = compose_command_line(prepared, folders, Path.cwd())
     name = str(composition.config.run_name)
     if options.kind in ("k8s", "sky"):
         manifest.print_manifest(options, name, words)
@@ -135,9 +135,11 @@ def submit_sweep(
 
 
 def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders: list[Path]) -> int:
-    """Train the run of a command line. Return its exit code. prepared: the same settings, translated."""
+    """Train the run of a command line. Return its exit code. prepared: the same settings in the form that Hydra
+    needs.
+    """
     with dismiss_other_ranks():
-        composition = compose_prepared(prepared, folders, Path.cwd())
+        composition = compose_command_line(prepared, folders, Path.cwd())
     for note in composition.notes:
         say(f"note: {note}", file=sys.stderr)
     with contextlib.ExitStack() as held:
@@ -146,14 +148,14 @@ def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders
                 open_or_create_run(use_folder_of_restart(composition), words)
             )
         typed = () if again else list_typed_keys(composition.overrides)
-        return print_resume_command(
+        return run_and_print_resume_command(
             run.root, lambda: start_training(run, config, LaunchSpec(again, paths, typed=typed))
         )
 
 
 @contextlib.contextmanager
 def dismiss_other_ranks() -> Iterator[None]:
-    """End the other ranks of torchrun or Slurm, which wait for rank 0, if the block raises a TrainrunError."""
+    """If the block raises a TrainrunError, end the ranks of torchrun or Slurm that wait for rank 0."""
     try:
         yield
     except TrainrunError as error:
@@ -162,7 +164,7 @@ def dismiss_other_ranks() -> Iterator[None]:
         raise
 
 
-def follows_others() -> bool:
+def is_follower_rank() -> bool:
     """Return whether torchrun or Slurm started this process as a rank above 0."""
     return is_started_by_launcher() and os.environ["RANK"] != "0"
 
@@ -170,7 +172,7 @@ def follows_others() -> bool:
 def run_ranks_of_node(config_of: Callable[[], RunConfig]) -> int | None:
     """Run the ranks of `parallel.devices` on this machine if Slurm started one task per machine.
 
-    Return their exit code; None if no ranks need to be started. A mistake in the config is reported by rank 0.
+    Return their exit code; None if no ranks need to be started. Rank 0 reports a mistake in the config.
     """
     if not is_started_by_launcher() or not is_one_task_a_node():
         return None
@@ -183,8 +185,9 @@ def run_ranks_of_node(config_of: Callable[[], RunConfig]) -> int | None:
 
 
 def use_folder_of_restart(composition: Composition) -> Composition:
-    """Return the composition with the run folder from before torchrun restarted the ranks, unless a folder was
-    typed.
+    """Return the composition with the run folder that was used before torchrun restarted the ranks.
+
+    A typed folder stays.
     """
     if "hydra.run.dir" in composition.own or not is_started_by_launcher():
         return composition
@@ -192,8 +195,8 @@ def use_folder_of_restart(composition: Composition) -> Composition:
     return composition if folder is None else replace(composition, own={"hydra.run.dir": folder})
 
 
-def print_resume_command(folder: Path, work: Callable[[], int]) -> int:
-    """Run `work` and return its exit code. If it was stopped, print the command that resumes the run."""
+def run_and_print_resume_command(folder: Path, work: Callable[[], int]) -> int:
+    """Call `work` and return its exit code. If it was stopped, print the command that resumes the run."""
     try:
         code = work()
     except KeyboardInterrupt as error:
@@ -204,5 +207,5 @@ def print_resume_command(folder: Path, work: Callable[[], int]) -> int:
     unfinished = code not in (EXIT_DONE, EXIT_USAGE) and read_status(RunDir(folder)).get("state") != "done"
     if unfinished and (folder / "checkpoints").is_dir():
         with contextlib.suppress(OSError):  # the terminal may be gone, the code still counts
-            say(f"go on with: trainrun resume {path_to_paste(folder)}", file=sys.stderr, flush=True)
+            say(f"go on with: trainrun resume {format_path_to_paste(folder)}", file=sys.stderr, flush=True)
     return code

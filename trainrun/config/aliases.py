@@ -1,7 +1,7 @@
-"""Other names for settings, options and values, taken from other trainers.
+"""Names that other trainers use for settings, options and values, and the settings that they stand for.
 
-Aliases of a setting are beside its field in `config/schema.py`; here are aliases without such a field. Names that no
-single setting replaces have an answer in `other_trainers.yaml`.
+An alias of a single setting is written beside its field in `config/schema.py`. This module has the other aliases.
+For a name that no single setting replaces, `other_trainers.yaml` has a hint what to write instead.
 """
 
 from __future__ import annotations
@@ -117,27 +117,27 @@ OPTIONS = {
 
 
 @cache
-def aliases(schema: type = RunConfig) -> dict[str, str]:
-    """Return all aliases of settings and sections, each with the key that it stands for."""
+def collect_aliases(schema: type = RunConfig) -> dict[str, str]:
+    """Return the key of the setting or section that each alias stands for, by alias."""
     return KEYS | {name: key for key, setting in settings(schema).items() for name in setting.aliases}
 
 
 def resolve_alias(key: str, is_group: Callable[[str], bool], schema: type = RunConfig) -> str:
-    """Return the key of a setting that an alias names.
+    """Return the key of the setting for which `key` is an alias; `key` itself if it is no alias.
 
-    An alias of a section works for the section's settings too.
+    An alias of a section also works in the keys of the section's settings.
     """
     if key in settings(schema):
         return key
-    names, key = aliases(schema), bare_name(key)
+    names, key = collect_aliases(schema), strip_trainer_prefix(key)
     if key in names:
         return names[key]
     head, dot, tail = key.partition(".")
     return names[head] + dot + tail if head in names and dot and not is_group(head) else key
 
 
-def bare_name(key: str) -> str:
-    """Return another trainer's name without a leading `trainer.`; any other key unchanged."""
+def strip_trainer_prefix(key: str) -> str:
+    """Return a name of another trainer without its prefix `trainer.`; any other key unchanged."""
     if key in settings():
         return key
     name = key.removeprefix("trainer.")
@@ -145,19 +145,20 @@ def bare_name(key: str) -> str:
 
 
 def translate_setting(word: str) -> list[str]:
-    """Return the settings for another trainer's `key=value`; the text itself if `CASES` has no translation."""
+    """Return the settings that replace another trainer's `key=value`; `[word]` if `CASES` has no translation."""
     key, equals, value = word.partition("=")
     if not equals or (key in settings() and key != "transform"):
         return [word]
-    cases = CASES.get(bare_name(key), {})
+    cases = CASES.get(strip_trainer_prefix(key), {})
     is_number = re.fullmatch(r"\d*\.?\d+(e-?\d+)?", value) is not None and float(value) > 0
     template = cases.get(value.lower()) or (cases.get(NUMBER) if is_number else None)
     return [part.format(value) for part in template] if template else [word]
 
 
 def resolve_value_alias(key: str, value: str, schema: type = RunConfig) -> str:
-    """Return the value that an alias of a value stands for. `3.0` becomes `3` for a whole number; other values are
-    unchanged.
+    """Return the value for which `value` is an alias; `value` itself if it is no alias.
+
+    A whole number typed as `3.0` becomes `3`.
     """
     setting = settings(schema).get(key)
     with_unit = re.fullmatch(r"(\d+(?:e\d+)?)\s*(step|epoch)s?", value)
@@ -175,8 +176,8 @@ def resolve_value_alias(key: str, value: str, schema: type = RunConfig) -> str:
 
 
 @cache
-def say_once(text: str) -> None:
-    """Print a note once, even if a run reads its config several times."""
+def print_note_once(text: str) -> None:
+    """Print a note to standard error, once per process."""
     say(f"note: {text}", file=sys.stderr)
 
 
@@ -184,10 +185,11 @@ OF_RATE = "{of optimizer.lr}"
 
 
 @cache
-def answers() -> dict[str, str]:
-    """Return what to write instead of another trainer's names that no single setting replaces.
+def load_replacement_hints() -> dict[str, str]:
+    """Return the hints what to write instead, by the name that another trainer uses.
 
-    `{0.1}` stands for the typed value, or 0.1; `{of optimizer.lr}` for that value as a fraction of optimizer.lr.
+    In a hint, `{0.1}` is replaced by the typed value; without one, 0.1 remains. `{of optimizer.lr}` is replaced by
+    the typed value divided by optimizer.lr.
     """
     import yaml  # --help needs none
 
@@ -198,19 +200,17 @@ def answers() -> dict[str, str]:
 NUMBER_TEXT = re.compile(r"[\d.]+(e-?\d+)?")
 
 
-def answer_to(name: str, value: str = "", learning_rate: Any = None) -> str:
-    """Return the answer to `name=value`. The typed value replaces the example in it if both are numbers or both are
-    not.
-    """
+def format_replacement_hint(name: str, value: str = "", learning_rate: Any = None) -> str:
+    """Return the hint for `name=value`. The typed value replaces the example if both are numbers or neither is."""
     is_number = NUMBER_TEXT.fullmatch(value) is not None
-    if OF_RATE in answers()[name]:
+    if OF_RATE in load_replacement_hints()[name]:
         part = "..."
         if is_number and isinstance(learning_rate, int | float) and learning_rate > 0:
             part = f"{float(value) / learning_rate:.4g}"
-        return answers()[name].replace(OF_RATE, part)
+        return load_replacement_hints()[name].replace(OF_RATE, part)
 
-    def example_or_value(example: re.Match[str]) -> str:
+    def fill_example(example: re.Match[str]) -> str:
         is_like_example = is_number == (NUMBER_TEXT.fullmatch(example[1]) is not None)
         return value if value and is_like_example else example[1]
 
-    return re.sub(r"\{(.+?)\}", example_or_value, answers()[name])
+    return re.sub(r"\{(.+?)\}", fill_example, load_replacement_hints()[name])

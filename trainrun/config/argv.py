@@ -1,8 +1,8 @@
-"""Prepare the command line for Hydra: separate flags, translate other names, quote numbers and paths.
+"""Prepare the command line for Hydra: separate flags, translate other trainers' names, quote numbers and paths.
 
-Hydra reads `precision=32` as a number and stops. It accepts no flags between overrides and does not know the names
-of other frameworks. In a path it parses lists, quotes and equations. All of that is handled here, on plain strings.
-This module also finds the folders of config options: trainrun's and the user's, which are searched first.
+Hydra cannot do this itself. It reads `precision=32` as a number and stops, allows no flags between overrides, and
+parses lists, quotes and equal signs in a path. This module works on plain strings. It also finds the folders of
+config options: the user's folders, which are searched first, and trainrun's own.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from trainrun.config.aliases import (
     CASES,
     NUMBER,
     OPTIONS,
-    aliases,
-    answers,
+    collect_aliases,
+    load_replacement_hints,
     resolve_alias,
     resolve_value_alias,
     translate_setting,
 )
-from trainrun.config.schema import is_tracker, open_nodes, settings
-from trainrun.config.validate import nearest
+from trainrun.config.schema import is_tracker, list_open_nodes, settings
+from trainrun.config.validate import suggest_closest_name
 from trainrun.errors import ConfigError
 from trainrun.instantiate import CALLED
-from trainrun.limits import NAMED, NODE, NODES, choices_of
+from trainrun.limits import NAMED, NODE, NODES, list_choices
 
 WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
 OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
@@ -51,9 +51,11 @@ TRIAL = re.compile(r"(trainer\.|--)?(fast[_-]dev|dry)[_-]run\b")  # wins over an
 class CommandLine:
     """A parsed command line.
 
-    notes: one line per translated name. twice: one line per key with two values, of which the last one is used; a
-        program that appends settings may intend this, a person may not. typed: translated setting -> text as typed.
-        quantities: a description of targets from Python that are real numbers.
+    own: the settings of the runner itself, such as its folder.
+    notes: one line for each translated name.
+    twice: one line for each key with two values. The last value is used. A program may append settings on purpose.
+    typed: the text as typed, by translated setting.
+    quantities: a description of the targets if they are real numbers and come from Python; else "".
     """
 
     flags: list[str] = field(default_factory=list)
@@ -65,8 +67,8 @@ class CommandLine:
     typed: dict[str, str] = field(default_factory=dict)
     quantities: str = ""
 
-    def as_typed(self, fault: str) -> str:
-        """Return a message about a setting with the key and value as they were typed."""
+    def restore_typed_setting(self, fault: str) -> str:
+        """Return a message about a setting with the key and the value as the user typed them."""
         head, must, allowed = fault.partition(": must be ")
         for word in self.overrides:
             key, _, value = word.lstrip("+").partition("=")
@@ -79,10 +81,10 @@ class CommandLine:
 
 
 def split_command_line(argv: list[str]) -> CommandLine:
-    """Split a command line into flags, overrides, and options of the runner itself, in any order."""
+    """Split a command line into flags, overrides, and settings of the runner itself. They may come in any order."""
     words = CommandLine()
     if any(word[:1] in ("-", "=") or word[-1:] == "=" for word in argv):
-        parts = separate_flags(argv, groups([conf_dir()]))
+        parts = separate_flags(argv, list_groups([find_conf_dir()]))
         argv, words.flags, words.config_dirs, words.typed = parts
     for word in argv:
         key, _, value = word.partition("=")
@@ -95,38 +97,40 @@ def split_command_line(argv: list[str]) -> CommandLine:
     return words
 
 
-def translate(
+def translate_overrides(
     words: CommandLine, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool]
 ) -> None:
-    """Translate other frameworks' names, shorthands and numbers in place, and add a note for each."""
+    """Replace other trainers' names, shorthands and numbers in `words.overrides`, and add a note for each."""
     words.overrides.sort(key=lambda word: bool(TRIAL.match(word)))  # the last of two values counts
     typed = {key: (value, f"{key}={value}") for key, value in words.own.items()}
     may_vary = not {"--multirun", "-m"}.isdisjoint(words.flags)
     cleared: list[str] = []
     overrides: list[str] = []
-    for word, shown, is_noted in _without_cases(words):
-        meaning = resolve_word(word, is_option, is_group, may_vary)
+    for word, shown, is_noted in _translate_foreign_settings(words):
+        meaning = interpret_setting(word, is_option, is_group, may_vary)
         if not is_noted and not meaning.is_as_typed(word, shown):
             words.notes.append(f"{shown} is read as {meaning.overrides[-1]}")
         for part in meaning.overrides:
             if part != shown:
                 words.typed[part.lstrip("+")] = shown
-            words.twice += _describe_two_values(part, shown, typed)
+            words.twice += _describe_conflicting_values(part, shown, typed)
         if meaning.own_key:
             words.own[meaning.own_key] = meaning.value
             continue
         if meaning.key in DATA_SETS[1:] and meaning.is_target:
             cleared.insert(0, f"{meaning.key}=null")  # the option's arguments are not those of another target
         overrides += meaning.overrides
-    words.overrides = _with_custom_groups(_with_ranks(words, [*cleared, *overrides]), is_group)
+    words.overrides = _add_custom_options(_add_ddp_mode(words, [*cleared, *overrides]), is_group)
 
 
 @dataclass
-class Meaning:
-    """The meaning of one typed setting.
+class InterpretedSetting:
+    """A typed setting and the overrides that it stands for.
 
-    typed_key and value: as typed. key: the setting that the key stands for. is_target: the value is the `_target_`
-    of the key's node. own_key: a setting of the runner itself, such as its folder.
+    typed_key, value: the setting as typed.
+    key: the setting for which `typed_key` stands.
+    is_target: whether the value is the `_target_` of the node at the key.
+    own_key: a setting of the runner itself, such as its folder; else "".
     """
 
     overrides: list[str]
@@ -138,8 +142,8 @@ class Meaning:
     own_key: str = ""
 
     def is_as_typed(self, word: str, shown: str) -> bool:
-        """Return whether no note is needed: the text is unchanged, a documented short form, quoted, or a key of the
-        runner.
+        """Return whether no note is needed: the setting is unchanged, quoted, a documented short form, or the
+        runner's own.
         """
         if self.own_key or (self.is_path and self.key == self.typed_key and word == shown):
             return True
@@ -151,19 +155,19 @@ class Meaning:
         return last.removeprefix("+") in short_forms or last.replace('"', "") == shown.replace('"', "")
 
 
-def resolve_word(
+def interpret_setting(
     word: str, is_option: Callable[[str, str], bool], is_group: Callable[[str], bool], may_vary: bool
-) -> Meaning:
-    """Return the overrides for one typed setting.
+) -> InterpretedSetting:
+    """Return the overrides for which one typed setting stands.
 
-    may_vary: whether this is a sweep, where commas separate values.
+    may_vary: whether the command line is a sweep, in which commas separate values.
     """
     bare = word.lstrip("+~")
     sign = word[: len(word) - len(bare)]
     typed_key, equals, value = bare.partition("=")
     key = typed_key if SHARE_OF_ALL.fullmatch(bare) else resolve_alias(typed_key, is_group)
     setting = settings().get(key)
-    meaning = Meaning([], typed_key, key, value)
+    meaning = InterpretedSetting([], typed_key, key, value)
     if key == "data" and not is_option(key, value) and names_a_file(value):
         meaning.overrides = [f"data.path={quote_path(value, may_vary)}"]
     elif is_group(key) and equals:
@@ -171,11 +175,11 @@ def resolve_word(
     elif setting is not None and setting.short and equals and not set(value) & set("{(,$"):
         short = f"{key}.{setting.short}"
         meaning.overrides = [f"{short}={resolve_value_alias(short, value)}"]
-    elif _takes_a_target(key) and DOTTED.fullmatch(value) and not os.path.exists(value):
+    elif _accepts_target(key) and DOTTED.fullmatch(value) and not os.path.exists(value):
         meaning.overrides, meaning.is_target = [f"+{key}._target_={value}"], True
     elif key in OWN_KEYS:
         meaning.overrides, meaning.own_key = [f"{key}={value}"], key
-    elif equals and (is_path(key) or value.startswith("~")):  # of a home folder
+    elif equals and (is_path_setting(key) or value.startswith("~")):  # of a home folder
         meaning.overrides, meaning.is_path = [f"{sign}{key}={quote_path(value, may_vary)}"], True
     else:
         value = resolve_value_alias(key, value)
@@ -187,8 +191,8 @@ def resolve_word(
 SEVERAL_DEVICES = r"\+*parallel\.devices=(0*([2-9]|[1-9]\d+)|\[[^,]+,.+\])"
 
 
-def _with_ranks(words: CommandLine, overrides: list[str]) -> list[str]:
-    """Add `parallel.mode=ddp` if several devices are typed and `parallel` is not chosen."""
+def _add_ddp_mode(words: CommandLine, overrides: list[str]) -> list[str]:
+    """Add `parallel.mode=ddp` if several devices are typed and no option of `parallel`."""
     several = [word for word in overrides if re.fullmatch(SEVERAL_DEVICES, word)]
     if not several or any(re.match(r"\+*parallel(\.mode)?=", word) for word in overrides):
         return overrides
@@ -196,8 +200,8 @@ def _with_ranks(words: CommandLine, overrides: list[str]) -> list[str]:
     return [*overrides, "parallel.mode=ddp"]
 
 
-def _without_cases(words: CommandLine) -> Iterator[tuple[str, str, bool]]:
-    """Yield each translated setting with its typed text, and whether a note was added for it."""
+def _translate_foreign_settings(words: CommandLine) -> Iterator[tuple[str, str, bool]]:
+    """Yield each setting, translated from another trainer's; the text as typed; and whether a note was added for it."""
     for word in words.overrides:
         shown, meant = words.typed.get(word, word), translate_setting(word)
         if meant != [word]:
@@ -205,21 +209,24 @@ def _without_cases(words: CommandLine) -> Iterator[tuple[str, str, bool]]:
         yield from ((part, shown, meant != [word]) for part in meant)
 
 
-def _takes_a_target(key: str) -> bool:
-    """Return whether `key=my_file.MyClass` names a target: of an open node, or of an argument such as `task.loss`."""
+def _accepts_target(key: str) -> bool:
+    """Return whether a class may be chosen by `key=my_file.MyClass`.
+
+    This holds for the keys of open nodes, and for arguments that take a class, such as `task.loss`.
+    """
     section, _, name = key.rpartition(".")
     setting, above = settings().get(key), settings().get(section)
     if setting is not None:
         return setting.opens in (NODE, NAMED)
-    if name in CALLED and any(f"{section}.".startswith(f"{node}.") for node in open_nodes()):
+    if name in CALLED and any(f"{section}.".startswith(f"{node}.") for node in list_open_nodes()):
         return True
     return (above is not None and above.opens == NODES) or (is_tracker(key) and key.count(".") == 1)
 
 
-def _describe_two_values(meant: str, word: str, typed: dict[str, tuple[str, str]]) -> list[str]:
-    """Return a message if an earlier override gave the key another value; else [].
+def _describe_conflicting_values(meant: str, word: str, typed: dict[str, tuple[str, str]]) -> list[str]:
+    """Return a message if an earlier override set the same key to another value; else [].
 
-    typed: by key, its value and the override as typed.
+    typed: the value and the override as typed, by key.
     """
     key, equals, value = meant.lstrip("+").partition("=")
     if not equals or meant.startswith("~") or TRIAL.match(word):
@@ -230,14 +237,16 @@ def _describe_two_values(meant: str, word: str, typed: dict[str, tuple[str, str]
 
 
 def _choose_option(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
-    """Return the overrides that choose an option of a group by its name, by the path of a class, or by an alias."""
+    """Return the overrides that choose an option of a group. `value`: its name, an alias of it, or the path of a
+    class.
+    """
     if value.isidentifier() and value != "none" and is_option(group, value):
         return [f"{group}={value}"]
-    return group_words(group, value, is_option)
+    return resolve_group_option(group, value, is_option)
 
 
 def keep_one_warmup(overrides: list[str]) -> list[str]:
-    """Clear the option's default warm-up if the user typed one in another unit."""
+    """Clear the option's default warm-up if the user typed a warm-up in another unit."""
     units = {f"scheduler.warmup_{unit}": empty for unit, empty in WARMUP_UNITS.items()}
     named = {word.lstrip("+").partition("=")[0] for word in overrides} & set(units)
     if len(named) != 1:
@@ -245,8 +254,8 @@ def keep_one_warmup(overrides: list[str]) -> list[str]:
     return overrides + [f"{key}={empty}" for key, empty in units.items() if key not in named]
 
 
-def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -> list[str]:
-    """Add the empty option `custom` for each group that has a typed `_target_` but no chosen option."""
+def _add_custom_options(overrides: list[str], is_group: Callable[[str], bool]) -> list[str]:
+    """Add the empty option `custom` for each group of which only a `_target_` is typed."""
     chosen = {word.partition("=")[0] for word in overrides}
     added = []
     for word in overrides:
@@ -259,12 +268,12 @@ def _with_custom_groups(overrides: list[str], is_group: Callable[[str], bool]) -
     return added + overrides
 
 
-def is_path(key: str) -> bool:
+def is_path_setting(key: str) -> bool:
     return _PATHS.fullmatch(key) is not None
 
 
-def conf_dir() -> Path:
-    """Return the folder of config groups: inside an installed package, or beside it in a checkout."""
+def find_conf_dir() -> Path:
+    """Return the folder of trainrun's config groups, in the installed package or beside it in a checkout."""
     here = Path(__file__).resolve().parents[1]
     for folder in (here / "conf", here.parent / "conf"):
         if (folder / "trainrun.yaml").is_file():
@@ -272,17 +281,16 @@ def conf_dir() -> Path:
     raise FileNotFoundError(f"trainrun's own config files are not in {here}: install the package again")
 
 
-def groups(folders: list[Path]) -> list[str]:
+def list_groups(folders: list[Path]) -> list[str]:
     return sorted({item.name for folder in folders for item in folder.iterdir() if item.is_dir()})
 
 
-def options(group: str, folders: list[Path]) -> list[str]:
+def list_options(group: str, folders: list[Path]) -> list[str]:
     return sorted({item.stem for folder in folders for item in (folder / group).glob("*.yaml")})
 
 
-def user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
-    """Return the folders that are searched before trainrun's: each --config-dir, then ./conf if it has one of the
-    groups.
+def find_user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
+    """Return the config folders of the user: each --config-dir, then ./conf if it has one of the config groups.
 
     Raise ConfigError for a --config-dir that does not exist.
     """
@@ -292,7 +300,9 @@ def user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
         if not folder.is_dir():
             raise ConfigError(f"--config-dir {folder}: no such folder")
     beside = (working_dir / "conf").resolve()
-    if beside != conf_dir() and any((beside / group).is_dir() for group in groups([conf_dir()])):
+    if beside != find_conf_dir() and any(
+        (beside / group).is_dir() for group in list_groups([find_conf_dir()])
+    ):
         folders.append(beside)
     return folders
 
@@ -306,14 +316,16 @@ NAME = re.compile(r"[A-Za-z_][\w.]*")
 def separate_flags(
     argv: list[str], groups: list[str]
 ) -> tuple[list[str], list[str], list[str], dict[str, str]]:
-    """Split arguments into settings, Hydra's flags, folders of --config-dir, and typed texts by translated setting."""
+    """Split arguments into settings, Hydra's flags, the folders of --config-dir, and the typed text by translated
+    setting.
+    """
     settings, flags, config_dirs, typed = [], [], [], {}
-    faults, rest = spaced_out(argv), list(argv)
+    faults, rest = check_spaced_settings(argv), list(argv)
     if faults:
         raise ConfigError(*faults)
     while rest:
         word = rest.pop(0)
-        setting, shown = setting_of_flag(word, rest, groups)
+        setting, shown = translate_flag(word, rest, groups)
         if setting:
             typed[setting], word = shown, setting
         if not word.startswith("-"):
@@ -322,7 +334,7 @@ def separate_flags(
         flag, equals, value = word.partition("=")
         if flag in FLAGS_WITH_VALUE and not equals and rest:
             value = rest.pop(0)
-        if fault := _flag_fault(word, flag, value, groups):
+        if fault := _explain_wrong_flag(word, flag, value, groups):
             faults.append(fault)
         elif flag in ("--config-dir", "-cd"):
             config_dirs.append(value)
@@ -333,8 +345,8 @@ def separate_flags(
     return settings, flags, config_dirs, typed
 
 
-def spaced_out(argv: list[str]) -> list[str]:
-    """Return a message for each `lr = 3`, which a shell splits into several words."""
+def check_spaced_settings(argv: list[str]) -> list[str]:
+    """Return a message for each `lr = 3`, which a shell splits into several arguments."""
     faults = []
     for before, word, after in zip(["", *argv], argv, [*argv[1:], ""], strict=False):
         if word[:1] == "=" and NAME.fullmatch(before):
@@ -347,42 +359,46 @@ def spaced_out(argv: list[str]) -> list[str]:
     return faults
 
 
-def setting_of_flag(word: str, rest: list[str], groups: list[str]) -> tuple[str, str]:
-    """Translate a flag such as `--batch-size 64` into (`batch_size=64`, the typed text). Its value is removed from
-    `rest`.
+def translate_flag(word: str, rest: list[str], groups: list[str]) -> tuple[str, str]:
+    """Translate a flag such as `--batch-size 64` into (`batch_size=64`, the flag as typed).
 
-    Return empty texts if the flag is not a setting, or if its value is missing.
+    The value of the flag is removed from `rest`. Return ("", "") if the flag is not a setting or has no value.
     """
     flag, equals, value = word.partition("=")
     flag = SHORT_FLAGS.get(flag, flag)
     name = flag.removeprefix("--").replace("-", "_")
     if not flag.startswith("--") or flag in FLAGS + FLAGS_WITH_VALUE:
         return "", ""
-    if name.startswith("no_") and not equals and not _is_known(name, groups) and _switch_words(name[3:]):
+    if (
+        name.startswith("no_")
+        and not equals
+        and not _is_known_name(name, groups)
+        and _switch_values(name[3:])
+    ):
         return f"{name[3:]}=false", word
-    if not _is_known(name, groups):
+    if not _is_known_name(name, groups):
         return "", ""
     if equals:
         return f"{name}={value}", word
     follows = rest[0] if rest and not re.search(r"=|^--?[A-Za-z]", rest[0]) else ""
-    switch = _switch_words(name)
+    switch = _switch_values(name)
     if switch and follows.lower() not in switch and not (NUMBER in switch and PLAIN.match(follows)):
         return f"{name}=true", word
     if not follows:
-        return (f"{name}=true", word) if name in answers() else ("", "")
+        return (f"{name}=true", word) if name in load_replacement_hints() else ("", "")
     rest.pop(0)
     return f"{name}={follows}", f"{word} {follows}"
 
 
-def _is_known(name: str, groups: list[str]) -> bool:
-    """Return whether a name is a setting, a group, or another trainer's name. Names with dots count as settings."""
-    if "." in name or name in settings() or name in aliases() or name in CASES or name in groups:
+def _is_known_name(name: str, groups: list[str]) -> bool:
+    """Return whether a name is a setting, a group or another trainer's name. A name with a dot counts as a setting."""
+    if "." in name or name in settings() or name in collect_aliases() or name in CASES or name in groups:
         return True
-    return name in answers() or any(key.endswith(f".{name}") for key in settings())
+    return name in load_replacement_hints() or any(key.endswith(f".{name}") for key in settings())
 
 
-def _switch_words(name: str) -> set[str]:
-    """Return the values of a setting that a bare flag can switch on; an empty set if the flag needs a value."""
+def _switch_values(name: str) -> set[str]:
+    """Return the values that a setting can have if its flag without a value may switch it on; else an empty set."""
     cases, setting = CASES.get(name, {}), settings().get(resolve_alias(name, lambda _: False))
     if setting is not None and setting.short:
         setting = settings()[f"{setting.key}.{setting.short}"]
@@ -390,19 +406,19 @@ def _switch_words(name: str) -> set[str]:
     if setting is None:
         return words if "true" in cases else set()
     return (
-        words | {*setting.words, *choices_of(setting.kind)}
+        words | {*setting.words, *list_choices(setting.kind)}
         if setting.kind is bool or "true" in setting.words
         else set()
     )
 
 
-def _flag_fault(word: str, flag: str, value: str, groups: list[str]) -> str:
-    """Return the message for a wrong word that begins with a dash; "" if it is right."""
+def _explain_wrong_flag(word: str, flag: str, value: str, groups: list[str]) -> str:
+    """Return the message for a wrong argument that begins with a dash; "" if it is right."""
     if flag not in FLAGS + FLAGS_WITH_VALUE:
         bare = word.lstrip("-")
-        is_setting = "=" in word or "." in bare or bare in aliases()
-        near = nearest(flag, FLAGS + FLAGS_WITH_VALUE)
-        if _is_known(name := bare.replace("-", "_"), groups) and word.startswith("--"):
+        is_setting = "=" in word or "." in bare or bare in collect_aliases()
+        near = suggest_closest_name(flag, FLAGS + FLAGS_WITH_VALUE)
+        if _is_known_name(name := bare.replace("-", "_"), groups) and word.startswith("--"):
             return f"{word}: needs a value after it, or write {name}=VALUE"
         if is_setting:
             near = f" A setting is written without dashes: {bare}{'' if '=' in word else '=VALUE'}."
@@ -418,10 +434,10 @@ _BRACES = re.compile(r"\{[^{}]*\}")
 PLAIN = re.compile(r"(?:[+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?|(?i:true|false|null|none|nan|inf))\Z")
 
 
-def group_words(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
-    """Return the overrides that choose an option.
+def resolve_group_option(group: str, value: str, is_option: Callable[[str, str], bool]) -> list[str]:
+    """Return the overrides that choose an option of a group.
 
-    `precision=32,bf16` gives `precision=32-true,bf16-mixed`, and `model=my_net.Net` gives two overrides.
+    `precision=32,bf16` gives `precision=32-true,bf16-mixed`. `model=my_net.Net` gives two overrides.
     """
     if value[:1] in ("[", "{", '"', "'", "$"):
         return [f"{group}={value}"]
@@ -438,42 +454,41 @@ def group_words(group: str, value: str, is_option: Callable[[str, str], bool]) -
 
 
 def unquote_map_keys(value: str) -> str:
-    """Remove the quotes around keys of a map, which Hydra cannot parse. An empty key becomes `*`, which matches all
-    names.
+    """Remove the quotes around the keys of a map, which Hydra cannot parse. An empty key becomes `*`, which matches
+    all.
     """
     return re.sub(r"""(["'])([^"',:{}]*)\1\s*:\s*""", lambda found: f"{found[2] or '*'}: ", value)
 
 
 def quote_path(value: str, may_vary: bool) -> str:
-    """Quote a value so that Hydra reads it as one text. may_vary: whether this is a sweep, where commas separate
-    values.
+    """Quote a path so that Hydra reads it as one string. may_vary: whether commas separate values, as in a sweep.
 
-    Hydra still parses `null`, a reference `${...}`, a list `[a,b]`, a quoted value, and several values with commas,
-    unless a file or folder of exactly that name exists.
+    Hydra still parses `null`, a reference `${...}`, a list `[a,b]`, a quoted value, and several values with commas.
+    A value with the exact name of an existing file or folder is always quoted.
     """
     if not value or value.lower() == "null" or "${" in value:
         return value
     if names_a_file(value):
-        return _quote(value)
+        return _quote_for_hydra(value)
     in_quotes = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
     if in_quotes or value[0] == "[" or (may_vary and re.match(r"(?:choice|shuffle|sort)\(.*\)\Z", value)):
         return value
     parts = value.split(",")
     if "," in _BRACES.sub("", value) and all(parts) and (may_vary or all(map(names_a_file, parts))):
-        return ",".join(part if part[0] in "\"'{" else _quote(part) for part in parts)
-    return _quote(value)
+        return ",".join(part if part[0] in "\"'{" else _quote_for_hydra(part) for part in parts)
+    return _quote_for_hydra(value)
 
 
 def names_a_file(value: str) -> bool:
-    """Return whether a text names a file or folder, or a pattern that matches some."""
+    """Return whether a text is the path of a file or folder, or a pattern that matches some."""
     try:
         return Path(value).expanduser().exists() or (glob.has_magic(value) and bool(glob.glob(value)))
     except (OSError, ValueError, RuntimeError):  # too long, or nobody knows of a home
         return False
 
 
-def _quote(value: str) -> str:
-    """Return a value in Hydra's quotes; a plain name stays unquoted. A backslash is literal except before a quote."""
+def _quote_for_hydra(value: str) -> str:
+    """Return a value in Hydra's quotes. A plain name stays unquoted. A backslash is escaped only before a quote."""
     if re.fullmatch(r"[A-Za-z_./][\w./-]*", value, re.ASCII) and not PLAIN.match(value):
         return value
     inner = re.sub(r'(\\*)"', r'\1\1\\"', value)

@@ -1,4 +1,4 @@
-"""Compose a `RunConfig` from overrides. Every mistake becomes one readable line, and all are reported at once.
+"""Compose a `RunConfig` from overrides. Each mistake becomes one readable line, and all are reported together.
 
 The result contains no objects of Hydra or OmegaConf.
 """
@@ -20,26 +20,26 @@ from trainrun.config.aliases import resolve_value_alias
 from trainrun.config.argv import (
     CUSTOM,
     CommandLine,
-    conf_dir,
-    groups,
+    find_conf_dir,
+    find_user_conf_dirs,
     keep_one_warmup,
-    options,
+    list_groups,
+    list_options,
     quote_path,
     split_command_line,
-    translate,
-    user_conf_dirs,
+    translate_overrides,
 )
-from trainrun.config.messages import explain_reference, unread_files
-from trainrun.config.overrides import composed, move_trackers, override_fault, read_override
-from trainrun.config.rules import unread_path
-from trainrun.config.saved_values import remember, values_to_save, with_home_folder
-from trainrun.config.schema import RunConfig, setting_fields, settings, value_of, with_values
-from trainrun.config.tuned_settings import stale
-from trainrun.config.validate import check_config, target_argument_faults
+from trainrun.config.messages import describe_unread_files, explain_broken_reference
+from trainrun.config.overrides import check_override, compose_overrides, move_trackers, parse_override
+from trainrun.config.rules import check_data_path
+from trainrun.config.saved_values import add_references, build_values_to_save, expand_home_folder
+from trainrun.config.schema import RunConfig, list_setting_fields, read_value, replace_values, settings
+from trainrun.config.tuned_settings import describe_stale_preset
+from trainrun.config.validate import check_config, check_target_arguments
 from trainrun.data.readers.path_contents import list_data_options
 from trainrun.errors import ConfigError, DataError
 from trainrun.folder.status import find_best_run, is_sweep
-from trainrun.limits import NODES, choices_of
+from trainrun.limits import NODES, list_choices
 
 MODELS_OF_DATA = {  # beside the option that a path chooses
     "text": ("model=gpt", "task=language_modeling"),
@@ -53,7 +53,7 @@ SAYS_TASK = re.compile(
 
 @dataclass(frozen=True)
 class Composition:
-    """A checked config. overrides: as passed to Hydra. own: the settings of the runner itself."""
+    """A checked config. overrides: as passed to Hydra. own: the settings of the runner itself, such as its folder."""
 
     config: RunConfig
     choices: dict[str, str]
@@ -63,12 +63,12 @@ class Composition:
 
 
 def prepare_command_line(argv: list[str], working_dir: Path) -> tuple[CommandLine, list[Path]]:
-    """Return the command line prepared for Hydra, and every folder of configs, the user's first."""
+    """Return the command line in the form that Hydra needs, and all config folders, the user's first."""
     words = split_command_line(argv)
-    folders = [*user_conf_dirs(words.config_dirs, working_dir), conf_dir()]
-    known_groups = groups(folders)
-    translate(
-        words, lambda group, option: option in options(group, folders), lambda name: name in known_groups
+    folders = [*find_user_conf_dirs(words.config_dirs, working_dir), find_conf_dir()]
+    known_groups = list_groups(folders)
+    translate_overrides(
+        words, lambda group, option: option in list_options(group, folders), lambda name: name in known_groups
     )
     choose_data_option(words, folders)
     faults = [
@@ -78,24 +78,24 @@ def prepare_command_line(argv: list[str], working_dir: Path) -> tuple[CommandLin
         if not value or "${" in value
     ]
     if faults:
-        raise ConfigError(*map(words.as_typed, faults))
+        raise ConfigError(*map(words.restore_typed_setting, faults))
     return words, folders
 
 
 def choose_data_option(words: CommandLine, folders: list[Path]) -> None:
-    """Add the option that reads `data.path` if none is typed, and note it. Raise ConfigError if several options
-    could read it.
+    """Add the option that can read `data.path` if no option is typed, and note it.
 
-    Nothing is added if an experiment or a root file of the user chooses the data.
+    Nothing is added if an experiment or a root config of the user chooses the data. Raise ConfigError if several
+    options can read the path.
     """
     paths = [word for word in words.overrides if word.lstrip("+").startswith("data.path=")]
     has_own_root = any((folder / "trainrun.yaml").is_file() for folder in folders[:-1])
     typed_keys = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
-    chosen_groups = typed_keys | groups_of_experiment(words, folders)
+    chosen_groups = typed_keys | list_experiment_groups(words, folders)
     if not paths or has_own_root or "data" in chosen_groups:
         return
     path = resolve_path(paths[-1], words.overrides, folders)
-    ways = [] if path is None else settings_for_path(path)
+    ways = [] if path is None else list_reader_settings(path)
     typed = words.typed.get(paths[-1].lstrip("+"), paths[-1])
     path_word = paths[-1].lstrip("+")
     if len(ways) > 1:
@@ -109,24 +109,24 @@ def choose_data_option(words: CommandLine, folders: list[Path]) -> None:
 
 def resolve_path(word: str, overrides: list[str], folders: list[Path]) -> str | None:
     """Return the path of `data.path=...` with its references resolved; None if it is not a single path."""
-    override = read_override(word, [])
+    override = parse_override(word, [])
     value = None if override is None else override.value()
     if isinstance(value, str) and "${" in value:
-        cfg = composed([word for word in overrides if not override_fault(word)], folders, [])
+        cfg = compose_overrides([word for word in overrides if not check_override(word)], folders, [])
         with suppress(OmegaConfBaseException):  # which the composition reports
             value = None if cfg is None else OmegaConf.select(cfg, "data.path")
     return value if isinstance(value, str) and "${" not in value else None
 
 
-def groups_of_experiment(words: CommandLine, folders: list[Path]) -> set[str]:
-    """Return the groups whose options the chosen experiment sets."""
+def list_experiment_groups(words: CommandLine, folders: list[Path]) -> set[str]:
+    """Return the groups whose option is chosen by the typed experiment."""
     names = [word.partition("=")[2] for word in words.overrides if word.startswith("experiment=")]
     files = [folder / "experiment" / f"{name}.yaml" for name in names for folder in folders]
     texts = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
     return {group for text in texts for group in re.findall(r"^\s*- override /(\w+):", text, re.MULTILINE)}
 
 
-def settings_for_path(path: str) -> list[list[str]]:
+def list_reader_settings(path: str) -> list[list[str]]:
     """Return a list of settings for each option that can read the path."""
     ways = {option: [f"data={option}", *MODELS_OF_DATA.get(option, ())] for option in list_data_options(path)}
     if "image_folder" in ways and "csv" in ways:
@@ -138,64 +138,66 @@ def settings_for_path(path: str) -> list[list[str]]:
 def compose_run(argv: list[str], working_dir: Path | None = None, quantities: str = "") -> Composition:
     """Return the config of a command line. Raise ConfigError with all of its faults.
 
-    quantities: a description of targets from Python that are real numbers; "" if they are not.
+    quantities: a description of the targets if they are real numbers and come from Python; else "".
     """
     directory = working_dir or Path.cwd()
     words, folders = prepare_command_line(argv, directory)
     words.quantities = quantities
-    return compose_prepared(words, folders, directory)
+    return compose_command_line(words, folders, directory)
 
 
-def compose_prepared(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:
+def compose_command_line(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:
     """Return the config of a prepared command line. Raise ConfigError with all of its faults."""
     try:
-        return _composition(words, folders, working_dir)
+        return _compose_and_check(words, folders, working_dir)
     except ConfigError as error:
         # A word may stand for several settings.
-        faults = dict.fromkeys(map(words.as_typed, error.faults))
+        faults = dict.fromkeys(map(words.restore_typed_setting, error.faults))
         raise ConfigError(*faults) from error
 
 
-def _composition(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:
-    wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
+def _compose_and_check(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:
+    wrong = {word: fault for word in words.overrides if (fault := check_override(word))}
     faults = list(wrong.values())
     overrides = keep_one_warmup([word for word in words.overrides if word not in wrong])
-    cfg = composed(overrides, folders, faults)
+    cfg = compose_overrides(overrides, folders, faults)
     if cfg is None:
         raise ConfigError(*faults)
     choices = {
         key: str(value) for key, value in cfg.hydra.runtime.choices.items() if not key.startswith("hydra")
     }
     try:
-        config = to_run_config(cfg)
+        config = build_run_config(cfg)
     except ConfigError as error:
         raise ConfigError(*faults, *error.faults) from error
     except OmegaConfBaseException as error:
-        raise ConfigError(*faults, explain_reference(error)) from error
+        raise ConfigError(*faults, explain_broken_reference(error)) from error
     faults += check_config(config)
     if config.data.path is not None:
-        faults += unread_path(config)
-    faults += untold(target_argument_faults(config) | idle_settings(config, overrides), faults)
+        faults += check_data_path(config)
+    faults += drop_reported_faults(
+        check_target_arguments(config) | describe_idle_settings(config, overrides), faults
+    )
     if faults:
         raise ConfigError(*faults)
-    config = with_runs_of_sweeps(config, words.notes)
+    config = replace_sweeps_by_best_runs(config, words.notes)
     if config.run_name is None:
-        data = _named(config.data.name, config.data.train)
-        model = _named(choices.get("model", "model"), config.model)
+        data = _format_option_name(config.data.name, config.data.train)
+        model = _format_option_name(choices.get("model", "model"), config.model)
         config = replace(config, run_name=f"{data}-{model}")
-    if is_task_open(config, words.overrides, folders) and (reason := reason_for_regression(config, words)):
+    if is_task_undecided(config, words.overrides, folders) and (reason := explain_regression(config, words)):
         words.notes.append(reason)
         words.overrides.insert(0, "task=regression")
-        return _composition(words, folders, working_dir)
+        return _compose_and_check(words, folders, working_dir)
     if beside := [path for path in sorted(working_dir.glob("conf/*.y*ml")) if path.stem != "trainrun"]:
-        words.notes += unread_files(beside)
+        words.notes += describe_unread_files(beside)
     if (preset := choices.get("preset", "none")) != "none":
-        words.notes += stale(preset, config, folders, working_dir)
+        words.notes += describe_stale_preset(preset, config, folders, working_dir)
     return Composition(config, choices, overrides, words.own, words.notes)
 
 
-def is_task_open(config: RunConfig, overrides: list[str], folders: list[Path]) -> bool:
-    """Return whether the task is the default one and no setting of the user implies classes.
+def is_task_undecided(config: RunConfig, overrides: list[str], folders: list[Path]) -> bool:
+    """Return whether the task is the default one and no setting of the user requires classes.
 
     folders: of configs, the user's first.
     """
@@ -210,8 +212,8 @@ def is_task_open(config: RunConfig, overrides: list[str], folders: list[Path]) -
     return not (has_classes or config.data.sampling == "balanced" or config.data.stratified)
 
 
-def reason_for_regression(config: RunConfig, words: CommandLine) -> str:
-    """Return a note if the targets are real numbers, with the setting for classes; "" if they are not."""
+def explain_regression(config: RunConfig, words: CommandLine) -> str:
+    """Return a note that the targets are real numbers, with the setting that makes them classes; "" if they are not."""
     node = config.data.train or {}
     what, way = words.quantities, "integers as targets"
     if not what and str(node.get("_target_")).startswith("trainrun.data.readers.tables."):
@@ -223,8 +225,11 @@ def reason_for_regression(config: RunConfig, words: CommandLine) -> str:
     return what and f"{what}, so task=regression is added ({way} for classes)"
 
 
-def with_runs_of_sweeps(config: RunConfig, notes: list[str]) -> RunConfig:
-    """Return the config with each sweep replaced by its best run. Raise ConfigError for a sweep without one."""
+def replace_sweeps_by_best_runs(config: RunConfig, notes: list[str]) -> RunConfig:
+    """Return the config with each folder of a sweep replaced by that of its best run.
+
+    Raise ConfigError for a sweep without a finished run.
+    """
     named: dict[str, Any] = {"init_from": config.init_from, "ckpt_path": config.ckpt_path}
     if isinstance(config.task, dict):
         named["task.teacher"] = config.task.get("teacher")
@@ -235,27 +240,30 @@ def with_runs_of_sweeps(config: RunConfig, notes: list[str]) -> RunConfig:
             run, line = find_best_run(folder)
             best[key] = str(run.root)
             notes.append(f"{key}: {line}")
-    return with_values(config, best)
+    return replace_values(config, best)
 
 
-def _named(option: str, node: Any) -> str:
-    """Return the option's name; for `custom`, the name of the class or function."""
+def _format_option_name(option: str, node: Any) -> str:
+    """Return the name of an option; for the option `custom`, the name of the class or function."""
     target = node.get("_target_") if option == CUSTOM and isinstance(node, dict) else None
     name = str(target).rpartition(".")[2]
     return name if target and name.isidentifier() else option
 
 
-def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
-    """Return a message for each typed setting of a section that is off, unless its switch was typed too."""
+def describe_idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
+    """Return a message by key for each typed setting of a section that is switched off.
+
+    Settings whose switch is typed too are left out.
+    """
     typed = {word.lstrip("+").partition("=")[0] for word in overrides}
     faults: dict[str, str] = {}
     for section, setting in settings().items():
         switch = f"{section}.{setting.short}"
-        if not setting.short or switch in typed or (off := value_of(config, switch)) not in (False, "off"):
+        if not setting.short or switch in typed or (off := read_value(config, switch)) not in (False, "off"):
             continue
         way = f"add {section}={'true' if off is False else 'model'}, or leave it out"
         faults |= {
-            key: f"{key}={value_of(config, key)}: does nothing while {switch}={str(off).lower()}; {way}"
+            key: f"{key}={read_value(config, key)}: does nothing while {switch}={str(off).lower()}; {way}"
             for key in settings()
             if key in typed and key.startswith(f"{section}.")
         }
@@ -267,56 +275,59 @@ def idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
     return faults
 
 
-def untold(more: dict[str, str], faults: list[str]) -> list[str]:
-    """Return the messages of `more` whose key no message in `faults` names."""
+def drop_reported_faults(more: dict[str, str], faults: list[str]) -> list[str]:
+    """Return the messages of `more` about keys that no message in `faults` is about."""
     keys_with_fault = {fault.partition("=")[0] for fault in faults}
     return [fault for key, fault in more.items() if key not in keys_with_fault]
 
 
-def to_run_config(cfg: DictConfig) -> RunConfig:
-    """Return the composed config as plain dataclasses, with every reference resolved. Raise ConfigError.
+def build_run_config(cfg: DictConfig) -> RunConfig:
+    """Return the compose_overrides config as plain dataclasses, with every reference resolved. Raise ConfigError.
 
-    Hydra composes into the schema, so all types are checked already.
+    All types are checked already, because Hydra composes into the schema.
     """
     if faults := move_trackers(cfg):
         raise ConfigError(*faults)
     try:
         config = rename_old_values(
-            RunConfig(**{item.name: _plain(cfg[item.name]) for item in setting_fields(RunConfig)})
+            RunConfig(
+                **{item.name: _convert_to_object(cfg[item.name]) for item in list_setting_fields(RunConfig)}
+            )
         )
-        return remember(cfg, with_home_folder(config))
+        return add_references(cfg, expand_home_folder(config))
     except MissingMandatoryValue as error:
         missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
         raise ConfigError(*[f"{key}: needs a value; add {key}=..." for key in missing]) from error
 
 
 def rename_old_values(config: RunConfig) -> RunConfig:
-    """Return the config with aliases of values and old locations of data sources replaced, without entries that are
-    null.
+    """Return the config with current names for old values and old locations of data sources. Entries that are null
+    go.
     """
     sets = {  # `hook.x=null` takes an entry away
-        key: {name: node for name, node in value_of(config, key).items() if node is not None}
+        key: {name: node for name, node in read_value(config, key).items() if node is not None}
         for key, setting in settings().items()
-        if setting.opens == NODES and isinstance(value_of(config, key), dict)
+        if setting.opens == NODES and isinstance(read_value(config, key), dict)
     }
     spoken = [key for key, setting in settings().items() if setting.words]
-    words = {key: resolve_value_alias(key, str(value_of(config, key))) for key in spoken}
-    return with_values(
-        config, sets | {key: word for key, word in words.items() if word in choices_of(settings()[key].kind)}
+    words = {key: resolve_value_alias(key, str(read_value(config, key))) for key in spoken}
+    return replace_values(
+        config,
+        sets | {key: word for key, word in words.items() if word in list_choices(settings()[key].kind)},
     )
 
 
-def _plain(value: Any) -> Any:
+def _convert_to_object(value: Any) -> Any:
     return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
 def format_config(config: RunConfig) -> str:
     """Return the config as YAML text with references and without secrets. `load_config` reads it."""
-    return write_yaml(values_to_save(config))
+    return format_yaml(build_values_to_save(config))
 
 
-def write_yaml(values: dict[str, Any]) -> str:
-    """Return YAML text of plain values. libyaml takes a tenth of the time of the writer in Python."""
+def format_yaml(values: dict[str, Any]) -> str:
+    """Return plain values as YAML text. libyaml needs a tenth of the time of the writer in Python."""
     try:
         return dump_yaml(values, getattr(yaml, "CSafeDumper", yaml.SafeDumper))
     except UnicodeEncodeError:  # libyaml takes no path with bytes that are not UTF-8
@@ -336,7 +347,7 @@ def dump_yaml(values: dict[str, Any], writer: Any) -> str:
 
 
 def represent_text(dumper: Any, text: str) -> yaml.ScalarNode:
-    """Quote a text that OmegaConf would read as a number or a boolean."""
+    """Return the YAML node of a text, in quotes if OmegaConf would read it as a number or a boolean."""
     style = "'" if text in ("y", "Y", "n", "N") or is_read_as_number(text) else None
     node: yaml.ScalarNode = dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
     return node

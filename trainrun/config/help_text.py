@@ -1,4 +1,7 @@
-"""The texts of `trainrun --help`, from comments of the config files and from `config/schema.py`. No torch."""
+"""The texts of `trainrun --help`, built from the comments of the config files and from `config/schema.py`.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainrun.config.argv import conf_dir, groups
+from trainrun.config.argv import find_conf_dir, list_groups
 from trainrun.config.schema import RunConfig, settings
-from trainrun.config.validate import describe_kind, nearest
+from trainrun.config.validate import describe_kind, suggest_closest_name
 from trainrun.errors import ConfigError
-from trainrun.limits import Setting, choices_of
+from trainrun.limits import Setting, list_choices
 
 WITH_OWN_KEYS = ("data", "model", "task", "optimizer", "scheduler")  # groups whose options bring keys along
 
@@ -33,24 +36,25 @@ usage: trainrun [group=option ...] [key=value ...]     one run
 """
 
 
-def help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) -> str:
-    """Return the overview, or the help of one group, section, option or setting, or of all settings.
+def build_help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) -> str:
+    """Return the help of one group, section, option or setting, of all settings, or an overview if no topic is
+    given.
 
     folders: of configs, the user's first, trainrun's last.
     """
-    known_groups, topic = groups(folders), topics[0] if topics else ""
-    sections, keys = _sections(), _lines()
+    known_groups, topic = list_groups(folders), topics[0] if topics else ""
+    sections, keys = _format_sections(), _format_settings()
     group, equals, option = topic.partition("=")
-    if equals and option in _option_files(group, folders):
-        return "\n".join(option_lines(group, option, folders))
+    if equals and option in _find_option_files(group, folders):
+        return "\n".join(format_option_settings(group, option, folders))
     if topic in known_groups or topic in sections:
-        parts = [_group(topic, folders)] if topic in known_groups else []
+        parts = [_format_group(topic, folders)] if topic in known_groups else []
         return "\n\n".join([*parts, *(["\n".join(sections[topic])] if topic in sections else [])])
     if topic == "all":
         option_texts = [
-            "\n".join(option_lines(group, name, folders))
+            "\n".join(format_option_settings(group, name, folders))
             for group in WITH_OWN_KEYS
-            for name in sorted(_option_files(group, folders))
+            for name in sorted(_find_option_files(group, folders))
         ]
         return "\n".join([*keys, "", *option_texts])
     if parts := [line for line in keys if line.partition("=")[0] == topic]:
@@ -59,35 +63,39 @@ def help_text(topics: list[str], commands: dict[str, str], folders: list[Path]) 
         return f"trainrun {topic}: {commands[topic]}; see trainrun {topic} --help"
     if topic:
         topic_names = [*known_groups, *(name for name in sections if name not in known_groups), "all"]
-        near = nearest(topic, [*topic_names, *(line.partition("=")[0] for line in keys)])
+        near = suggest_closest_name(topic, [*topic_names, *(line.partition("=")[0] for line in keys)])
         if equals and group in known_groups:
-            topic_names = [f"{group}={name}" for name in sorted(_option_files(group, folders))]
-            near = nearest(topic, topic_names)
+            topic_names = [f"{group}={name}" for name in sorted(_find_option_files(group, folders))]
+            near = suggest_closest_name(topic, topic_names)
         raise ConfigError(f"--help {topic}: no such topic.{near} Choose from: {', '.join(topic_names)}")
     lines = [EXAMPLES, "groups (the default comes first):"]
-    defaults = _defaults(conf_dir())
+    defaults = _read_default_options(find_conf_dir())
     for group in known_groups:
-        options = sorted(_option_files(group, folders), key=lambda name: (name != defaults.get(group), name))
+        options = sorted(
+            _find_option_files(group, folders), key=lambda name: (name != defaults.get(group), name)
+        )
         lines.append(f"  {group:<12} {', '.join(options)}")
     lines.append("\ncommands:")
     lines += [f"  {name:<12} {text}" for name, text in commands.items()]
     return "\n".join(lines)
 
 
-def _group(group: str, folders: list[Path]) -> str:
-    lines, options = [f"{group}="], _option_files(group, folders)
+def _format_group(group: str, folders: list[Path]) -> str:
+    lines, options = [f"{group}="], _find_option_files(group, folders)
     width = max([16, *map(len, options)])
     for name, path in sorted(options.items()):
-        lines.append(f"  {name:<{width}} {first_comment(path)}".rstrip())
+        lines.append(f"  {name:<{width}} {read_first_comment(path)}".rstrip())
     return "\n".join(lines)
 
 
-def _option_files(group: str, folders: list[Path]) -> dict[str, Path]:
-    """Return the files of a group by option. A file in an earlier folder hides one in a later folder."""
+def _find_option_files(group: str, folders: list[Path]) -> dict[str, Path]:
+    """Return the files of a group's options by name. A file in an earlier folder hides its namesake in a later
+    folder.
+    """
     return {path.stem: path for folder in reversed(folders) for path in (folder / group).glob("*.yaml")}
 
 
-def first_comment(path: Path) -> str:
+def read_first_comment(path: Path) -> str:
     """Return the first comment of an option file."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("#") and not line.startswith("# @package"):
@@ -95,17 +103,17 @@ def first_comment(path: Path) -> str:
     return ""
 
 
-def _defaults(folder: Path) -> dict[str, str]:
+def _read_default_options(folder: Path) -> dict[str, str]:
     pairs = [
         line.strip("- ").partition("#")[0] for line in (folder / "trainrun.yaml").read_text().splitlines()
     ]
     return {key.strip(): value.strip() for key, _, value in (pair.partition(":") for pair in pairs) if value}
 
 
-def option_lines(group: str, option: str, folders: list[Path]) -> list[str]:
-    """Return the settings of one option of a group, with the comments of its file."""
-    path = _option_files(group, folders)[option]
-    lines, parents = [f"with {group}={option}: {first_comment(path)}"], [(-1, group)]
+def format_option_settings(group: str, option: str, folders: list[Path]) -> list[str]:
+    """Return the lines of one option's help: its settings with the comments of its file."""
+    path = _find_option_files(group, folders)[option]
+    lines, parents = [f"with {group}={option}: {read_first_comment(path)}"], [(-1, group)]
     text = path.read_text(encoding="utf-8")
     if "# @package _global_" in text:
         parents = [(-1, "")]
@@ -119,39 +127,53 @@ def option_lines(group: str, option: str, folders: list[Path]) -> list[str]:
         name = f"{parents[-1][1]}.{key.strip()}".lstrip(".")
         value, _, comment = rest.partition(" #")
         if value.strip():
-            lines.append(_line(f"  {name}={value.strip()}", comment.strip()))
+            lines.append(_format_setting(f"  {name}={value.strip()}", comment.strip()))
         else:
             parents.append((indent, name))
     return lines
 
 
-def _sections() -> dict[str, list[str]]:
+def _format_sections() -> dict[str, list[str]]:
     """Return the help lines of every section by name, such as `trainer` and `trainer.compile`."""
-    return {key: _lines(f"{key}.") for key, setting in settings().items() if setting.section is not None}
+    return {
+        key: _format_settings(f"{key}.") for key, setting in settings().items() if setting.section is not None
+    }
 
 
-def _lines(prefix: str = "") -> list[str]:
-    return [_line(f"{name}={value}", text) for name, value, text in setting_rows() if name.startswith(prefix)]
+def _format_settings(prefix: str = "") -> list[str]:
+    return [
+        _format_setting(f"{name}={value}", text)
+        for name, value, text in iterate_setting_rows()
+        if name.startswith(prefix)
+    ]
 
 
-def setting_rows(schema: type = RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield key, default and meaning (with allowed values) of every setting."""
+def iterate_setting_rows(schema: type = RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the key, the default, and the meaning with the allowed values of every setting."""
     for key, setting in settings(schema).items():
         if setting.section is None:
             default = {"None": "null", "True": "true", "False": "false"}.get(
                 str(setting.default), str(setting.default)
             )
-            yield f"{setting.typed}.NAME" if setting.typed else key, default, setting.help + _allowed(setting)
+            yield (
+                f"{setting.typed}.NAME" if setting.typed else key,
+                default,
+                setting.help + _format_allowed_values(setting),
+            )
 
 
-def _allowed(found: Setting) -> str:
-    """Return the allowed values of a number or a closed choice as ` (...)`; "" for other types."""
+def _format_allowed_values(found: Setting) -> str:
+    """Return the allowed values of a number or a closed choice as ` (...)`; "" for other settings."""
     text = re.sub(r"^(one of|a whole number|a number)(, )?|, or null$", "", describe_kind(found.kind)).strip()
     limited = (
-        choices_of(found.kind) or " or more" in text or "than" in text or "below" in text or "at most" in text
+        list_choices(found.kind)
+        or " or more" in text
+        or "than" in text
+        or "below" in text
+        or "at most" in text
     )
     return f" ({text.removeprefix('or ')})" if limited and text else ""
 
 
-def _line(setting: str, text: str) -> str:
+def _format_setting(setting: str, text: str) -> str:
     return f"{setting:<46}  {text}".rstrip()

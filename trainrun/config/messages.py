@@ -1,4 +1,4 @@
-"""Messages for a wrong override or config file: one line that names it as typed, with the way out."""
+"""Messages for a wrong override or config file: one line with the text as typed and what to write instead."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainrun.config.aliases import CASES, aliases, answer_to, answers
-from trainrun.config.argv import OWN_KEYS, conf_dir, groups
-from trainrun.config.saved_values import LOADER, read_yaml_text, yaml_place
-from trainrun.config.schema import RunConfig, open_nodes, setting_fields, settings
-from trainrun.config.validate import closest, describe_kind, nearest, no_node
+from trainrun.config.aliases import CASES, collect_aliases, format_replacement_hint, load_replacement_hints
+from trainrun.config.argv import OWN_KEYS, find_conf_dir, list_groups
+from trainrun.config.saved_values import LOADER, describe_yaml_error, read_yaml_text
+from trainrun.config.schema import RunConfig, list_open_nodes, list_setting_fields, settings
+from trainrun.config.validate import (
+    describe_kind,
+    describe_missing_target,
+    find_closest_name,
+    suggest_closest_name,
+)
 from trainrun.errors import ConfigError
 from trainrun.limits import parse_duration
 from trainrun.model.choices import WORDS
@@ -39,12 +44,14 @@ _NO_SECTION = re.compile(r"In '(.+?)': .*\bis not a subclass of (\w+)\. value: (
 MAX_NAMES = 12  # that are listed where none is near
 
 
-def explain_composition(error: Exception, words: list[str], folders: list[Path]) -> tuple[str, str | None]:
-    """Return a message for Hydra's error, and the override to remove; None if no single one is to blame."""
+def explain_composition_error(
+    error: Exception, words: list[str], folders: list[Path]
+) -> tuple[str, str | None]:
+    """Return a message for Hydra's error, and the override to remove; None if no single override is the cause."""
     text = str(error)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        fault = no_option(group, option, [name for name in error.options if "/" not in name])
+        fault = explain_unknown_option(group, option, [name for name in error.options if "/" not in name])
         culprit = next((word for word in words if word.partition("=")[0].lstrip("+~") == group), None)
         return fault, culprit
     if match := _NO_SECTION.match(text):
@@ -55,9 +62,11 @@ def explain_composition(error: Exception, words: list[str], folders: list[Path])
         )
         inner = f"{{{section.short or 'NAME'}: {match[3].lower()}}}"
         way = f"is a section; write {section.key.rpartition('.')[2]}: {inner}"
-        return f"{match[1]}.yaml: {section.key}: {way}", _choosing(match[1], words)
+        return f"{match[1]}.yaml: {section.key}: {way}", _find_override_of_option(match[1], words)
     if match := _FILE_FAULT.match(text):
-        return _explain_file(match[1], match[2], match[3], folders), _choosing(match[1], words)
+        return _explain_file_fault(match[1], match[2], match[3], folders), _find_override_of_option(
+            match[1], words
+        )
     for word in words:
         name = word.partition("=")[0].lstrip("+~")
         if word.startswith("~") and f"'{word[1:]}'" in text:
@@ -65,42 +74,46 @@ def explain_composition(error: Exception, words: list[str], folders: list[Path])
         if f"'{name}'" in text and any((folder / name).is_dir() for folder in folders):
             return f"{word}: nothing is chosen of {name} that it could replace; add it, as +{word}", word
         if f"'{name}'" in text:
-            return unknown_key(name, word.lstrip("+"), "", top_names(folders)), word
+            return explain_unknown_key(name, word.lstrip("+"), "", list_top_level_names(folders)), word
     return " ".join(text.split()[:60]), None
 
 
-def _choosing(file: str, words: list[str]) -> str | None:
-    """Return the override that chooses an option's file."""
+def _find_override_of_option(file: str, words: list[str]) -> str | None:
+    """Return the override that chooses an option's file; None without one."""
     return next((word for word in words if word.lstrip("+").replace("=", "/", 1) == file), None)
 
 
-def _explain_file(file: str, text: str, key: str, folders: list[Path]) -> str:
+def _explain_file_fault(file: str, text: str, key: str, folders: list[Path]) -> str:
     """Return why an option file of the user does not fit the schema."""
     if "not in" not in text:
-        return f"{file}.yaml: {key}: {_rule(text)}"
+        return f"{file}.yaml: {key}: {_extract_rule(text)}"
     if key == file.partition("/")[0]:
         return f"{file}.yaml: there is no section {key}; settings of others need `# @package _global_` as first line"
     above = key.rpartition(".")[0]
-    names = [item.name for item in fields(attrgetter(above)(RunConfig()))] if above else top_names(folders)
-    return unknown_key(key, f"{file}.yaml: {key}", above, names)
+    names = (
+        [item.name for item in fields(attrgetter(above)(RunConfig()))]
+        if above
+        else list_top_level_names(folders)
+    )
+    return explain_unknown_key(key, f"{file}.yaml: {key}", above, names)
 
 
-def no_option(group: str, option: Any, known: list[str]) -> str:
+def explain_unknown_option(group: str, option: Any, known: list[str]) -> str:
     if not known:
-        return unknown_key(group, f"{group}={option}", "", top_names([]))
+        return explain_unknown_key(group, f"{group}={option}", "", list_top_level_names([]))
     return (
-        f"{group}={option}: there is no such {group}.{nearest(str(option), known)} "
+        f"{group}={option}: there is no such {group}.{suggest_closest_name(str(option), known)} "
         f"Choose from: {', '.join(known)}"
     )
 
 
-def unread(word: str) -> str:
-    """Return the message for one of Hydra's own settings, which would have no effect."""
+def explain_unused_hydra_setting(word: str) -> str:
+    """Return the message for one of Hydra's own settings that has no effect in a run."""
     return f"{word}: changes nothing here; of Hydra's own settings a run reads {' and '.join(OWN_KEYS)}"
 
 
-def explain_unreadable(word: str) -> str:
-    """Return the likely reason why an override cannot be parsed. Hydra's own message is about tokens."""
+def explain_unparsable_override(word: str) -> str:
+    """Return the likely reason why an override cannot be parsed. Hydra's own message is about tokens of its grammar."""
     if not word.strip():
         return f"{word!r}: an empty word, as of a shell variable that is not set; leave it out"
     word = word.strip()
@@ -118,8 +131,8 @@ def explain_unreadable(word: str) -> str:
     )
 
 
-def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: list[Path]) -> str:
-    """Return why a value cannot be set, or a reference not be resolved."""
+def explain_wrong_value(error: OmegaConfBaseException, key: str, value: str, folders: list[Path]) -> str:
+    """Return why a value cannot be set, or why a reference cannot be resolved."""
     text, full_key = first_line_of_error(error), str(error.full_key or key)
     place = f"{full_key} " if full_key != key else ""
     if "does not support deletion" in text:
@@ -133,12 +146,18 @@ def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: 
         return f"{key}={value}: holds things by name, as {key}.mine._target_=my_file.MyClass{expected}"
     if "not in" in text or "is not in struct" in text:
         above = full_key.rpartition(".")[0]
-        rate = learning_rate_of(error.parent_node)
-        return unknown_key(full_key, f"{key}={value}", above, known_names(error.parent_node), rate)
+        rate = find_learning_rate(error.parent_node)
+        return explain_unknown_key(
+            full_key, f"{key}={value}", above, list_known_names(error.parent_node), rate
+        )
     if "is not a ListConfig" in text:
         return f"{key}={value}: must be a list, as [1,28,28]"
     setting = settings().get(key) if not place else None
-    allowed = f"must be {describe_kind(setting.kind)}" if setting and setting.kind is not Any else _rule(text)
+    allowed = (
+        f"must be {describe_kind(setting.kind)}"
+        if setting and setting.kind is not Any
+        else _extract_rule(text)
+    )
     if key in ("trainer.max_epochs", "trainer.max_steps"):
         with suppress(ValueError):
             parse_duration(value)
@@ -146,16 +165,16 @@ def explain_value(error: OmegaConfBaseException, key: str, value: str, folders: 
     return f"{key}={value}: {place}{allowed}"
 
 
-def _rule(text: str) -> str:
-    """Return what a value must be, from OmegaConf's message."""
+def _extract_rule(text: str) -> str:
+    """Return what a value must be, according to the message of OmegaConf."""
     kinds = (
         word for kind, word in KINDS.items() if f"converted to {kind}" in text or f"valid {kind}" in text
     )
     return next((f"must be {word}" for word in kinds), text)
 
 
-def explain_reference(error: OmegaConfBaseException) -> str:
-    """Return why a composed config cannot be read: a `${...}` leads nowhere, or to a value of a wrong type."""
+def explain_broken_reference(error: OmegaConfBaseException) -> str:
+    """Return why a composed config cannot be read: a `${...}` refers to nothing, or to a value of a wrong type."""
     key, text = str(error.full_key or "config"), first_line_of_error(error)
     node = error.parent_node
     above = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else {}
@@ -163,23 +182,25 @@ def explain_reference(error: OmegaConfBaseException) -> str:
     for start in ("raised while resolving interpolation: ", f"interpolation '{value}': "):
         text = text.rpartition(start)[2]
     if (single := re.search(r"node `(.+?)` is not a container", text)) and node is not None:
-        return no_node(settings()[single[1]], single[1], OmegaConf.select(node._get_root(), single[1]))
+        return describe_missing_target(
+            settings()[single[1]], single[1], OmegaConf.select(node._get_root(), single[1])
+        )
     missing = re.fullmatch(r"Interpolation key '(.+)' not found", text)
-    return f"{key}={value}: {f'there is no setting {missing[1]}' if missing else _rule(text)}"
+    return f"{key}={value}: {f'there is no setting {missing[1]}' if missing else _extract_rule(text)}"
 
 
-def no_place(key: str, word: str, above: str, node: Any, folders: list[Path]) -> str:
-    """Return why a key does not exist. above: the part of it that exists. node: the value there."""
+def explain_missing_key(key: str, word: str, above: str, node: Any, folders: list[Path]) -> str:
+    """Return why a key does not exist. above: the part of the key that exists. node: the value at that part."""
     if isinstance(node, DictConfig):
-        names = known_names(node) if above else top_names(folders)
-        return unknown_key(key, word, above, names, learning_rate_of(node))
-    if node is None and above in open_nodes():
+        names = list_known_names(node) if above else list_top_level_names(folders)
+        return explain_unknown_key(key, word, above, names, find_learning_rate(node))
+    if node is None and above in list_open_nodes():
         return f"{word}: no such setting; nothing is chosen for {above}, which {above}._target_=my_file.MyClass does"
     return f"{word}: no such setting; {above} is a single value, as {above}=..."
 
 
-def unknown_key(key: str, word: str, above: str, names: list[str], learning_rate: Any = None) -> str:
-    """Return the message for an unknown key, with similar names and other trainers' answers.
+def explain_unknown_key(key: str, word: str, above: str, names: list[str], learning_rate: Any = None) -> str:
+    """Return the message for an unknown key, with similar names or the hint for another trainer's name.
 
     above: the part of the key that exists. names: the names that exist there. learning_rate: of the optimizer.
     """
@@ -188,34 +209,34 @@ def unknown_key(key: str, word: str, above: str, names: list[str], learning_rate
     head = f"{above}." if above else ""
     part, dot, below = key.removeprefix(head).partition(".")
     kind = "no such setting" if head or below else "no such group or setting"
-    sections = [item.name for item in setting_fields(RunConfig)]
+    sections = [item.name for item in list_setting_fields(RunConfig)]
     last = key.rpartition(".")[2]
     elsewhere = [
         name for name, setting in settings().items() if not setting.section and name.endswith(f".{last}")
     ]
-    if last in answers():
+    if last in load_replacement_hints():
         value = word.partition("=")[2]
-        answer = answer_to(last, value, learning_rate)
+        answer = format_replacement_hint(last, value, learning_rate)
         if not above.startswith("data.") or f"write {key}=" not in answer:
             return f"{word}: {kind}; {answer}"
         if last == "target" and "columns" in names:
             return f"{word}: {kind}; write {head}columns=[x,{value}], where the last one is the target"
-        return f"{word}: {kind} of this data.{_listed(names, above)}"
+        return f"{word}: {kind} of this data.{_format_known_names(names, above)}"
     if last in CASES:
         return f"{word}: must be {' or '.join(f'{last}={case}' for case in CASES[last])}, or be left out"
-    if meant := aliases().get(key, aliases().get(last)):
+    if meant := collect_aliases().get(key, collect_aliases().get(last)):
         return f"{word}: {kind}. Did you mean {meant}?"
     if not below and 0 < len(elsewhere) <= 2:
         return f"{word}: {kind}. Did you mean {' or '.join(elsewhere)}?"
     candidates = sections if below and not head else [*names, *(WORDS if above == "model" else ())]
-    if near := closest(part, candidates):
+    if near := find_closest_name(part, candidates):
         return f"{word}: {kind}. Did you mean {head}{near}{dot}{below}?"
-    if not candidates and above in open_nodes():
+    if not candidates and above in list_open_nodes():
         return f"{word}: {kind}. Known there: names of your own, as {head}{part}._target_=my_file.MyClass"
-    return f"{word}: {kind}.{_listed(candidates, above)}"
+    return f"{word}: {kind}.{_format_known_names(candidates, above)}"
 
 
-def _listed(names: list[str], above: str) -> str:
+def _format_known_names(names: list[str], above: str) -> str:
     if not names:
         return ""
     if above and len(names) > MAX_NAMES:
@@ -225,47 +246,49 @@ def _listed(names: list[str], above: str) -> str:
     return f" Known there: {', '.join(names)}"
 
 
-def learning_rate_of(node: Any) -> Any:
-    """Return `optimizer.lr` of the config to which a node belongs; None if it is missing."""
+def find_learning_rate(node: Any) -> Any:
+    """Return `optimizer.lr` of the config that contains a node; None if it is missing."""
     config = node._get_root() if isinstance(node, DictConfig) else None
     values = OmegaConf.to_container(config, resolve=False) if isinstance(config, DictConfig) else None
     optimizer = values.get("optimizer") if isinstance(values, dict) else None
     return optimizer.get("lr") if isinstance(optimizer, dict) else None
 
 
-def known_names(node: Any) -> list[str]:
-    """Return the names that may be typed below a node. `listeners` is internal and left out."""
+def list_known_names(node: Any) -> list[str]:
+    """Return the names that a user may type below a node. The internal name `listeners` is left out."""
     return [str(name) for name in node.keys() if name != "listeners"] if isinstance(node, DictConfig) else []  # noqa: SIM118
 
 
-def top_names(folders: list[Path]) -> list[str]:
+def list_top_level_names(folders: list[Path]) -> list[str]:
     """Return the names of groups and top-level settings."""
-    return sorted({*(item.name for item in setting_fields(RunConfig)), *groups(folders or [conf_dir()])})
+    return sorted(
+        {*(item.name for item in list_setting_fields(RunConfig)), *list_groups(folders or [find_conf_dir()])}
+    )
 
 
 def first_line_of_error(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def configs(paths: Iterable[Path]) -> list[Path]:
-    """Return the paths that can be config files: neither hidden files nor dangling links."""
+def filter_config_files(paths: Iterable[Path]) -> list[Path]:
+    """Return the paths that can be config files. Hidden files and dangling links are left out."""
     return [path for path in paths if path.is_file() and not path.name.startswith(".")]
 
 
-def unread_files(paths: list[Path]) -> list[str]:
-    """Return a note for each file beside the folders of options that no option file refers to."""
-    options = configs(paths[0].parent.glob("*/*.yaml"))
+def describe_unread_files(paths: list[Path]) -> list[str]:
+    """Return a note for each YAML file beside the option folders that no option file refers to."""
+    options = filter_config_files(paths[0].parent.glob("*/*.yaml"))
     option_texts = "".join(file.read_text("utf-8", "replace") for file in options)
     return [
         f"{path.parent.name}/{path.name} is not read; move what it sets to {path.parent.name}/experiment/{path.name}, "
         f"with `# @package _global_` as first line, and add experiment={path.stem}"
-        for path in configs(paths)
+        for path in filter_config_files(paths)
         if not re.search(rf"[-/ ]{re.escape(path.stem)}\b", option_texts)
     ]
 
 
-def limit_fault(path: Path) -> str:
-    """Return why a config file must not be read by Hydra; "" if it may. Hydra itself reports files that are no YAML."""
+def check_config_file(path: Path) -> str:
+    """Return why Hydra must not read a config file; "" if it may. Hydra reports invalid YAML itself."""
     try:
         events = list(yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER))
         first = next((event for event in events if isinstance(event, yaml.NodeEvent)), None)
@@ -275,20 +298,22 @@ def limit_fault(path: Path) -> str:
     return "" if is_map else f"{path}: must hold `key: value` lines, not a list or a single value"
 
 
-def base_60_faults(files: list[Path], folders: list[Path], words: list[str]) -> list[str]:
-    """Return a message for each number with a colon in the files that were read: YAML reads 10:30 in base 60."""
-    odd = {path: fault for path in configs(files) if (fault := _base_60_fault(path))}
+def check_base_60_numbers(files: list[Path], folders: list[Path], words: list[str]) -> list[str]:
+    """Return a message for each number with a colon, such as 10:30, in the files of this run: YAML reads it in base
+    60.
+    """
+    odd = {path: fault for path in filter_config_files(files) if (fault := _describe_base_60_number(path))}
     if not odd:
         return []
-    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name="trainrun"):
+    with initialize_config_dir(config_dir=str(find_conf_dir()), version_base="1.3", job_name="trainrun"):
         loader = GlobalHydra.instance().config_loader()
         chosen = loader.compute_defaults_list("trainrun", words, RunMode.RUN).defaults
     places = {folder / f"{choice.config_path}.yaml" for choice in chosen for folder in folders}
     return [fault for path, fault in odd.items() if path in places]
 
 
-def _base_60_fault(path: Path) -> str:
-    """Return a message for the first time such as 10:30 that YAML reads as a number; "" without one."""
+def _describe_base_60_number(path: Path) -> str:
+    """Return a message for the first value such as 10:30 that YAML reads as a number; "" without one."""
     tag_of = partial(yaml.resolver.Resolver().resolve, yaml.ScalarNode)
     with suppress(ConfigError):
         for event in yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER):
@@ -300,7 +325,7 @@ def _base_60_fault(path: Path) -> str:
     return ""
 
 
-def yaml_fault(error: yaml.YAMLError) -> str:
-    """Return what is wrong in a file that Hydra has read: its name, the line, and the problem."""
+def explain_yaml_error(error: yaml.YAMLError) -> str:
+    """Return the file, the line and the problem of a YAML file that Hydra could not parse."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    return f"{mark.name if mark is not None else 'a config file'}: not YAML: {yaml_place(error)}"
+    return f"{mark.name if mark is not None else 'a config file'}: not YAML: {describe_yaml_error(error)}"

@@ -1,7 +1,7 @@
-"""Apply overrides: Hydra composes the chosen options, and the settings are set one by one.
+"""Apply overrides to a config: Hydra composes the chosen options, then each setting is set on its own.
 
-Hydra stops at the first wrong setting. Here each setting is parsed by Hydra's grammar and set in the composed config
-on its own, so one composition reports all faults of a command line.
+Hydra alone would stop at the first wrong setting. Setting each value separately finds all faults of a command line
+in one composition.
 """
 
 from __future__ import annotations
@@ -30,9 +30,14 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config import messages
-from trainrun.config.argv import CUSTOM, conf_dir, groups, options
-from trainrun.config.messages import base_60_faults, configs, limit_fault, yaml_fault
-from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, open_nodes, settings
+from trainrun.config.argv import CUSTOM, find_conf_dir, list_groups, list_options
+from trainrun.config.messages import (
+    check_base_60_numbers,
+    check_config_file,
+    explain_yaml_error,
+    filter_config_files,
+)
+from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, list_open_nodes, settings
 from trainrun.instantiate import TARGET
 from trainrun.limits import ANY, NODES, fits_kind, parse_seconds
 from trainrun.model.choices import WORDS
@@ -55,8 +60,8 @@ MODEL_KEYS = tuple(f"model.{name}" for name in WORDS)
 _user_dirs: list[Path] = []
 
 
-def override_fault(word: str) -> str:
-    """Return what is wrong with one override as typed, before its value is converted; "" if it is right."""
+def check_override(word: str) -> str:
+    """Return what is wrong with the text of one override; "" if it is right. Its value is not converted here."""
     key, equals, value = word.lstrip("+").partition("=")
     if not equals or set(value) & set("{(,$"):  # a reference, or several values of a sweep
         return ""
@@ -72,87 +77,87 @@ def override_fault(word: str) -> str:
 
 
 class TrainrunSearchPath(SearchPathPlugin):
-    """A Hydra plugin that puts the user's config folders before trainrun's; registered for this process only."""
+    """A Hydra plugin that searches the user's config folders before trainrun's, in this process only."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in _user_dirs:
             search_path.prepend("user", f"file://{folder}", anchor="main")
 
 
-def schema_node() -> DictConfig:
-    """Return the schema as an OmegaConf node that can be changed; frozen dataclasses would be read-only."""
-    return copy.deepcopy(_make_schema())
+def build_schema_node() -> DictConfig:
+    """Return the schema as a new OmegaConf node that can be changed."""
+    return copy.deepcopy(_build_schema())
 
 
 @cache
-def _make_schema() -> DictConfig:
-    """Make the schema for merging with OmegaConf, which would keep frozen dataclasses read-only."""
+def _build_schema() -> DictConfig:
+    """Build the schema as an OmegaConf node that can be changed; OmegaConf makes frozen dataclasses read-only."""
     schema: DictConfig = OmegaConf.structured(RunConfig)
-    _unlock(schema)
+    _make_writable(schema)
     schema.monitor._set_flag("struct", False)  # trackers have names of their own
     return schema
 
 
-def _unlock(section: DictConfig) -> None:
+def _make_writable(section: DictConfig) -> None:
     section._set_flag("readonly", None)
     for key in section:
         inner = section._get_node(key)
         if isinstance(inner, DictConfig) and not inner._is_none():
-            _unlock(inner)
+            _make_writable(inner)
 
 
 @cache
-def _register() -> None:
-    """Register the search path and the schema with Hydra, once: the schema takes 10 ms."""
+def _register_with_hydra() -> None:
+    """Register the search path and the schema with Hydra, once per process, because the schema takes 10 ms."""
     Plugins.instance().register(TrainrunSearchPath)
-    node = schema_node()
+    node = build_schema_node()
     node.trainer.max_epochs = MISSING  # so that it is seen whether anybody sets it
     ConfigStore.instance().store(name="trainrun_schema", node=node, provider="trainrun")
 
 
-def composed(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
-    """Return the config with all valid overrides; `faults` gets a line for each invalid one.
+def compose_overrides(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
+    """Return the config with all valid overrides. A line for each invalid override is added to `faults`.
 
     Return None if the files of the config folders cannot be composed.
     """
     files = [
         path for folder in folders[:-1] for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")])
     ]
-    broken = [fault for path in configs(files) if (fault := limit_fault(path))]
+    broken = [fault for path in filter_config_files(files) if (fault := check_config_file(path))]
     if broken:
         faults += broken
         return None
-    read = [override for word in opened(words, folders) if (override := read_override(word, faults))]
-    known_groups = groups(folders)
+    read = [override for word in allow_new_keys(words, folders) if (override := parse_override(word, faults))]
+    known_groups = list_groups(folders)
     choices, settings = [], []
     for override in read:
-        if not _is_choice(override, known_groups):
+        if not _is_option_choice(override, known_groups):
             settings.append(override)
-        elif fault := _no_option(override, folders):
+        elif fault := _describe_missing_option(override, folders):
             faults.append(fault)
         else:
             choices.append(str(override.input_line))
-    cfg = _composed_choices(choices, folders, faults)
-    if cfg is not None and (fault := _root_fault(cfg, folders)):
+    cfg = _compose_choices(choices, folders, faults)
+    if cfg is not None and (fault := _check_root_config(cfg, folders)):
         faults[:] = [fault]  # the others follow from it
         return None
     if cfg is not None:
-        faults += base_60_faults(files, folders[:-1], [*choices, *LEFT_OUT]) if files else []
-        fill_splits(cfg)
+        faults += check_base_60_numbers(files, folders[:-1], [*choices, *LEFT_OUT]) if files else []
+        expand_split_references(cfg)
         if cfg.monitor.tracker is not None:
             add_trackers(cfg, cfg.monitor.tracker)
         for override in settings:
             if override.key_or_group == "monitor.tracker":
                 add_trackers(cfg, override.value())
-        refused = [override for override in settings if _put(cfg, override, folders)]
+        refused = [override for override in settings if _apply_override(cfg, override, folders)]
         # once more, as what is said of one may depend on the others
-        faults += [fault for override in refused if (fault := _put(cfg, override, folders))]
-        _fill_epochs(cfg)
+        faults += [fault for override in refused if (fault := _apply_override(cfg, override, folders))]
+        _set_default_epochs(cfg)
     return cfg
 
 
-def _root_fault(cfg: DictConfig, folders: list[Path]) -> str:
-    """Return what is wrong with a root config of the user, which may lack sections; empty if nothing."""
+def _check_root_config(cfg: DictConfig, folders: list[Path]) -> str:
+    """Return a message if a root config of the user lacks sections; else ""."""
     lacking = [name for name in SECTIONS if name not in cfg]
     roots = [folder / ROOT for folder in folders if (folder / ROOT).is_file()]
     if not lacking:
@@ -166,27 +171,30 @@ def _root_fault(cfg: DictConfig, folders: list[Path]) -> str:
 SAME_SOURCE = "${data.train}"  # of data.val and data.test: another split of what data.train reads
 
 
-def fill_splits(cfg: DictConfig) -> None:
-    """Replace a reference to the whole node `data.train` by one reference per argument, so that overrides can change
-    single ones.
+def expand_split_references(cfg: DictConfig) -> None:
+    """Replace a reference to the whole node `data.train` by one reference for each argument.
+
+    Overrides can then change single arguments of a split.
     """
     data = OmegaConf.to_container(cfg.data, resolve=False)
     assert isinstance(data, dict)
     for name in ("val", "test"):
         if data[name] == SAME_SOURCE and isinstance(data["train"], dict):
-            cfg.data[name] = references_to(data["train"])
+            cfg.data[name] = build_references(data["train"])
 
 
-def references_to(train: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments that refer to those of `data.train`. Its `_target_` is copied."""
+def build_references(train: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a node that refers to `data.train`: its `_target_`, and a reference for each other
+    argument.
+    """
     return {
         name: value if name == TARGET or str(value).startswith("${") else f"${{data.train.{name}}}"
         for name, value in train.items()
     }
 
 
-def _fill_epochs(cfg: DictConfig) -> None:
-    """Set the default number of epochs, unless another limit than time ends the run."""
+def _set_default_epochs(cfg: DictConfig) -> None:
+    """Set the default number of epochs, unless a limit in steps, samples or tokens ends the run."""
     trainer = OmegaConf.to_container(cfg.trainer, resolve=False)
     if OmegaConf.is_missing(cfg.trainer, "max_epochs") and isinstance(trainer, dict):
         lifted = trainer["max_steps"] is not None
@@ -197,22 +205,22 @@ def _fill_epochs(cfg: DictConfig) -> None:
         cfg.trainer.max_epochs = None if lifted else settings()["trainer.max_epochs"].default
 
 
-def tracker_nodes() -> dict[str, dict[str, Any]]:
-    """Return the nodes that `monitor.tracker` can name."""
+def load_tracker_nodes() -> dict[str, dict[str, Any]]:
+    """Return the nodes of the trackers that `monitor.tracker` can name, by name."""
     nodes: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("trackers.yaml").read_bytes())
     return nodes
 
 
 def add_trackers(cfg: DictConfig, names: Any) -> None:
-    """Replace the trackers by the nodes that `monitor.tracker` names; null removes all.
+    """Replace the built-in trackers by those that `monitor.tracker` names; null removes all of them.
 
-    Errors are reported later.
+    A wrong name is reported later.
     """
     wanted, before = (
         value if isinstance(value, list | ListConfig) else [value] * (value is not None)
         for value in (names, cfg.monitor.tracker)
     )
-    for name, node in tracker_nodes().items():
+    for name, node in load_tracker_nodes().items():
         if name in wanted and name not in cfg.monitor:
             cfg.monitor[name] = node
         elif (name in before or names is None) and name not in wanted:
@@ -232,120 +240,129 @@ def move_trackers(cfg: DictConfig) -> list[str]:
             cfg.monitor.listeners[name] = node
         else:
             key = f"monitor.{name}"
-            faults.append(messages.unknown_key(key, f"{key}={node}", "monitor", setting_names))
+            faults.append(messages.explain_unknown_key(key, f"{key}={node}", "monitor", setting_names))
     return faults
 
 
-def read_override(word: str, faults: list[str], if_several: str = SWEEP) -> Override | None:
+def parse_override(word: str, faults: list[str], if_several: str = SWEEP) -> Override | None:
+    """Return an override as parsed by Hydra. Return None, and add a message to `faults`, if a run cannot use it.
+
+    if_several: the message for several values, which only a sweep can have.
+    """
     typed = word.lstrip("+") or word
     override = None
     with contextlib.suppress(HydraException):
-        override = _parser().parse_override(word)
+        override = _build_override_parser().parse_override(word)
     key = override.key_or_group if override is not None else ""
     is_hydra_key = key == "hydra" or key.startswith(("hydra.", "hydra/"))
     if override is not None and key and not is_hydra_key and not override.is_sweep_override():
         return override
     several = f"{typed}: {if_several}"
     faults.append(
-        (messages.unread(typed) if is_hydra_key else several) if key else messages.explain_unreadable(typed)
+        (messages.explain_unused_hydra_setting(typed) if is_hydra_key else several)
+        if key
+        else messages.explain_unparsable_override(typed)
     )
     return None
 
 
 @cache
-def _parser() -> OverridesParser:
+def _build_override_parser() -> OverridesParser:
     return OverridesParser.create()
 
 
-def _is_choice(override: Override, known: list[str]) -> bool:
+def _is_option_choice(override: Override, known: list[str]) -> bool:
     """Return whether Hydra reads an override as the choice of an option."""
     key = override.key_or_group
     is_group = key in known or "/" in key or override.package is not None
     return is_group and not isinstance(override.value(), dict)
 
 
-def _no_option(override: Override, folders: list[Path]) -> str:
-    """Return what is wrong with a chosen option; "" if its file exists, or if Hydra reports the fault itself."""
+def _describe_missing_option(override: Override, folders: list[Path]) -> str:
+    """Return why a chosen option does not exist; "" if it exists, or if Hydra reports the fault itself."""
     group, option = override.key_or_group, override.value()
-    wanted, known_options = option if isinstance(option, list) else [option], options(group, folders)
+    wanted, known_options = option if isinstance(option, list) else [option], list_options(group, folders)
     if override.is_delete() or (
         known_options and (option is None or set(map(str, wanted)) <= {*known_options})
     ):
         return ""
     if any((folder / group / f"{option}.yaml").is_file() for folder in folders):
         return ""
-    return messages.no_option(group, option, known_options)
+    return messages.explain_unknown_option(group, option, known_options)
 
 
-def _composed_choices(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
-    """Compose the config from chosen options.
+def _compose_choices(words: list[str], folders: list[Path], faults: list[str]) -> DictConfig | None:
+    """Compose the config from the chosen options; None if a file is not valid YAML.
 
-    An option that Hydra refuses is removed from `words` and explained in `faults`; then the rest is composed again.
+    An option that Hydra refuses is removed from `words` and explained in `faults`. Then the others are composed
+    again.
     """
     while True:
         try:
-            return _hydra_compose(words, folders[:-1])
+            return _compose_with_hydra(words, folders[:-1])
         except yaml.YAMLError as error:
-            faults.append(yaml_fault(error))
+            faults.append(explain_yaml_error(error))
             return None
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            fault, culprit = messages.explain_composition(error, words, folders)
+            fault, culprit = messages.explain_composition_error(error, words, folders)
             faults.append(fault)
             if culprit is None:
                 return None
             words[:] = [word for word in words if word != culprit]
 
 
-def _hydra_compose(words: list[str], user_dirs: list[Path]) -> DictConfig:
+def _compose_with_hydra(words: list[str], user_dirs: list[Path]) -> DictConfig:
     _user_dirs[:] = reversed(user_dirs)
-    _register()
+    _register_with_hydra()
     logging.getLogger("hydra").setLevel(logging.ERROR)
     GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name="trainrun"):
+    with initialize_config_dir(config_dir=str(find_conf_dir()), version_base="1.3", job_name="trainrun"):
         return compose("trainrun", overrides=[*words, *LEFT_OUT], return_hydra_config=True)
 
 
-def _put(cfg: DictConfig, override: Override, folders: list[Path]) -> str:
+def _apply_override(cfg: DictConfig, override: Override, folders: list[Path]) -> str:
     key, text = override.key_or_group, str(override.input_line).partition("=")[2]
     if override.is_delete():
         return _remove_key(cfg, key, text, folders)
     may_be_new = override.is_add() or override.is_force_add()
-    return put(cfg, key, override.value(), text, may_be_new, folders)
+    return set_config_value(cfg, key, override.value(), text, may_be_new, folders)
 
 
-def put(cfg: DictConfig, key: str, value: Any, text: str, may_be_new: bool, folders: list[Path]) -> str:
-    """Set one value. Return what is wrong with it, "" if nothing is. text: the value as typed."""
+def set_config_value(
+    cfg: DictConfig, key: str, value: Any, text: str, may_be_new: bool, folders: list[Path]
+) -> str:
+    """Set one value. Return what is wrong with it, or "". text: the value as typed."""
     try:
-        if fault := misplaced(cfg, key, f"{key}={text}", may_be_new, folders):
+        if fault := explain_misplaced_key(cfg, key, f"{key}={text}", may_be_new, folders):
             return fault
         OmegaConf.update(cfg, key, value, merge=True, force_add=may_be_new)
     except OmegaConfBaseException as error:
-        return messages.explain_value(error, key, text, folders)
+        return messages.explain_wrong_value(error, key, text, folders)
     return ""
 
 
-def misplaced(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: list[Path]) -> str:
-    """Return why a key does not exist; "" if it does or may be new."""
+def explain_misplaced_key(cfg: DictConfig, key: str, word: str, may_be_new: bool, folders: list[Path]) -> str:
+    """Return why a key does not exist; "" if it exists or may be new."""
     node: Any = cfg
     parts = key.split(".")
     for place, part in enumerate(parts):
-        if isinstance(node, ListConfig) or (may_be_new and _lacks(node, part)):
+        if isinstance(node, ListConfig) or (may_be_new and _lacks_key(node, part)):
             return ""  # by number, which OmegaConf looks at, or new, in place of a name too
-        if not isinstance(node, DictConfig) or _lacks(node, part):
-            return messages.no_place(key, word, ".".join(parts[:place]), node, folders)
+        if not isinstance(node, DictConfig) or _lacks_key(node, part):
+            return messages.explain_missing_key(key, word, ".".join(parts[:place]), node, folders)
         node = OmegaConf.select(cfg, ".".join(parts[: place + 1])) if place + 1 < len(parts) else None
     return ""
 
 
-def _lacks(node: Any, part: str) -> bool:
+def _lacks_key(node: Any, part: str) -> bool:
     return part not in node.keys() if isinstance(node, DictConfig) else isinstance(node, str | None)  # noqa: SIM118
 
 
 def _remove_key(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str:
-    """Remove a key (`~key`), so that the target's default applies. Return a message, or ""."""
+    """Remove a key (`~key`), so that the default of the target applies. Return what is wrong, or ""."""
     if text:
         return f"~{key}={text}: a setting is taken away without a value, as ~{key}"
-    if fault := misplaced(cfg, key, f"~{key}", False, folders):
+    if fault := explain_misplaced_key(cfg, key, f"~{key}", False, folders):
         return fault
     above, _, name = key.rpartition(".")
     node = OmegaConf.select(cfg, above) if above else cfg
@@ -353,46 +370,47 @@ def _remove_key(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> st
         with open_dict(cfg):
             del node[name]
     except OmegaConfBaseException as error:
-        return messages.explain_value(error, key, "", folders)
+        return messages.explain_wrong_value(error, key, "", folders)
     return ""
 
 
-def in_tracker(key: str) -> bool:
+def is_tracker_argument(key: str) -> bool:
+    """Return whether a key is an argument of a tracker, such as `monitor.mlflow.uri`."""
     return is_tracker(key) and key.count(".") > 1
 
 
-def opened(overrides: list[str], folders: list[Path]) -> list[str]:
-    """Return the overrides with `++` where new keys are allowed: in custom nodes, whose target's signature is
-    checked later.
-    """
+def allow_new_keys(overrides: list[str], folders: list[Path]) -> list[str]:
+    """Return the overrides with `++` where a key may be new: in custom nodes, whose signature is checked later."""
     chosen = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     targets = [key.removesuffix("._target_") for key in chosen if key.endswith("._target_")]
-    named = [key for key in targets if any(f"{key}.".startswith(f"{node}.") for node in open_nodes())]
-    own_groups, user_dirs = groups([conf_dir()]), folders[:-1]
+    named = [key for key in targets if any(f"{key}.".startswith(f"{node}.") for node in list_open_nodes())]
+    own_groups, user_dirs = list_groups([find_conf_dir()]), folders[:-1]
 
-    def is_open(key: str) -> bool:
+    def allows_new_key(key: str) -> bool:
         group = key.partition(".")[0]
         if any(key == f"{node}._target_" or key.startswith(f"{node}.") for node in named):
             return True
-        if key.startswith(BY_NAME) or key in MODEL_KEYS or in_tracker(key):
+        if key.startswith(BY_NAME) or key in MODEL_KEYS or is_tracker_argument(key):
             return True
-        if not any(key.startswith(node + ".") for node in open_nodes()):
+        if not any(key.startswith(node + ".") for node in list_open_nodes()):
             return False
         option = chosen.get(group, "").strip('"')
         return option == CUSTOM or any((folder / group / f"{option}.yaml").is_file() for folder in user_dirs)
 
-    def with_plus(word: str) -> str:
-        """Return the override with `++` if its key may be new, else without `+`.
+    def add_plus(word: str) -> str:
+        """Return the override with `++` if its key may be new; else without any `+`.
 
-        In the closed schema, `+` would add a misspelt setting that no code reads.
+        In the closed schema, a `+` would add a misspelt setting that no code reads.
         """
         bare = word.lstrip("+")
         key = bare.partition("=")[0]
-        if is_open(key):
+        if allows_new_key(key):
             return f"++{bare}"
         if not key:
             return word
-        of_the_user = key not in own_groups and (key in groups(user_dirs) or "/" in key)
-        return word if of_the_user or key.startswith(tuple(f"{node}." for node in open_nodes())) else bare
+        of_the_user = key not in own_groups and (key in list_groups(user_dirs) or "/" in key)
+        return (
+            word if of_the_user or key.startswith(tuple(f"{node}." for node in list_open_nodes())) else bare
+        )
 
-    return [word if word[:1] == "~" else with_plus(word) for word in overrides]
+    return [word if word[:1] == "~" else add_plus(word) for word in overrides]

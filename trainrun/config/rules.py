@@ -10,12 +10,12 @@ from trainrun.config.schema import (
     DISTILLATION,
     SAME,
     RunConfig,
-    config_leaves,
+    iterate_config_leaves,
     settings,
     validation_nodes,
 )
 from trainrun.data.readers.path_contents import list_data_options
-from trainrun.instantiate import TARGET, is_node, named_nodes, target_name
+from trainrun.instantiate import TARGET, is_node, named_nodes, read_target_name
 from trainrun.limits import EPOCH, NAMED, NODE, NODES, Duration, is_finite, parse_interval
 
 READERS, ARRAYS = "trainrun.data.", "trainrun.data.readers.arrays."
@@ -29,7 +29,7 @@ CLASSIFICATION, REGRESSION = (
 
 
 class Fault(NamedTuple):
-    """A fault of a setting. value: as typed; "" if the key alone is enough."""
+    """A fault of a setting. value: the value as typed; "" if the message needs only the key."""
 
     key: str
     value: Any
@@ -40,9 +40,11 @@ class Fault(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A combination that is refused. setting: as typed. `{c.trainer.max_steps}` in a text is a value of the config.
+    """A combination of settings that is refused.
 
-    broken: returns whether a config breaks the rule. instead: the way out, after a semicolon.
+    setting: as typed. A text such as `{c.trainer.max_steps}` is replaced by that value of the config.
+    broken: a function that returns whether a config breaks the rule.
+    instead: what to write instead.
     """
 
     setting: str
@@ -50,31 +52,35 @@ class Rule(NamedTuple):
     why: str
     instead: str
 
-    def fault(self, config: RunConfig) -> Fault:
+    def build_fault(self, config: RunConfig) -> Fault:
         """Return the fault of a config that breaks this rule."""
-        facts: dict[str, Any] = {"c": config, "asked": draws_by(config), "mix": mix_of(config)}
+        facts: dict[str, Any] = {
+            "c": config,
+            "asked": format_sampling_setting(config),
+            "mix": format_mix(config),
+        }
         facts["sets"] = ", ".join(named_nodes(config.data.train)) or "not named"
         key, _, value = self.setting.format(**facts).partition("=")
         return Fault(key, value, f"{self.why}; {self.instead}".format(**facts))
 
 
-def pair_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield a fault for every refused combination of settings, independent of the device."""
-    yield from (rule.fault(config) for rule in RULES if rule.broken(config))
+def iterate_combination_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield a fault for every refused combination of settings. Faults that depend on the device are not among them."""
+    yield from (rule.build_fault(config) for rule in RULES if rule.broken(config))
     if config.trainer.compile.scope == "step" or config.trainer.cuda_graphs:
         is_one_graph = config.trainer.compile.scope == "step"
         key, value = ("trainer.compile.scope", "step") if is_one_graph else ("trainer.cuda_graphs", "true")
-        for setting, reason in step_obstacles(config):
+        for setting, reason in iterate_step_obstacles(config):
             yield Fault(key, value, f"does not go with {setting}: {reason}")
-    yield from _networks(config)
-    yield from _held_out_parts(config)
-    yield from _optimizers_by_name(config)
+    yield from _iterate_network_faults(config)
+    yield from _iterate_held_out_faults(config)
+    yield from _iterate_optimizer_faults(config)
     if config.parallel.accelerator != "auto":
-        yield from needs_gpu(config, config.parallel.accelerator)
+        yield from check_gpu_settings(config, config.parallel.accelerator)
 
 
-def step_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the settings that prevent a step of one graph, each with the reason and the way out."""
+def iterate_step_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield each setting that prevents compiling or recording a whole step, with the reason and the way out."""
     for rule in STEP_RULES:
         if rule.broken(config):
             yield rule.setting.format(c=config), f"{rule.why}; {rule.instead}"
@@ -82,24 +88,24 @@ def step_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"hook.{name}", "it may change what a graph holds; use trainer.compile.scope=model"
 
 
-def needs_gpu(config: RunConfig, device_type: str) -> list[Fault]:
-    """Return a fault for each setting that needs a GPU, for a run on another device."""
-    return [rule.fault(config)._replace(text=f"{rule.why} {device_type}; {rule.instead}") for rule in GPU_RULES
+def check_gpu_settings(config: RunConfig, device_type: str) -> list[Fault]:
+    """Return a fault for each setting that needs a GPU if the device is no GPU."""
+    return [rule.build_fault(config)._replace(text=f"{rule.why} {device_type}; {rule.instead}") for rule in GPU_RULES
             if device_type != "cuda" and rule.broken(config)]  # fmt: skip
 
 
-def mix_of(config: RunConfig) -> str:
-    """Return `data.mix` as it is typed; "" without it."""
+def format_mix(config: RunConfig) -> str:
+    """Return `data.mix` as a user types it; "" if it is not set."""
     return f"data.mix={config.data.mix}".replace("'", "") if config.data.mix else ""
 
 
-def draws_by(config: RunConfig) -> str:
-    """Return the setting that decides how often samples are drawn; "" without one."""
+def format_sampling_setting(config: RunConfig) -> str:
+    """Return the setting that decides how often a sample is drawn, as typed; "" without one."""
     typed = f"data.sampling={config.data.sampling}" if config.data.sampling != "none" else ""
-    return mix_of(config) or typed
+    return format_mix(config) or typed
 
 
-def _interval(config: RunConfig) -> Duration:
+def _parse_validation_interval(config: RunConfig) -> Duration:
     with suppress(ValueError):  # a fault of its own
         return parse_interval(config.trainer.val_check_interval)
     return Duration(1, EPOCH)
@@ -110,7 +116,7 @@ def _has_several_devices(config: RunConfig) -> bool:
     return len(devices) > 1 if isinstance(devices, list) else devices not in ("auto", 1)
 
 
-def _names_devices_badly(config: RunConfig) -> bool:
+def _has_invalid_devices(config: RunConfig) -> bool:
     devices = config.parallel.devices
     return isinstance(devices, list) and len(set(devices)) < max(1, len(devices))
 
@@ -126,7 +132,7 @@ def _warms_up_too_long(config: RunConfig) -> bool:
     return steps is not None and is_finite(steps) and most is not None and steps > most
 
 
-def _recomputes(config: RunConfig) -> bool:
+def _uses_gradient_checkpointing(config: RunConfig) -> bool:
     return config.trainer.gradient_checkpointing not in ("none", "auto")
 
 
@@ -153,12 +159,12 @@ NOT_INIT_FROM = "says what is taken of init_from, which is not set"
 
 RULES = (
     Rule("data.padding=pack",
-         lambda c: c.data.padding == "pack" and target_name(c.task) == REGRESSION,
+         lambda c: c.data.padding == "pack" and read_target_name(c.task) == REGRESSION,
          "task=regression needs a row for each sample", "use data.padding=bucket"),
     Rule("trainer.max_epochs=null", _has_no_limit,
          "a training without a limit never ends", "give trainer.max_epochs, max_steps or max_time"),
     Rule("trainer.check_val_every_n_epoch={c.trainer.check_val_every_n_epoch}",
-         lambda c: _interval(c).unit != EPOCH and c.trainer.check_val_every_n_epoch != 1,
+         lambda c: _parse_validation_interval(c).unit != EPOCH and c.trainer.check_val_every_n_epoch != 1,
          "does not go with trainer.val_check_interval={c.trainer.val_check_interval}", LEAVE_ONE),
     Rule("data.global_batch_size={c.data.global_batch_size}",
          lambda c: c.data.global_batch_size is not None and c.trainer.accumulate_grad_batches != 1,
@@ -167,7 +173,7 @@ RULES = (
          "there is no data.transform", "name that, or data.val_transform._target_=my_file.MyClass"),
     Rule("data.test_transform=same", lambda c: c.data.test_transform == SAME and c.data.transform is None,
          "there is no data.transform", "name that, or data.test_transform._target_=my_file.MyClass"),
-    Rule("parallel.devices={c.parallel.devices}", _names_devices_badly,
+    Rule("parallel.devices={c.parallel.devices}", _has_invalid_devices,
          "must name one GPU or several, each once", "write it as [0,1]"),
     Rule("parallel.devices={c.parallel.devices}",
          lambda c: c.parallel.mode == "single" and _has_several_devices(c),
@@ -215,7 +221,7 @@ RULES = (
          "longer than the run: trainer.max_steps={c.trainer.max_steps}", "choose fewer"),
     Rule("scheduler.interval=epoch",
          lambda c: (c.scheduler or {}).get("interval") == "epoch"
-         and not target_name(c.loop, "trainrun.").startswith("trainrun."),
+         and not read_target_name(c.loop, "trainrun.").startswith("trainrun."),
          "a loop of your own ends its epochs itself", "use scheduler.interval=step"),
     # how often samples come, and folds
     Rule("data.sampling={c.data.sampling}", lambda c: c.data.mix and c.data.sampling != "none",
@@ -229,15 +235,16 @@ RULES = (
          "has no effect without data.sampling=weighted", "add that, or leave it out"),
     Rule("data.shuffle=false", lambda c: c.data.shuffle_buffer and not c.data.shuffle,
          "data.shuffle_buffer={c.data.shuffle_buffer} shuffles", LEAVE_ONE),
-    Rule("data.shuffle=false", lambda c: draws_by(c) and not c.data.shuffle,
+    Rule("data.shuffle=false", lambda c: format_sampling_setting(c) and not c.data.shuffle,
          "{asked} has no order of its own", LEAVE_ONE),
     Rule("data.sampling=balanced",
          lambda c: c.data.sampling == "balanced" and (c.task or {}).get("class_weights") == "balanced",
          "task.class_weights=balanced makes up for the same once more", LEAVE_ONE),
     Rule("data.padding={c.data.padding}",
-         lambda c: draws_by(c) and c.data.padding in ("pack", "token_budget"),
+         lambda c: format_sampling_setting(c) and c.data.padding in ("pack", "token_budget"),
          PUTS_TOGETHER, "use data.padding=bucket"),
-    Rule("data.truncate={c.data.truncate}", lambda c: draws_by(c) and c.data.truncate in ("split", "drop"),
+    Rule("data.truncate={c.data.truncate}",
+         lambda c: format_sampling_setting(c) and c.data.truncate in ("split", "drop"),
          PUTS_TOGETHER, "use data.truncate=right"),
     Rule("data.fold={c.data.fold}", lambda c: c.data.folds is None and c.data.fold is not None,
          "has no effect without data.folds", "add data.folds=5"),
@@ -265,14 +272,15 @@ RULES = (
          lambda c: c.trainer.cuda_graphs and c.parallel.accelerator in ("cpu", "mps"),
          "does not go with parallel.accelerator={c.parallel.accelerator}: only a CUDA device has them",
          "use trainer.cuda_graphs=false"),
-    Rule(AGAIN, lambda c: _recomputes(c) and _is_compiled(c),
+    Rule(AGAIN, lambda c: _uses_gradient_checkpointing(c) and _is_compiled(c),
          f"{NOT_COMPILED}, because compiled code decides itself what it computes again", USE_ONE),
-    Rule(AGAIN, lambda c: _recomputes(c) and c.trainer.cuda_graphs,
+    Rule(AGAIN, lambda c: _uses_gradient_checkpointing(c) and c.trainer.cuda_graphs,
          f"{NOT_RECORDED}, because random numbers cannot be drawn again while a step is recorded", USE_ONE),
-    Rule(AGAIN, lambda c: _recomputes(c) and c.parallel.sync_batchnorm,
+    Rule(AGAIN, lambda c: _uses_gradient_checkpointing(c) and c.parallel.sync_batchnorm,
          "does not go with parallel.sync_batchnorm=true, which would exchange the statistics of the ranks a second "
          "time in the backward", USE_ONE),
-    Rule(MOVED, lambda c: c.trainer.activation_offload and _recomputes(c), f"{AGAIN} {NO_ACTIVATIONS}", USE_ONE),
+    Rule(MOVED, lambda c: c.trainer.activation_offload and _uses_gradient_checkpointing(c),
+         f"{AGAIN} {NO_ACTIVATIONS}", USE_ONE),
     Rule(MOVED, lambda c: c.trainer.activation_offload and _is_compiled(c),
          OPAQUE, "use trainer.compile.scope=off"),
     Rule(MOVED, lambda c: c.trainer.activation_offload and c.trainer.cuda_graphs,
@@ -304,15 +312,15 @@ GPU_RULES = (  # what only a GPU has a use for
 )  # fmt: skip
 
 
-def _networks(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults for networks that do not fit the task, and for a VAE monitor with another task."""
+def _iterate_network_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield a fault for a network that does not fit the task, and for a VAE monitor beside another task."""
     model, task = config.model or {}, config.task or {}
-    name, kind = target_name(model), target_name(task)
+    name, kind = read_target_name(model), read_target_name(task)
     is_other_task = kind.startswith("trainrun.task.") and kind != VAE_TASK
     if name in VAES and is_other_task:
         yield Fault("model", name.split(".")[-2], "gives a reconstruction, not classes; its task is task=vae")
     for key, node in config.hook.items():
-        if is_other_task and target_name(node) == VAE_HEALTH:
+        if is_other_task and read_target_name(node) == VAE_HEALTH:
             why = f"monitor=vae watches the code of a VAE, and task={kind.split('.')[-2]} has none"
             yield Fault(f"hook.{key}", "", f"{why}; use model=vae task=vae, or leave it out")
     gives_classes_last = name == GPT or (name == LSTM and model.get("outputs", "each") == "each")
@@ -323,8 +331,8 @@ def _networks(config: RunConfig) -> Iterator[Fault]:
         yield Fault("model", "gpt" if name == GPT else "lstm", f"{why}{class_dim} does not look; {ways}")
 
 
-def _held_out_parts(config: RunConfig) -> Iterator[Fault]:
-    """Yield faults for validation sets that are cut from the training data with other settings than the training
+def _iterate_held_out_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield faults for validation sets that are split off the training data with other settings than the training
     set.
     """
     train = config.data.train or {}
@@ -346,15 +354,15 @@ def _held_out_parts(config: RunConfig) -> Iterator[Fault]:
             yield Fault(f"{key}.path", node["path"], f"{why}; {way}")
 
 
-def unread_path(config: RunConfig) -> list[str]:
-    """Return a fault if no node uses `data.path`: the run would train on other data than the path."""
+def check_data_path(config: RunConfig) -> list[str]:
+    """Return a fault if no node uses `data.path`: the run would train on other data than the user named."""
     path = config.data.path
     prefixes = tuple(
         f"{key}." for key, setting in settings().items() if setting.opens in (NODE, NAMED, NODES)
     )
     has_reader = any(
         value == path or "${data.path}" in config.references.get(key, "")
-        for key, value in config_leaves(config)
+        for key, value in iterate_config_leaves(config)
         if key.startswith(prefixes)
     )
     if path is None or has_reader:
@@ -366,7 +374,7 @@ def unread_path(config: RunConfig) -> list[str]:
     ]
 
 
-def _optimizers_by_name(config: RunConfig) -> Iterator[Fault]:
+def _iterate_optimizer_faults(config: RunConfig) -> Iterator[Fault]:
     """Yield faults for settings that cannot be combined with several named optimizers."""
     named = named_nodes(config.optimizer)
     optimizers = [name for name, value in (config.optimizer or {}).items() if is_node(value)]

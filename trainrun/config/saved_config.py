@@ -1,4 +1,4 @@
-"""Read the saved config of a run, fill in its secrets, and change single values."""
+"""Read the config of a saved run, fill in its secrets, and apply overrides to it."""
 
 from __future__ import annotations
 
@@ -14,43 +14,49 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainrun.config.aliases import say_once
-from trainrun.config.argv import CommandLine, conf_dir, groups, split_command_line, translate
-from trainrun.config.compose import idle_settings, rename_old_values, untold
-from trainrun.config.messages import explain_reference, first_line_of_error
+from trainrun.config.aliases import print_note_once
+from trainrun.config.argv import (
+    CommandLine,
+    find_conf_dir,
+    list_groups,
+    split_command_line,
+    translate_overrides,
+)
+from trainrun.config.compose import describe_idle_settings, drop_reported_faults, rename_old_values
+from trainrun.config.messages import explain_broken_reference, first_line_of_error
 from trainrun.config.overrides import (
     add_trackers,
-    in_tracker,
+    build_schema_node,
+    check_override,
+    is_tracker_argument,
     move_trackers,
-    override_fault,
-    put,
-    read_override,
-    schema_node,
+    parse_override,
+    set_config_value,
 )
-from trainrun.config.rules import unread_path
+from trainrun.config.rules import check_data_path
 from trainrun.config.saved_values import (
     REFERENCE,
     Any_,
     FromEnvironment,
+    add_references,
+    expand_home_folder,
     read_yaml_text,
-    remember,
     resolve_references,
-    with_home_folder,
 )
 from trainrun.config.schema import (
     DataConfig,
     RunConfig,
-    config_leaves,
+    iterate_config_leaves,
+    list_open_nodes,
     map_config,
-    open_nodes,
     validation_nodes,
 )
-from trainrun.config.validate import SHARED, check_config, target_argument_faults
+from trainrun.config.validate import SHARED, check_config, check_target_arguments
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, read_json, read_origin
 from trainrun.instantiate import TARGET
 from trainrun.model.choices import WORDS
-from trainrun.output import HIDDEN, hides
+from trainrun.output import HIDDEN, is_secret_value
 
 KEYS_OF_ANY_CLASS = {  # in a node: what the runner itself reads, and the learning rate, which every optimizer takes
     "model": tuple(WORDS),
@@ -59,8 +65,11 @@ KEYS_OF_ANY_CLASS = {  # in a node: what the runner itself reads, and the learni
 }
 
 
-def mode_of_ranks(saved: Any, overrides: list[str]) -> list[str]:
-    """Return the override that keeps the saved mode where another number of ranks alone would choose ddp."""
+def keep_saved_mode(saved: Any, overrides: list[str]) -> list[str]:
+    """Return the override that keeps the saved parallel mode; [] if it is not needed.
+
+    It is needed if the number of ranks is typed but no mode, because the number alone would choose ddp.
+    """
     mode = OmegaConf.select(saved, "parallel.mode")
     names_devices = any(
         re.match(r"\+*((parallel|trainer)\.)?(devices|nproc_per_node)=", word) for word in overrides
@@ -70,8 +79,10 @@ def mode_of_ranks(saved: Any, overrides: list[str]) -> list[str]:
     return [f"parallel.mode={mode}"] if keeps_mode else []
 
 
-def devices_of_one(saved: DictConfig, words: list[str]) -> list[str]:
-    """Return the override that resets the device list if a run of several ranks continues as a single one."""
+def reset_devices(saved: DictConfig, words: list[str]) -> list[str]:
+    """Return the override that resets `parallel.devices` if a run of several ranks continues as a single one; else
+    [].
+    """
     typed = dict(word.lstrip("+").partition("=")[::2] for word in words)
     devices = OmegaConf.select(saved, "parallel.devices")
     number = len(devices) if isinstance(devices, ListConfig) else devices
@@ -81,10 +92,10 @@ def devices_of_one(saved: DictConfig, words: list[str]) -> list[str]:
 
 
 def describe_unchanged_paths(data: DataConfig, given: set[str], measured: str) -> Iterator[str]:
-    """Yield a line for each set that a new `data.path` does not change, because the set has its own path.
+    """Yield a line for each split that a new `data.path` does not change, because the split has a path of its own.
 
-    measured: the split that a command evaluates; a built-in reader with its own path there uses the new one. Empty
-        for a command that trains, which only prints the lines.
+    measured: the split that a command evaluates. A built-in reader with a path of its own for that split reads the
+        new path. "" for a command that trains, which only prints the lines.
     """
     for split, node in {**validation_nodes(data), "test": data.test}.items():
         wanted_split, key = measured or "val", f"data.{split.replace('/', '.')}"
@@ -96,10 +107,14 @@ def describe_unchanged_paths(data: DataConfig, given: set[str], measured: str) -
         line = ""
         if own_path not in (None, data.path) and source not in given and not measured:
             line = f"{key} reads {source}={own_path}; for other samples there set {source}={data.path}"
-        elif own_path is None and measured and all(value != data.path for _, value in config_leaves(node)):
+        elif (
+            own_path is None
+            and measured
+            and all(value != data.path for _, value in iterate_config_leaves(node))
+        ):
             line = f"{key} reads other data; name its samples by what {key}.{TARGET} takes"
         if line and not measured:
-            say_once(f"data.path={data.path}: of training; {line}")
+            print_note_once(f"data.path={data.path}: of training; {line}")
         elif line:
             yield f"data.path={data.path}: {line}"
 
@@ -108,12 +123,12 @@ PATH_KEY = re.compile(r"(path|root|dir|folder|file|from|teacher|tokenizer)$")
 
 
 def may_be_path(key: str, value: str) -> bool:
-    """Return whether a text may name a file or folder, judged by its key and form."""
+    """Return whether a value may name a file or folder, judging by its key and its form."""
     return bool(PATH_KEY.search(key) or os.sep in value or Path(value).suffix)
 
 
-def path_roots(run: RunDir, found: dict[str, Any]) -> list[Path]:
-    """Return the folders against which relative paths of a run are resolved, in order of preference.
+def find_path_roots(run: RunDir, found: dict[str, Any]) -> list[Path]:
+    """Return the folders against which the relative paths of a run are resolved, in order of preference.
 
     Return [] if the current directory is the right one.
     """
@@ -126,9 +141,9 @@ def path_roots(run: RunDir, found: dict[str, Any]) -> list[Path]:
         return []
     with contextlib.suppress(OSError, ValueError):
         if (
-            placed(found, here) != found and has_moved == began.is_dir()
+            make_paths_absolute(found, here) != found and has_moved == began.is_dir()
         ):  # or nothing is there to be mistaken for it
-            say_once(
+            print_note_once(
                 f"{run.root}: began in {began}, which is another place; its relative paths lead from {here}"
             )
         if began.is_dir():
@@ -136,10 +151,10 @@ def path_roots(run: RunDir, found: dict[str, Any]) -> list[Path]:
     return []
 
 
-def placed(values: Any_, base: Path) -> Any_:
-    """Return a copy in which relative paths that exist below `base` are absolute."""
+def make_paths_absolute(values: Any_, base: Path) -> Any_:
+    """Return a copy in which every relative path that exists below `base` is absolute."""
 
-    def place(key: str, value: Any) -> Any:
+    def make_absolute(key: str, value: Any) -> Any:
         if not isinstance(value, str) or not value or not may_be_path(key, value):
             return value
         pattern = re.sub(r"\{.*?\}", "*", value)  # names with braces, as `shard-{0..9}.tar`
@@ -152,11 +167,14 @@ def placed(values: Any_, base: Path) -> Any_:
             return value
         return FromEnvironment.of(there, value.reference) if isinstance(value, FromEnvironment) else there
 
-    return map_config(values, place)  # type: ignore[no-any-return]
+    return map_config(values, make_absolute)  # type: ignore[no-any-return]
 
 
-def plain_config(path: Path) -> dict[str, Any]:
-    """Return a run's saved config as plain values, without imports or resolved references. Raise ConfigError."""
+def load_saved_values(path: Path) -> dict[str, Any]:
+    """Return the saved config of a run as plain values, with references unresolved. Raise ConfigError.
+
+    Nothing that the config names is imported.
+    """
     text = read_yaml_text(path)
     try:
         container = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -175,72 +193,72 @@ def plain_config(path: Path) -> dict[str, Any]:
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
-    """Return a saved config with single values changed. Raise ConfigError. Group choices cannot be changed."""
-    return with_overrides(plain_config(path), path, overrides)
+    """Return a saved config with overrides applied. Raise ConfigError. Options of groups cannot be changed."""
+    return apply_overrides(load_saved_values(path), path, overrides)
 
 
-def translated(overrides: list[str]) -> CommandLine:
-    """Return the overrides of a command for a saved run, parsed and with aliases translated."""
+def parse_saved_overrides(overrides: list[str]) -> CommandLine:
+    """Return the overrides of a command for a saved run, parsed, with aliases translated."""
     words = split_command_line(overrides)
-    translate(words, lambda *_: False, lambda name: False)
+    translate_overrides(words, lambda *_: False, lambda name: False)
     return words
 
 
-def with_overrides(found: dict[str, Any], path: Path, overrides: list[str], measured: str = "") -> RunConfig:
-    """Return a saved config with the overrides of a command line. Raise ConfigError.
+def apply_overrides(found: dict[str, Any], path: Path, overrides: list[str], measured: str = "") -> RunConfig:
+    """Return the config of saved values with the overrides of a command line. Raise ConfigError.
 
-    found: the saved values. path: their file. measured: the only split that the command evaluates, to which a new
-        `data.path` must apply.
+    found: the saved values. path: the file that they come from. measured: the only split that the command evaluates,
+        to which a new `data.path` must apply.
     """
-    places = path_roots(RunDir(path.parent), found)
+    places = find_path_roots(RunDir(path.parent), found)
     for place in places:
-        found = placed(found, place)
+        found = make_paths_absolute(found, place)
     try:
         secrets: Any = None
         with contextlib.suppress(OSError, ValueError):
             secrets = read_json(RunDir(path.parent).secrets)
-        saved = OmegaConf.create(with_secrets(found, secrets))
-        cfg = OmegaConf.merge(schema_node(), saved)
+        saved = OmegaConf.create(fill_secrets(found, secrets))
+        cfg = OmegaConf.merge(build_schema_node(), saved)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", None) or "config")
         raise ConfigError(f"{path}: not a config of a run ({key}: {first_line_of_error(error)})") from error
     assert isinstance(cfg, DictConfig)
-    words = translated([*mode_of_ranks(saved, overrides), *overrides])
+    words = parse_saved_overrides([*keep_saved_mode(saved, overrides), *overrides])
     faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
-    wrong = {word: fault for word in words.overrides if (fault := override_fault(word))}
+    wrong = {word: fault for word in words.overrides if (fault := check_override(word))}
     faults += wrong.values()
     sound = [word for word in words.overrides if word not in wrong]
     clear_replaced_nodes(cfg, words)
-    put_into_saved(cfg, [*sound, *devices_of_one(saved, sound)], faults)
-    faults += [*missing_secrets(cfg), *move_trackers(cfg)]
+    set_saved_values(cfg, [*sound, *reset_devices(saved, sound)], faults)
+    faults += [*describe_missing_secrets(cfg), *move_trackers(cfg)]
     try:
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
-        raise ConfigError(*faults, explain_reference(error)) from error
+        raise ConfigError(*faults, explain_broken_reference(error)) from error
     assert isinstance(config, RunConfig)
-    config = remember(cfg, with_home_folder(rename_old_values(config)))
+    config = add_references(cfg, expand_home_folder(rename_old_values(config)))
     changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
     before = OmegaConf.select(saved, "data.path")
     has_moved = "data.path" in changed and config.data.path != before
     for base in (Path.cwd(), *places) if places else ():  # what the command line and the environment name
-        config = placed(config, base)
+        config = make_paths_absolute(config, base)
     faults += check_config(config)
-    faults += untold(idle_settings(config, words.overrides), faults)
+    faults += drop_reported_faults(describe_idle_settings(config, words.overrides), faults)
     # With its other values it has trained.
     if has_moved:
-        faults += [*unread_path(config), *describe_unchanged_paths(config.data, changed, measured)]
-    faults += untold(
-        {key: fault for key, fault in target_argument_faults(config).items() if key in changed}, faults
+        faults += [*check_data_path(config), *describe_unchanged_paths(config.data, changed, measured)]
+    faults += drop_reported_faults(
+        {key: fault for key, fault in check_target_arguments(config).items() if key in changed}, faults
     )
     if faults:
-        raise ConfigError(*[words.as_typed(fault) for fault in faults])
+        raise ConfigError(*[words.restore_typed_setting(fault) for fault in faults])
     return config
 
 
 def clear_replaced_nodes(cfg: DictConfig, words: CommandLine) -> None:
-    """Remove the arguments of a class that the command line replaces by another (`model=my_net.Net`).
+    """Remove the saved arguments of a class that the command line replaces by another, as in `model=my_net.Net`.
 
-    `model._target_=my_net.Net` keeps the arguments, for example for a subclass.
+    With `model._target_=my_net.Net` the arguments stay, which suits a subclass.
     """
     for word in words.overrides:
         key, _, target = word.lstrip("+").partition("=")
@@ -254,8 +272,8 @@ def clear_replaced_nodes(cfg: DictConfig, words: CommandLine) -> None:
 
 
 def keep_referenced_values(cfg: DictConfig, section: str) -> None:
-    """Replace each reference into a section by its value, so that the section can be emptied."""
-    for key, text in config_leaves(OmegaConf.to_container(cfg, resolve=False)):
+    """Replace each reference into a section by the value, so that the section can be cleared."""
+    for key, text in iterate_config_leaves(OmegaConf.to_container(cfg, resolve=False)):
         reference = REFERENCE.fullmatch(text) if isinstance(text, str) else None
         if reference is not None and reference[1].startswith(f"{section}."):
             OmegaConf.update(cfg, key, OmegaConf.select(cfg, key))
@@ -264,15 +282,15 @@ def keep_referenced_values(cfg: DictConfig, section: str) -> None:
 NO_SWEEP = "several values, where a saved run has one (a list is [1,2])"
 
 
-def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None:
-    """Set single values in a saved config. Below an open node, keys may be new."""
-    fixed = groups([conf_dir()])
+def set_saved_values(cfg: DictConfig, words: list[str], faults: list[str]) -> None:
+    """Set the values of overrides in a saved config. Below an open node, keys may be new."""
+    fixed = list_groups([find_conf_dir()])
     for word in words:
-        override = read_override(word, faults, NO_SWEEP)
+        override = parse_override(word, faults, NO_SWEEP)
         if override is None:
             continue
         key, text = override.key_or_group, word.partition("=")[2]
-        may_be_new = any(key.startswith(f"{node}.") for node in open_nodes()) or in_tracker(key)
+        may_be_new = any(key.startswith(f"{node}.") for node in list_open_nodes()) or is_tracker_argument(key)
         if key == "monitor.tracker":
             add_trackers(cfg, override.value())
         if key in fixed:
@@ -282,24 +300,26 @@ def put_into_saved(cfg: DictConfig, words: list[str], faults: list[str]) -> None
         elif override.is_delete():
             fault = f"{word}: nothing of a run can be taken away; give it another value, as {key}=null"
         else:
-            fault = put(cfg, key, override.value(), text, may_be_new, [conf_dir()])
+            fault = set_config_value(cfg, key, override.value(), text, may_be_new, [find_conf_dir()])
         faults += [fault] if fault else []
 
 
-def with_secrets(found: dict[str, Any], secrets: Any) -> dict[str, Any]:
-    """Return saved values with the known secrets filled in."""
+def fill_secrets(found: dict[str, Any], secrets: Any) -> dict[str, Any]:
+    """Return saved values with `***` replaced by the secrets that are known."""
     secret_values = secrets if isinstance(secrets, dict) else {}
     filled: dict[str, Any] = map_config(
         found,
-        lambda key, value: secret_values.get(key, value) if value == HIDDEN and hides(key, value) else value,
+        lambda key, value: (
+            secret_values.get(key, value) if value == HIDDEN and is_secret_value(key, value) else value
+        ),
     )
     return filled
 
 
-def missing_secrets(cfg: DictConfig) -> list[str]:
-    """Return a line for each secret that is not stored in the run folder."""
+def describe_missing_secrets(cfg: DictConfig) -> list[str]:
+    """Return a line for each secret of a config that is not stored in the run folder."""
     return [
         f"{key}: a secret that is not kept in this folder (.secrets.json); give it again, as {key}=..."
-        for key, value in config_leaves(OmegaConf.to_container(cfg, resolve=False))
-        if value == HIDDEN and hides(key, value)
+        for key, value in iterate_config_leaves(OmegaConf.to_container(cfg, resolve=False))
+        if value == HIDDEN and is_secret_value(key, value)
     ]

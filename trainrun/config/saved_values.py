@@ -1,10 +1,9 @@
-"""Configs as files: references stay references, secrets are stored separately, and YAML is checked before it is
-parsed.
+"""Read and write configs as files: references stay references, secrets are stored separately, YAML is checked first.
 
-`data.train.path: ${data.path}` is saved as it was written, so a run resumed with another `data.path` follows it like
-    a new run. A value of `${oc.env:NAME}` is a `FromEnvironment`: a string that remembers its reference. The
-    environment is read again at each start. Values of settings with secret-like names are saved as `***`, and in
-    full in `.secrets.json`, which only their owner can read.
+A reference such as `data.train.path: ${data.path}` is saved as it was written. A run resumed with another
+`data.path` then follows it. A value of `${oc.env:NAME}` becomes a `FromEnvironment`, a string that remembers its
+reference, and the environment is read again at each start. Values of settings with secret-like names are saved as
+`***`. Their real values are in `.secrets.json`, which only the owner of the file can read.
 """
 
 from __future__ import annotations
@@ -19,10 +18,16 @@ from typing import Any, TypeVar
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from trainrun.config.schema import RunConfig, config_leaves, map_config, plain_values, with_values
+from trainrun.config.schema import (
+    RunConfig,
+    convert_to_plain_values,
+    iterate_config_leaves,
+    map_config,
+    replace_values,
+)
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import read_bytes
-from trainrun.output import HIDDEN, hides
+from trainrun.output import HIDDEN, is_secret_value
 
 ENVIRONMENT = "${oc.env:"
 REFERENCE = re.compile(r"\$\{([^\W\d]\w*(?:\.\w+)*)\}")  # to another setting
@@ -34,7 +39,7 @@ Any_ = TypeVar("Any_")
 
 
 class FromEnvironment(str):
-    """A string from an environment variable, with its reference."""
+    """A string from an environment variable. reference: the text `${oc.env:NAME}` that it came from."""
 
     reference: str
 
@@ -49,57 +54,59 @@ class FromEnvironment(str):
         return repr(self.reference)
 
 
-def is_environment(text: Any) -> bool:
-    """Return whether a text has references, all of them to environment variables."""
+def is_environment_reference(text: Any) -> bool:
+    """Return whether a text has references, and all of them are to environment variables."""
     return isinstance(text, str) and ENVIRONMENT in text and text.count("${") == text.count(ENVIRONMENT)
 
 
-def remember(cfg: DictConfig, config: RunConfig) -> RunConfig:
-    """Return the config with the references of its values. cfg: the same config as composed."""
+def add_references(cfg: DictConfig, config: RunConfig) -> RunConfig:
+    """Return the config with the references of its values recorded. cfg: the same config as composed by Hydra."""
     raw = OmegaConf.to_container(cfg, resolve=False)
-    texts = {key: value for key, value in config_leaves(raw) if isinstance(value, str) and "${" in value}
+    texts = {
+        key: value for key, value in iterate_config_leaves(raw) if isinstance(value, str) and "${" in value
+    }
     references = {
         key.replace("monitor.listeners.", "monitor."): text
         for key, text in texts.items()
         if REFERENCE.search(text) and not key.startswith("hydra.")
     }
     for _ in range(3):  # references to references to references
-        texts = {key: REFERENCE.sub(partial(_target_text, texts), text) for key, text in texts.items()}
+        texts = {key: REFERENCE.sub(partial(_follow_reference, texts), text) for key, text in texts.items()}
     from_environment = {key: text for key, text in texts.items() if ENVIRONMENT in text}
 
-    def mark(key: str, value: Any) -> Any:
+    def mark_environment_value(key: str, value: Any) -> Any:
         text = from_environment.get(key)
         return FromEnvironment.of(value, text) if text is not None and isinstance(value, str) else value
 
-    marked: RunConfig = map_config(config, mark)
-    return with_values(marked, {"references": references})
+    marked: RunConfig = map_config(config, mark_environment_value)
+    return replace_values(marked, {"references": references})
 
 
-def values_to_save(config: RunConfig) -> dict[str, Any]:
-    """Return the values for `config.yaml`: without secrets, and with references that still resolve to the same
+def build_values_to_save(config: RunConfig) -> dict[str, Any]:
+    """Return the values for `config.yaml`: secrets are hidden, and a reference stays if it resolves to the same
     value.
     """
-    values = plain_values(config)
-    saved = plain_values(map_config(public(config)[0], _escape))
+    values = convert_to_plain_values(config)
+    saved = convert_to_plain_values(map_config(separate_secrets(config)[0], _escape_references))
     for key, text in vars(config)["references"].items():
         if not REFERENCE.fullmatch(text):
             continue
         section, _, name = key.rpartition(".")
         with contextlib.suppress(LookupError, TypeError):
-            value = value_at(values, key)
-            if not isinstance(value, dict) and value == value_at(values, text[2:-1]):
-                value_at(saved, section)[name] = text
+            value = read_nested_value(values, key)
+            if not isinstance(value, dict) and value == read_nested_value(values, text[2:-1]):
+                read_nested_value(saved, section)[name] = text
     return saved
 
 
-def _escape(_: str, value: Any) -> Any:
-    """Return a text with `${` escaped for OmegaConf, unless it refers to an environment variable."""
-    if not isinstance(value, str) or "${" not in value or is_environment(value):
+def _escape_references(_: str, value: Any) -> Any:
+    """Return a text with `${` escaped for OmegaConf, unless it refers to environment variables."""
+    if not isinstance(value, str) or "${" not in value or is_environment_reference(value):
         return value
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
 
 
-def value_at(values: dict[str, Any], key: str) -> Any:
+def read_nested_value(values: dict[str, Any], key: str) -> Any:
     """Return the value at a dotted key of nested dicts. Raise LookupError or TypeError if there is none."""
     value: Any = values
     for name in key.split("."):
@@ -110,22 +117,22 @@ def value_at(values: dict[str, Any], key: str) -> Any:
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
     """Return saved values with each reference to another setting replaced by its value.
 
-    Raise ValueError for a reference that no run saves: to no value, to a section, inside a list, circular, or to so
+    Raise ValueError for references that no run saves: to nothing, to a section, inside a list, in a circle, or to so
     many long lists that they would fill the memory.
     """
     num_values = 0
 
-    def resolve(key: str, value: Any) -> Any:
+    def resolve_value(key: str, value: Any) -> Any:
         nonlocal num_values
-        if not isinstance(value, str) or not UNESCAPED.search(value) or is_environment(value):
+        if not isinstance(value, str) or not UNESCAPED.search(value) or is_environment_reference(value):
             return value
         try:
-            value_at(values, key)
+            read_nested_value(values, key)
             target = value
             for _ in range(MAX_DEPTH):
                 if not (isinstance(target, str) and REFERENCE.fullmatch(target)):
                     break
-                target = value_at(values, target[2:-1])
+                target = read_nested_value(values, target[2:-1])
             else:
                 raise LookupError
         except (LookupError, TypeError):
@@ -136,49 +143,49 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key}={value[:80]}: not a reference that a run saves")
         return target
 
-    resolved_values: dict[str, Any] = map_config(values, resolve)
+    resolved_values: dict[str, Any] = map_config(values, resolve_value)
     return resolved_values
 
 
-def with_home_folder(config: Any_) -> Any_:
-    """Return the config with `~` at the beginning of a path replaced by the home folder."""
+def expand_home_folder(config: Any_) -> Any_:
+    """Return the config with a leading `~` of each path replaced by the home folder."""
 
-    def expanded(_: str, value: Any) -> Any:
+    def expand_path(_: str, value: Any) -> Any:
         return os.path.expanduser(value) if isinstance(value, str) and HOME_FOLDER.match(value) else value
 
-    result: Any_ = map_config(config, expanded)
+    result: Any_ = map_config(config, expand_path)
     return result
 
 
-def _target_text(texts: dict[str, str], reference: re.Match[str]) -> str:
-    """Return the reference to which a reference leads; itself if it leads to a value."""
+def _follow_reference(texts: dict[str, str], reference: re.Match[str]) -> str:
+    """Return the reference at which a reference points; the reference itself if it points at a value."""
     return texts.get(reference[1], reference[0])
 
 
-def resolved(config: Any_) -> Any_:
+def drop_environment_references(config: Any_) -> Any_:
     """Return the config with values from the environment as plain strings, which OmegaConf requires."""
     return map_config(config, lambda _, value: str(value) if isinstance(value, FromEnvironment) else value)  # type: ignore[no-any-return]
 
 
-def public(config: Any_) -> tuple[Any_, dict[str, Any]]:
-    """Return a config without its secrets, and the secrets by key."""
+def separate_secrets(config: Any_) -> tuple[Any_, dict[str, Any]]:
+    """Return a config with its secrets hidden, and the secrets by key."""
     secrets: dict[str, Any] = {}
 
-    def shown(key: str, value: Any) -> Any:
+    def hide_secret(key: str, value: Any) -> Any:
         if isinstance(value, FromEnvironment):
             return value.reference
-        if hides(key, value):
+        if is_secret_value(key, value):
             secrets[key] = value
             return HIDDEN
         return value
 
-    return map_config(config, shown), secrets
+    return map_config(config, hide_secret), secrets
 
 
 def read_yaml_text(path: Path, aliases: bool = False) -> str:
     """Return the text of a YAML file that is safe to parse. Raise ConfigError with the line of the fault.
 
-    aliases: whether `*name` is allowed, as in the user's files; saved configs have none.
+    aliases: whether `*name` is allowed. The user's files may have aliases; saved configs have none.
     """
     try:
         text = read_bytes(path, MAX_BYTES).decode("utf-8-sig")
@@ -191,14 +198,14 @@ def read_yaml_text(path: Path, aliases: bool = False) -> str:
     except ValueError as error:
         raise ConfigError(f"{path}: not a config: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {yaml_place(error)}") from error
+        raise ConfigError(f"{path}: not YAML: {describe_yaml_error(error)}") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     return text
 
 
 def check_yaml(text: str, aliases: bool) -> None:
-    """Raise ValueError for YAML that is too large or nested too deep: 300 bytes with aliases can expand to
+    """Raise ValueError for YAML that is too large or nested too deeply. 300 bytes with aliases can expand to
     gigabytes.
     """
     sizes: dict[str, int] = {}  # values behind an anchor, each alias in it counted as what it stands for
@@ -227,7 +234,7 @@ def check_yaml(text: str, aliases: bool) -> None:
             raise ValueError(f"more than {MAX_VALUES:,} values, aliases counted as what they stand for")
 
 
-def yaml_place(error: yaml.YAMLError) -> str:
+def describe_yaml_error(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = (
         getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).partition("\n")[0]

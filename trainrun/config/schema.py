@@ -1,7 +1,8 @@
-"""The schema of the config: every setting with its default, limits, help text and aliases. No torch.
+"""The schema of the config: every setting with its default, limits, help text and aliases. Nothing here imports
+torch.
 
-Hydra composes into these dataclasses. The checks, messages, `--help`, aliases and the manual's tables are made from
-their fields, so a setting is added only here. A `RunConfig` never changes: `with_values` returns a new one.
+Hydra composes into these dataclasses. The checks, messages, `--help`, aliases and the tables of the manual are made
+from their fields, so a setting is added only here. A `RunConfig` never changes: `replace_values` returns a new one.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from trainrun.limits import (
     NotNegative,
     NotNegativeInt,
     Setting,
+    check_batch_limit,
+    check_batch_limit_or_zero,
+    check_shares,
     choice,
     node,
     nodes,
+    parse_any_duration,
     parse_cache,
-    parse_distance,
     parse_interval,
-    parse_limit,
-    parse_limit_or_none,
-    parse_names,
-    parse_rounds,
-    parse_saving,
+    parse_name_map,
+    parse_saving_interval,
     parse_seconds,
-    parse_shares,
+    parse_steps_or_epochs,
+    parse_untimed_interval,
     parse_url,
-    parse_whole,
     section,
     setting,
 )  # fmt: skip
@@ -51,7 +52,9 @@ PARALLELS = ("single", "ddp", "fsdp")
 DISTILLATION = "trainrun.task.distillation.Distillation"
 TrackerName = Literal["csv", "mlflow", "tensorboard", "trackio", "wandb"]
 Config = TypeVar("Config")
-READ: set[str] = set()  # keys of the settings that code has read, from `record_reads` to `stop_recording`
+READ: set[str] = (
+    set()
+)  # keys of the settings that code has read, from `record_setting_reads` to `stop_recording_reads`
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class DataConfig:
         kind=str | list[NotNegative] | None,
     )  # fmt: skip
     mix: Any = setting(
-        None, "shares of an epoch of the sets of data.train by name, as {a: 0.7, b: 0.3}", parse=parse_shares
+        None, "shares of an epoch of the sets of data.train by name, as {a: 0.7, b: 0.3}", parse=check_shares
     )
     folds: int | None = setting(None, "divide data.train in so many parts for cross-validation", at_least=2)
     fold: int | None = setting(None, "the part that validates, from 0; all as a sweep: range(5)", at_least=0)
@@ -147,10 +150,7 @@ class DataConfig:
 
 
 def validation_nodes(data: DataConfig) -> dict[str, Any]:
-    """Return the nodes of `data.val` by split:
-
-    `val`, or `val/day` and `val/night` for named validation sets.
-    """
+    """Return the nodes of `data.val` by split: `val`, or `val/day` and `val/night` for named validation sets."""
     if not isinstance(data.val, dict):
         return {}
     if "_target_" in data.val:
@@ -171,7 +171,7 @@ class EmaConfig:
 
 @dataclass(frozen=True)
 class EarlyStoppingConfig:
-    """When to stop early: the monitored metric no longer improves, or is good enough."""
+    """When to stop early: the monitored metric no longer improves, has reached a good value, or has diverged."""
 
     enabled: bool = setting(False, "trainer.early_stopping=true is short for it")
     monitor: str | None = setting(None, "a metric; null: that of the checkpoints")
@@ -192,7 +192,7 @@ class EarlyStoppingConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """What torch compiles, with torch's own arguments; auto compiles what saves time before the run ends."""
+    """What torch compiles, and torch's own arguments. `auto` compiles if that saves time before the run ends."""
 
     scope: str = choice(
         "off", "model", "regional", "step", "auto",
@@ -226,7 +226,7 @@ class TrainerConfig:
         None, "limit: seconds, 90s, 10min, 2h, 1d or DD:HH:MM:SS", parse=parse_seconds, aliases=("max_time",)
     )
     max_duration: Any = setting(
-        None, "limit in any unit: 2epoch, 500step, 10min, 1e6sample, 1e9token", parse=parse_whole,
+        None, "limit in any unit: 2epoch, 500step, 10min, 1e6sample, 1e9token", parse=parse_any_duration,
         aliases=("max_duration",),
     )  # fmt: skip
     stop_grace_seconds: float = setting(
@@ -256,12 +256,12 @@ class TrainerConfig:
     )  # fmt: skip
     check_val_every_n_epoch: int = setting(1, "epochs between validations", at_least=1)
     limit_train_batches: Any = setting(
-        1.0, "a fraction (0.1) or a number (10) of the batches of an epoch", parse=parse_limit,
+        1.0, "a fraction (0.1) or a number (10) of the batches of an epoch", parse=check_batch_limit,
         aliases=("limit_train_batches",),
     )  # fmt: skip
     limit_val_batches: Any = setting(
         1.0, "a fraction of validation, or the samples of so many batches: always the same ones; 0 validates nothing",
-        parse=parse_limit_or_none, aliases=("limit_val_batches",),
+        parse=check_batch_limit_or_zero, aliases=("limit_val_batches",),
     )  # fmt: skip
     out_of_memory: str = choice(
         "split", "split-batchnorm", "stop", help="run the step again in smaller pieces (of BatchNorm too), or stop",
@@ -311,7 +311,7 @@ class CheckpointConfig:
     save_last: bool = setting(True, "save at the end and by time")
     keep_last: int = setting(2, "how many of the newest are kept", at_least=1, aliases=("save_total_limit",))
     every_n_train_steps: Any = setting(
-        None, "save at these steps too; also as 1e6sample, 1e9token", parse=parse_saving,
+        None, "save at these steps too; also as 1e6sample, 1e9token", parse=parse_saving_interval,
         aliases=("save_steps", "every_n_train_steps"),
     )  # fmt: skip
     every_n_epochs: int | None = setting(
@@ -330,7 +330,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """The dtypes of the run; mode `auto` chooses 32-true or bf16-mixed by measurement."""
+    """The number types of the run. The mode `auto` chooses 32-true or bf16-mixed by measurement."""
 
     mode: str = choice(*PRECISIONS, help="number types; chosen by precision=", words=PRECISION_WORDS)
     matmul: str = choice(
@@ -384,14 +384,14 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class InitConfig:
-    """Which weights of `init_from` are loaded if names or shapes differ from the model's."""
+    """Which weights of `init_from` are loaded if names or shapes differ from those of the model."""
 
     skip: Any = setting(
         None, "tensors that stay as the model began, by patterns of the model's names, as head.*", kind=str | list[str]
         | None,
     )  # fmt: skip
     rename: Any = setting(
-        None, "what names begin with there and here, as {backbone.: encoder.}; *: every name", parse=parse_names,
+        None, "what names begin with there and here, as {backbone.: encoder.}; *: every name", parse=parse_name_map,
     )  # fmt: skip
     strict: bool = setting(True, "all other tensors must be there and fit; false: take those that do")
 
@@ -401,12 +401,14 @@ class MonitorConfig:
     """What is logged, how often, and where it is shown."""
 
     log_every_n_steps: Any = setting(
-        50, "steps between log points; also as 0.5epoch, 1e6sample", parse=parse_distance,
+        50, "steps between log points; also as 0.5epoch, 1e6sample", parse=parse_untimed_interval,
         aliases=("log_every_n_steps", "trainer.log_every_n_steps", "logging_steps"),
     )  # fmt: skip
     progress_bar: bool = setting(True, "on the terminal", aliases=("trainer.enable_progress_bar",))
     samples_every: Any = setting(
-        None, "text of a language or sequence_vae model in the report: 1epoch; null: none", parse=parse_rounds
+        None,
+        "text of a language or sequence_vae model in the report: 1epoch; null: none",
+        parse=parse_steps_or_epochs,
     )
     metrics_file: bool = setting(True, "metrics.jsonl in the run folder")
     hardware: bool = setting(True, "memory and load of the machine, in the metrics")
@@ -429,7 +431,7 @@ class MonitorConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The complete config of a run: the only config object outside this room."""
+    """The complete config of a run. Other rooms of the package receive their settings from it."""
 
     data: DataConfig = section(DataConfig)
     model: Any = node("_target_ and arguments; chosen by model=", required=True)
@@ -469,20 +471,20 @@ class RunConfig:
     )
 
 
-def setting_fields(schema: type) -> list[dataclasses.Field[Any]]:
+def list_setting_fields(schema: type) -> list[dataclasses.Field[Any]]:
     """Return the fields of a section that are settings."""
     return [item for item in dataclasses.fields(schema) if "omegaconf_ignore" not in item.metadata]
 
 
 @cache
 def settings(schema: type = RunConfig, prefix: str = "") -> dict[str, Setting]:
-    """Return every setting and section of a dataclass by its key."""
+    """Return every setting and section of a config dataclass by its key."""
     by_key: dict[str, Setting] = {}
     hints = get_type_hints(schema)
-    for item in setting_fields(schema):
+    for item in list_setting_fields(schema):
         key, kind, about = f"{prefix}{item.name}", hints[item.name], dict(item.metadata)
         limits = about.pop("limits", None)
-        kind = about.pop("kind", None) or _limited(kind, limits)
+        kind = about.pop("kind", None) or _add_limits(kind, limits)
         inner = kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
         default = item.default if item.default is not dataclasses.MISSING else {} if inner is None else None
         by_key[key] = Setting(key=key, default=default, kind=kind, section=inner, **about)
@@ -491,8 +493,8 @@ def settings(schema: type = RunConfig, prefix: str = "") -> dict[str, Setting]:
     return by_key
 
 
-def _limited(kind: Any, limits: Limits | None) -> Any:
-    """Return the annotation of a field with its limits; for `int | None` they apply to the number."""
+def _add_limits(kind: Any, limits: Limits | None) -> Any:
+    """Return the annotation of a field with its limits. For `int | None` the limits apply to the number."""
     if limits is None or limits == Limits():
         return kind
     number: Any = int if kind in (int, int | None) else float
@@ -500,68 +502,68 @@ def _limited(kind: Any, limits: Limits | None) -> Any:
     return limited | None if NoneType in get_args(kind) else limited
 
 
-def record_reads() -> None:
-    """Record in `READ` the key of every setting that is read as an attribute of a `RunConfig`.
+def record_setting_reads() -> None:
+    """Add to `READ`, from now on, the key of every setting that code reads as an attribute of a `RunConfig`.
 
     Functions that copy or write a whole config read no attributes, so they do not count.
     """
     READ.clear()
-    for prefix, kind in _sections().items():
-        kind.__getattribute__ = _recording_reader(kind, prefix)  # type: ignore[method-assign, assignment]
+    for prefix, kind in _list_sections().items():
+        kind.__getattribute__ = _build_recording_reader(kind, prefix)  # type: ignore[method-assign, assignment]
 
 
-def stop_recording() -> None:
-    """Undo `record_reads`, so that reads cost nothing extra."""
-    for kind in _sections().values():
+def stop_recording_reads() -> None:
+    """Undo `record_setting_reads`, so that reads cost nothing extra."""
+    for kind in _list_sections().values():
         if "__getattribute__" in vars(kind):
             del kind.__getattribute__
 
 
-def _sections() -> dict[str, type]:
-    """Return every section by the prefix of its keys."""
+def _list_sections() -> dict[str, type]:
+    """Return the class of every section by the prefix of its keys, such as `trainer.`."""
     return {"": RunConfig} | {
         f"{key}.": found_section.section for key, found_section in settings().items() if found_section.section
     }
 
 
-def _recording_reader(section: type, prefix: str) -> Callable[[Any, str], Any]:
+def _build_recording_reader(section: type, prefix: str) -> Callable[[Any, str], Any]:
     names = {item.name for item in dataclasses.fields(section)}
 
-    def read(config: Any, name: str) -> Any:
+    def read_and_record(config: Any, name: str) -> Any:
         if name in names:
             READ.add(prefix + name)
         return object.__getattribute__(config, name)
 
-    return read
+    return read_and_record
 
 
 def is_tracker(key: str) -> bool:
-    """Return whether a key is a tracker or one of its arguments: a name in `monitor` that is not a setting."""
+    """Return whether a key is a tracker or one of its arguments: a name below `monitor` that is not a setting."""
     parts = key.split(".")
     return parts[0] == "monitor" and len(parts) > 1 and f"monitor.{parts[1]}" not in settings()
 
 
-def plain_values(config: RunConfig) -> dict[str, Any]:
-    """Return the values as a user types them: trackers are keys of `monitor`."""
-    values: dict[str, Any] = _plain_copy(config)
+def convert_to_plain_values(config: RunConfig) -> dict[str, Any]:
+    """Return a config as nested dicts, as a user types it: trackers are keys of `monitor`."""
+    values: dict[str, Any] = _copy_as_dicts(config)
     values["monitor"] |= values["monitor"].pop("listeners")
     return values
 
 
-def _plain_copy(value: Any) -> Any:
-    """Return a deep copy with dicts instead of sections."""
+def _copy_as_dicts(value: Any) -> Any:
+    """Return a deep copy with a dict for each section."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [item.name for item in setting_fields(type(value))]
-        return {name: _plain_copy(vars(value)[name]) for name in names}
+        names = [item.name for item in list_setting_fields(type(value))]
+        return {name: _copy_as_dicts(vars(value)[name]) for name in names}
     return copy.deepcopy(value)
 
 
-def open_nodes(schema: type = RunConfig) -> tuple[str, ...]:
-    """Return the keys of nodes in which users may add their own keys."""
+def list_open_nodes(schema: type = RunConfig) -> tuple[str, ...]:
+    """Return the keys of nodes in which users may add keys of their own."""
     return tuple(key for key, found_setting in settings(schema).items() if found_setting.opens)
 
 
-def value_of(config: Any, key: str) -> Any:
+def read_value(config: Any, key: str) -> Any:
     """Return the value at a dotted key, which may lead into an open node. Raise KeyError or AttributeError."""
     value = config
     for name in key.split("."):
@@ -569,12 +571,12 @@ def value_of(config: Any, key: str) -> Any:
     return value
 
 
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+def replace_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a copy with other values at some keys, such as `{"trainer.ema.enabled": False}`. Nothing is checked."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
         if rest:
-            value = with_values(
+            value = replace_values(
                 config[name] if isinstance(config, dict) else vars(config)[name], {rest: value}
             )
         if isinstance(config, dict):
@@ -588,7 +590,7 @@ def map_config(value: Any, change: Callable[[str, Any], Any], key: str = "") -> 
     """Return a copy in which each leaf is replaced by `change(key, value)`."""
     inner = f"{key}." if key else ""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [item.name for item in setting_fields(type(value))]
+        names = [item.name for item in list_setting_fields(type(value))]
         changed = {name: map_config(vars(value)[name], change, f"{inner}{name}") for name in names}
         return type(value)(**vars(value) | changed)
     if isinstance(value, dict):
@@ -598,7 +600,7 @@ def map_config(value: Any, change: Callable[[str, Any], Any], key: str = "") -> 
     return change(key, value)
 
 
-def config_leaves(value: Any) -> Iterator[tuple[str, Any]]:
+def iterate_config_leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """Return an iterator over (key, value) of all values that are not sections, dicts or lists."""
     leaves: list[tuple[str, Any]] = []
     map_config(value, lambda key, leaf: leaves.append((key, leaf)))

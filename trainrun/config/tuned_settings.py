@@ -1,6 +1,6 @@
-"""Where a measured preset is valid: the machine, torch version, model and shapes, as plain texts.
+"""The conditions under which a measured preset is valid: machine, torch version, model and shapes, as plain texts.
 
-They are a comment in the preset's file, and are compared when a run is composed, without torch.
+They are a comment in the preset's file. A run compares them when its config is composed, without torch.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ MARK: Final = "# fingerprint: "
 _CPU_NAME = re.compile(r"^(?:model name|Hardware)\s*:\s*(.+)$", re.MULTILINE)
 
 
-def fingerprint(config: RunConfig, working_dir: Path) -> dict[str, str]:
-    """Return what a measured preset depends on: `machine`, `torch`, `model`, `shapes`."""
+def describe_preset_conditions(config: RunConfig, working_dir: Path) -> dict[str, str]:
+    """Return what a measured preset depends on: `machine`, `torch`, `model` and `shapes`."""
     from importlib import metadata  # 10 ms, and most runs have no preset that was measured
 
     return {
-        "machine": machine(),
+        "machine": describe_machine(),
         "torch": metadata.version("torch"),
-        "model": _hashed(config.model, _code_of(config.model, working_dir)),
-        "shapes": shapes(config),
+        "model": _hash_node(config.model, _read_target_code(config.model, working_dir)),
+        "shapes": describe_shapes(config),
     }
 
 
-def machine() -> str:
-    """Return the machine as `AMD EPYC, 2 cores`, followed by the names of NVIDIA GPUs."""
+def describe_machine() -> str:
+    """Return the machine as `AMD EPYC, 2 cores`, followed by the names of its NVIDIA GPUs."""
     info = Path("/proc/cpuinfo")
     match = _CPU_NAME.search(info.read_text(errors="replace")) if info.is_file() else None
     name = match[1].strip() if match else platform.processor() or platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    gpus = [_gpu_name(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+    gpus = [_read_gpu_name(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     return ", ".join([name, f"{cores} cores", *gpus])
 
 
-def _gpu_name(path: Path) -> str:
+def _read_gpu_name(path: Path) -> str:
     match = re.search(r"Model:\s*(.+)", path.read_text(errors="replace"))
     return match[1].strip() if match else "a GPU"
 
 
-def shapes(config: RunConfig) -> str:
-    """Return the shape of a sample and the samples per step over all ranks and micro-batches."""
+def describe_shapes(config: RunConfig) -> str:
+    """Return the shape of a sample, and the samples of a step over all ranks and micro-batches."""
     data, parallel = config.data, config.parallel
     world = 1 if parallel.mode == "single" else parallel.devices
     world = len(world) if isinstance(world, list) else world
@@ -62,23 +62,25 @@ def shapes(config: RunConfig) -> str:
     return f"{batch} of {sample}{longest}"
 
 
-def _code_of(node: Any, working_dir: Path) -> bytes:
-    """Return the content of the user's file that a target names; b"" for other targets."""
+def _read_target_code(node: Any, working_dir: Path) -> bytes:
+    """Return the content of the user's file that a node's target names; b"" for other targets."""
     target = node.get("_target_") if isinstance(node, dict) else None
     file = working_dir.joinpath(*str(target).split(".")[:-1]).with_suffix(".py") if target else None
     return file.read_bytes() if file is not None and file.is_file() else b""
 
 
-def _hashed(node: Any, code: bytes) -> str:
+def _hash_node(node: Any, code: bytes) -> str:
     text = json.dumps(node, sort_keys=True, default=str).encode()
     return hashlib.sha256(text + code).hexdigest()[:12]
 
 
-def fingerprint_line(config: RunConfig, working_dir: Path) -> str:
-    return MARK + json.dumps(fingerprint(config, working_dir))
+def format_preset_conditions(config: RunConfig, working_dir: Path) -> str:
+    return MARK + json.dumps(describe_preset_conditions(config, working_dir))
 
 
-def stale(preset: str, config: RunConfig, folders: list[Path], working_dir: Path) -> list[str]:
+def describe_stale_preset(
+    preset: str, config: RunConfig, folders: list[Path], working_dir: Path
+) -> list[str]:
     """Return a line if the preset was measured on another machine, model or shape; else []."""
     file = next(
         (file for folder in folders if (file := folder / "preset" / f"{preset}.yaml").is_file()), None
@@ -91,12 +93,14 @@ def stale(preset: str, config: RunConfig, folders: list[Path], working_dir: Path
         then = dict(json.loads(line.removeprefix(MARK)))
     except ValueError:
         then = {}
-    now = fingerprint(config, working_dir)
-    changed = [_change(name, str(then.get(name)), now[name]) for name in now if then.get(name) != now[name]]
+    now = describe_preset_conditions(config, working_dir)
+    changed = [
+        _describe_change(name, str(then.get(name)), now[name]) for name in now if then.get(name) != now[name]
+    ]
     if not changed:
         return []
     return [f"preset={preset} was measured with {'; '.join(changed)}. Measure again: trainrun autotune"]
 
 
-def _change(name: str, then: str, now: str) -> str:
+def _describe_change(name: str, then: str, now: str) -> str:
     return "another model" if name == "model" else f"{name} {then}, and this is {now}"

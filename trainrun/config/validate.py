@@ -1,7 +1,8 @@
-"""Check a config without a device: each value by its setting, open nodes, and the arguments of targets.
+"""Check a config before a device is used: each value by its setting, open nodes, and the arguments of targets.
 
-The signatures of built-in models, tasks, optimizers, schedules and readers are parsed from their source, so that
-neither they nor torch are imported before all mistakes are reported. A custom part checks its arguments itself.
+The signatures of built-in models, tasks, optimizers, schedules and readers are parsed from their source. All
+mistakes are so reported before torch is imported. The arguments of the user's classes are checked when they are
+built.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from trainrun import limits
-from trainrun.config.rules import pair_faults
-from trainrun.config.schema import RunConfig, settings, validation_nodes, value_of
+from trainrun.config.rules import iterate_combination_faults
+from trainrun.config.schema import RunConfig, read_value, settings, validation_nodes
 from trainrun.instantiate import TARGET, is_node, named_nodes
 from trainrun.limits import (
     ANY,
@@ -35,8 +36,8 @@ from trainrun.limits import (
     Rates,
     Setting,
     Steps,
-    choices_of,
     fits_kind,
+    list_choices,
 )
 from trainrun.model import choices as names
 
@@ -76,54 +77,56 @@ TORCH: dict[str, Any] = {  # torch's signatures name no limits, so those of the 
 
 
 def check_config(config: RunConfig) -> list[str]:
-    """Return all faults of the values, one line each; [] if the config can run."""
-    wrong_values, wrong_nodes = wrong_values_of(config), node_faults(config)
+    """Return all faults of a config's values, one line each; [] if the config can run."""
+    wrong_values, wrong_nodes = check_values(config), check_nodes(config)
     lines = list(wrong_values.values())
     if wrong_nodes:
         return lines + wrong_nodes
-    return lines + [str(fault) for fault in pair_faults(config) if fault.key not in wrong_values]
+    return lines + [
+        str(fault) for fault in iterate_combination_faults(config) if fault.key not in wrong_values
+    ]
 
 
-def wrong_values_of(config: Any, schema: type = RunConfig) -> dict[str, str]:
-    """Return one message by key for each field whose value its setting does not allow."""
+def check_values(config: Any, schema: type = RunConfig) -> dict[str, str]:
+    """Return a message by key for each setting whose value is not allowed."""
     return {
         key: f"{key}={fault}"
         for key, setting in settings(schema).items()
-        if setting.section is None and (fault := value_fault(setting, value_of(config, key)))
+        if setting.section is None and (fault := check_setting_value(setting, read_value(config, key)))
     }
 
 
-def value_fault(setting: Setting, value: Any) -> str:
-    """Return a message for a wrong value of a setting: the value, and what is allowed; "" if it is right."""
+def check_setting_value(setting: Setting, value: Any) -> str:
+    """Return a message for a wrong value of a setting, with the values that are allowed; "" if it is right."""
     if setting.parse is not None:
         try:
             setting.parse(value)
         except ValueError as error:
             return f"{value}: {error}"
-    return fault_of_value(value, setting.kind)
+    return check_value(value, setting.kind)
 
 
-def fault_of_value(value: Any, kind: Any) -> str:
-    """Return a message for a value of a wrong kind: the value, and what is allowed; "" if it fits."""
+def check_value(value: Any, kind: Any) -> str:
+    """Return a message for a value of a wrong type, with the values that are allowed; "" if it fits."""
     if fits_kind(value, kind):
         return ""
     return explain_misfit(value, kind)
 
 
-def node_faults(config: Any, schema: type = RunConfig) -> list[str]:
-    """Return a message for each open node, or each named entry of one, without a `_target_`."""
+def check_nodes(config: Any, schema: type = RunConfig) -> list[str]:
+    """Return a message for each open node, or each named entry of one, that has no `_target_` but needs one."""
     return [
         fault
         for key, setting in settings(schema).items()
-        if setting.opens and (fault := _node_fault(setting, value_of(config, key)))
+        if setting.opens and (fault := _check_node(setting, read_value(config, key)))
     ]
 
 
-def _node_fault(setting: Setting, value: Any) -> str:
+def _check_node(setting: Setting, value: Any) -> str:
     key, empty = setting.typed or setting.key, value is None or value == {}
     target = value.get(TARGET) if isinstance(value, dict) else None
     if setting.opens == NAMED and (several := named_nodes(value)):
-        return beside_fault(setting, several, value)
+        return check_values_beside_nodes(setting, several, value)
     if setting.required and (empty or (isinstance(value, dict) and target in (None, "???"))):
         return (
             f"{key}.{TARGET}: nothing to train with; name a class or function, e.g. {key}.{TARGET}={EXAMPLE}"
@@ -142,35 +145,33 @@ def _node_fault(setting: Setting, value: Any) -> str:
         inner = value[wrong[0]]
         single = setting.opens == NAMED and not isinstance(inner, dict)
         key, value = (key, {wrong[0]: inner}) if single else (f"{key}.{wrong[0]}", inner)
-    return no_node(setting, key, value)
+    return describe_missing_target(setting, key, value)
 
 
-def target_argument_faults(config: RunConfig) -> dict[str, str]:
-    """Return a message by key for each wrong argument of optimizer, schedule, task, model, data, hooks and
-    transforms.
-    """
+def check_target_arguments(config: RunConfig) -> dict[str, str]:
+    """Return a message by key for each wrong argument in the nodes of a config."""
     faults: dict[str, str] = {}
     sets = (f"data.{split.replace('/', '.')}" for split in validation_nodes(config.data))
     for group in (*GROUPS, "hook", "transform", "data.augment", *sets):
-        node = value_of(config, group)
+        node = read_value(config, group)
         if not isinstance(node, dict):
             continue
         named = {f"{group}.{name}": inner_node for name, inner_node in named_nodes(node).items()}
         for place, inner in {group: node, **named}.items():
-            kinds = {**SHARED.get(group, {}), **kinds_of(str(inner.get(TARGET)))}
+            kinds = {**SHARED.get(group, {}), **parse_argument_types(str(inner.get(TARGET)))}
             for name, kind in kinds.items():
-                if name in inner and (fault := fault_of_value(inner[name], kind)):
-                    key = key_of_source(config, group, name) if place == group else f"{place}.{name}"
+                if name in inner and (fault := check_value(inner[name], kind)):
+                    key = find_source_setting(config, group, name) if place == group else f"{place}.{name}"
                     faults.setdefault(key, f"{key}={fault}")
             if group == "optimizer" and inner.get("groups") is not None:
-                lines = group_faults(place, inner["groups"], kinds)
+                lines = iterate_group_faults(place, inner["groups"], kinds)
                 faults |= {line.partition("=")[0]: line for line in lines}
     return faults
 
 
 @cache
-def kinds_of(target: str) -> dict[str, Any]:
-    """Return the argument types in a target's signature, by name, as far as this module knows them.
+def parse_argument_types(target: str) -> dict[str, Any]:
+    """Return the argument types in a target's signature by name. Arguments of unknown types are left out.
 
     An argument without a default may be null: the run fills it in.
     """
@@ -183,18 +184,23 @@ def kinds_of(target: str) -> dict[str, Any]:
     for item in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(item, ast.FunctionDef | ast.ClassDef) and item.name == name:
             inner = [item] if isinstance(item, ast.FunctionDef) else item.body
-            return _kinds(next((each for each in inner if isinstance(each, ast.FunctionDef)), None))
+            return _parse_signature_types(
+                next((each for each in inner if isinstance(each, ast.FunctionDef)), None)
+            )
     return {}
 
 
-def _kinds(function: ast.FunctionDef | None) -> dict[str, Any]:
-    """Return the argument types of a parsed function by name; arguments of unknown types are left out.
+def _parse_signature_types(function: ast.FunctionDef | None) -> dict[str, Any]:
+    """Return the argument types of a parsed function by name. Arguments of unknown types are left out.
 
     An argument without a default may be null.
     """
     arguments = function.args.args if function is not None else []
     defaults = len(arguments) - len(function.args.defaults) if function is not None else 0
-    kinds = {item.arg: (_kind(item.annotation), number < defaults) for number, item in enumerate(arguments)}
+    kinds = {
+        item.arg: (_parse_annotation(item.annotation), number < defaults)
+        for number, item in enumerate(arguments)
+    }
     return {
         name: kind | None if required else kind
         for name, (kind, required) in kinds.items()
@@ -202,8 +208,8 @@ def _kinds(function: ast.FunctionDef | None) -> dict[str, Any]:
     }
 
 
-def _kind(annotation: ast.expr | None) -> Any:
-    """Return the type of an annotation; None if it is unknown here."""
+def _parse_annotation(annotation: ast.expr | None) -> Any:
+    """Return the type that an annotation names; None if it is not in `KNOWN`."""
     if annotation is None:
         return None
     try:
@@ -222,30 +228,30 @@ RANGES = {"at_least": "{} or more", "above": "more than {}", "at_most": "at most
 _LOOKS_OTHER = re.compile(r"[+-]?\.?\d|(?i:true|false|null|none)\Z")
 
 
-def closest(word: str, known: Iterable[object]) -> str:
-    """Return the known name that is most similar or begins with the word; "" if none is near."""
+def find_closest_name(word: str, known: Iterable[object]) -> str:
+    """Return the known name that is most similar to the word or begins with it; "" if none is similar."""
     names = {str(name).lower(): str(name) for name in known}
     matches = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.55)
     begun = [name for name in names if len(word) > 1 and name.startswith(word.lower())]
     return names[[*matches, *begun][0]] if matches or begun else ""
 
 
-def nearest(word: str, known: Iterable[object]) -> str:
-    """Return ` Did you mean x?`; "" if no name is similar."""
-    name = closest(word, known)
+def suggest_closest_name(word: str, known: Iterable[object]) -> str:
+    """Return ` Did you mean x?` with the most similar known name; "" if none is similar."""
+    name = find_closest_name(word, known)
     return f" Did you mean {name}?" if name else ""
 
 
 def explain_misfit(value: Any, kind: Any) -> str:
-    """Return a message for a wrong value: the value, and what is allowed."""
-    choices = choices_of(kind)
-    near = nearest(str(value), choices)
+    """Return a message for a wrong value, with the values that are allowed."""
+    choices = list_choices(kind)
+    near = suggest_closest_name(str(value), choices)
     typed = value if choices and isinstance(value, str) else format_value(value)
     return f"{typed}: must be {describe_kind(kind)}{'.' if near else ''}{near}"
 
 
 def format_value(value: Any) -> str:
-    """Return a value as it is typed; a text that would be read as another type gets quotes."""
+    """Return a value as a user types it. A text that would be read as another type is marked as a text."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str) and _LOOKS_OTHER.match(value):
@@ -263,23 +269,23 @@ def describe_kind(kind: Any) -> str:
             return "true, false or null"
         return ", or ".join(sorted(parts, key=lambda part: part == "null"))
     if origin is Annotated:
-        return ", ".join([describe_kind(inner[0]), *filter(None, map(_limit, inner[1:]))])
+        return ", ".join([describe_kind(inner[0]), *filter(None, map(_describe_limit, inner[1:]))])
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}"
     if origin in (list, Sequence):
-        return f"a list of {_plural(inner[0])}"
+        return f"a list of {_describe_plural(inner[0])}"
     if origin is tuple:
-        return f"{len(inner)} {_plural(inner[0])}"
+        return f"{len(inner)} {_describe_plural(inner[0])}"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(
         kind, "a value"
     )
 
 
-def _plural(kind: Any) -> str:
+def _describe_plural(kind: Any) -> str:
     return describe_kind(kind).removeprefix("a ").replace("number", "numbers", 1)
 
 
-def _limit(limit: Any) -> str:
+def _describe_limit(limit: Any) -> str:
     """Return a limit in words: `1 or more and below 2`."""
     if isinstance(limit, Lasts):
         return f"as {', '.join(f'2{unit}' for unit in limit.units)}"
@@ -306,7 +312,7 @@ SOURCES = {  # what an argument is by default
 }  # fmt: skip
 
 
-def no_node(setting: Setting, key: str, value: Any) -> str:
+def describe_missing_target(setting: Setting, key: str, value: Any) -> str:
     """Return the message for a value at an open node that names no class or function."""
     if isinstance(value, dict):
         name, inner = next(iter(value.items()))
@@ -322,8 +328,8 @@ def no_node(setting: Setting, key: str, value: Any) -> str:
     return f"{key}={value}: must name a class or function, as {key}.{TARGET}={EXAMPLE}{also}"
 
 
-def beside_fault(setting: Setting, several: dict[str, Any], value: dict[str, Any]) -> str:
-    """Return the message for a value beside named nodes that belongs to none of them; "" without one."""
+def check_values_beside_nodes(setting: Setting, several: dict[str, Any], value: dict[str, Any]) -> str:
+    """Return a message for a value beside named nodes that belongs to none of them; "" without one."""
     for name, inner in value.items():
         if name in several or inner is None or inner == USUAL_BESIDE.get(name):
             continue
@@ -335,8 +341,10 @@ def beside_fault(setting: Setting, several: dict[str, Any], value: dict[str, Any
     return ""
 
 
-def group_faults(place: str, groups: Any, kinds: dict[str, Any]) -> Iterator[str]:
-    """Yield a message for each fault in an optimizer's `groups`: entries with patterns (`params`) and options."""
+def iterate_group_faults(place: str, groups: Any, kinds: dict[str, Any]) -> Iterator[str]:
+    """Yield a message for each fault in an optimizer's `groups`, a list of parameter patterns (`params`) with
+    options.
+    """
     key, example = f"{place}.groups", "{params: 'head.*', lr: 1e-2}"
     if not isinstance(groups, list):
         yield f"{key}={groups}: must be a list of groups, as [{example}]"
@@ -358,13 +366,15 @@ def group_faults(place: str, groups: Any, kinds: dict[str, Any]) -> Iterator[str
                 yield f"{entry}.{name}={explain_misfit(value, kinds[name])}"
 
 
-def key_of_source(config: RunConfig, group: str, name: str) -> str:
-    """Return the setting from which an argument took its value, if both are still equal; else its own key."""
+def find_source_setting(config: RunConfig, group: str, name: str) -> str:
+    """Return the setting from which an argument took its value, if both are still equal; else the argument's own
+    key.
+    """
     key = f"{group}.{name}"
     beside = [f"data.train.{name}"] if group.startswith(("data.val", "data.test")) else []
     for source in (*beside, *([SOURCES[name]] if name in SOURCES else [])):
         try:
-            if repr(value_of(config, source)) == repr(value_of(config, key)):  # nan is not itself
+            if repr(read_value(config, source)) == repr(read_value(config, key)):  # nan is not itself
                 key = source
         except (KeyError, TypeError):
             continue

@@ -32,7 +32,7 @@ from trainrun.data.cache.fingerprint import fingerprint_source
 from trainrun.data.readers.records.record import META_NAME
 from trainrun.data.tensor_dataset import SplitBuilder
 from trainrun.errors import ConfigError, DataError
-from trainrun.instantiate import bind_faults
+from trainrun.instantiate import check_node_arguments
 from trainrun.output import report_result
 from trainrun.runtime.signals import StopFlag, catch_stops
 
@@ -176,7 +176,7 @@ def with_progress(
 def read_splits(config: DataConfig) -> tuple[str, dict[str, Samples]]:
     """Return the splits of the source and its identity (its files by size and modification time, or its content)."""
     nodes = {name: node for name in SPLITS if (node := getattr(config, name))}
-    errors = [error for name, node in nodes.items() for error in bind_faults(node, f"data.{name}")]
+    errors = [error for name, node in nodes.items() for error in check_node_arguments(node, f"data.{name}")]
     if errors:
         raise ConfigError(*errors)
     digest, splits, builder = hashlib.sha256(), {}, SplitBuilder()

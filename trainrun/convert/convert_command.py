@@ -6,8 +6,8 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from trainrun.cli.run_arguments import Parser, parse
-from trainrun.config.argv import conf_dir, options, user_conf_dirs
+from trainrun.cli.run_arguments import Parser, parse_arguments
+from trainrun.config.argv import find_conf_dir, find_user_conf_dirs, list_options
 from trainrun.config.compose import compose_run
 from trainrun.convert.source import source_of
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
@@ -25,9 +25,9 @@ KEYS = ("data.shape", "data.num_classes", "data.name", "data.path")
 
 def main(argv: list[str]) -> int:
     """Write DEST, check a sample of it, and print the settings with which a run uses it. Return the exit code."""
-    options_given = check_arguments(parse(convert_parser(), argv))
+    options_given = check_arguments(parse_arguments(convert_parser(), argv))
     dest = Path(options_given.dest).expanduser()
-    groups = options("data", [*user_conf_dirs([], Path.cwd()), conf_dir()])
+    groups = list_options("data", [*find_user_conf_dirs([], Path.cwd()), find_conf_dir()])
     group, settings = source_of(options_given.source, options_given.data, dest, groups)
     config = compose_run([*settings, *options_given.overrides]).config.data
     is_path = options_given.data is not None or options_given.source != group

@@ -41,16 +41,16 @@ from trainrun.data.sequences.lengths import (
 from trainrun.data.stream_options import FirstInput, Look, StreamOptions
 from trainrun.data.tensor_dataset import Columns, as_bytes, find_columns, measure_length
 from trainrun.errors import DataError
-from trainrun.interfaces import TARGET_KEYS, input_key
+from trainrun.interfaces import TARGET_KEYS, choose_input_key
 from trainrun.runtime.child_process import (
-    ChildEnded,
     ChildError,
-    ChildLate,
+    ChildExited,
+    ChildTimeout,
     can_fork,
+    report_progress,
     run_in_child,
-    send_sign,
 )
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import restore_random_state
 
 T = TypeVar("T")
 
@@ -121,21 +121,21 @@ def in_child(work: Callable[[], T], options: StreamOptions) -> T:
     main process is to read the source in the training, too: then it reads it now.
     """
     if not uses_fork(options):
-        with kept_random_state():
+        with restore_random_state():
             return work()
     try:
         return run_in_child(work, options.timeout_seconds, computes=False, say=options.report)
-    except ChildLate as error:
+    except ChildTimeout as error:
         if (
             options.num_workers == 0
         ):  # a fork has no threads of its parent: a source may wait for one of its own
-            with kept_random_state():
+            with restore_random_state():
                 return work()
         raise DataError(
             f"data.worker_timeout_seconds={options.timeout_seconds:g}: {options.key} gave no sample for that long in a "
             "child process; raise it (0 waits for ever), or see with data.num_workers=0 where reading hangs"
         ) from error
-    except ChildEnded as error:
+    except ChildExited as error:
         raise DataError(
             f"{options.key}: reading its first samples ended the process that read them ({error}): code of the data "
             "set, or of a library that it uses, crashes, or memory ran out"
@@ -174,7 +174,7 @@ def _look(dataset: Any, options: StreamOptions) -> Look:
     found = _SampleReads(raw, recipe, options.batch_size)
     for row in choose_spread_indices(len(raw), ROWS_READ).tolist():
         found.read(row)
-        send_sign()
+        report_progress()
         if found.total_seconds > READ_SECONDS:
             break
     found.read_batch()
@@ -277,7 +277,7 @@ def describe_first_input(sample: Any) -> FirstInput:
     while isinstance(sample, tuple | list | dict) and sample:
         fields = sample if isinstance(sample, dict) else dict(enumerate(sample))
         others = [name for name in fields if name not in TARGET_KEYS]
-        sample = fields[input_key(fields) or next(iter(others or fields))]
+        sample = fields[choose_input_key(fields) or next(iter(others or fields))]
     if not isinstance(sample, Tensor | np.ndarray):
         return FirstInput(f"a {type(sample).__name__}", None)
     return FirstInput(_describe_kind(sample), tuple(sample.shape))

@@ -17,8 +17,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from trainrun.data.batch import convert_to_tensor, is_integer
 from trainrun.data.readers.mapped_files import MappedFile, check_lengths, find_mapping, find_mappings
 from trainrun.errors import DataError
-from trainrun.instantiate import BUILT, build
-from trainrun.interfaces import target_key
+from trainrun.instantiate import BUILT, build_node
+from trainrun.interfaces import choose_target_key
 
 if TYPE_CHECKING:
     from trainrun.data.scale import Scale
@@ -90,7 +90,7 @@ class SplitBuilder:
             if known == wanted:
                 BUILT.add(key)
                 return splits[split]
-        built = build(node, key, **arguments)
+        built = build_node(node, key, **arguments)
         if not isinstance(built, Splits):
             return built
         self._splits.append((wanted, built))
@@ -184,7 +184,7 @@ class Columns:
         """Return the second element of a sample, or in a mapping the field with a target's name."""
         if self.names:
             named = dict(zip(self.names, self.values, strict=True))
-            key = target_key(named)
+            key = choose_target_key(named)
             found = None if key is None else named[key]
         else:
             found = self.values[1] if len(self.values) > 1 else None

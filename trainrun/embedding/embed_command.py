@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainrun.assemble.data_pipeline import build_sources, stream_options
+from trainrun.assemble.data_pipeline import build_sources, build_stream_options
 from trainrun.checkpoint.load import resolve_checkpoint
 from trainrun.checkpoint.save import MANIFEST
-from trainrun.cli.run_arguments import parse, run_parser
+from trainrun.cli.run_arguments import build_run_parser, parse_arguments
 from trainrun.config.compose import compose_run
 from trainrun.config.schema import DataConfig
 from trainrun.data.cache.fingerprint import fingerprint_source
@@ -41,14 +41,17 @@ PROBES, TOLERANCE = 4, 1e-3  # samples that are computed again to check what was
 
 def main(argv: list[str]) -> int:
     """Write a folder of embeddings, check some of its samples, and print the settings with which a run uses it."""
-    parser = run_parser("embed", "What a layer of a trained model gives for every sample, as data to train on. Run "
-                        "again with the same words, it goes on where it was stopped.")  # fmt: skip
+    about = (
+        "What a layer of a trained model gives for every sample, as data to train on. Run "
+        "again with the same words, it goes on where it was stopped."
+    )
+    parser = build_run_parser("embed", about)
     parser.add_argument("--out", required=True, help="a folder that ends in .parquet or .npy")
     parser.add_argument("--layer", help="its output is taken (default: what goes into the last linear layer)")
     parser.add_argument(
         "--which", help="best, last, or a checkpoint's name (default: best, or last without one)"
     )
-    asked = parse(parser, argv)
+    asked = parse_arguments(parser, argv)
     run_dir, out = open_run(asked.run_dir), Path(asked.out).expanduser()
     if out.suffix not in FORMATS:
         raise ConfigError(f"--out {asked.out}: must end in {' or '.join(FORMATS)}")
@@ -128,7 +131,7 @@ def _parts(
         )
         # training samples go through what those of validation do: no random change, and no shuffling
         kind = "test" if split == "test" else "val"
-        options = replace(stream_options(config, parallel, kind, lambda text: None), key=key, limit=1.0)
+        options = replace(build_stream_options(config, parallel, kind, lambda text: None), key=key, limit=1.0)
         options = add_look(source, options)
         facts = describe_source(source, key, options)
         stream, _ = open_batches(source, options)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, DataError
-from trainrun.interfaces import batch_by_name, batch_fields
+from trainrun.interfaces import batch_fields, convert_batch_to_dict
 from trainrun.task.batches import describe_form, run_model, split_inputs_and_optional_target
 from trainrun.tensors import HALF_TYPES
 
@@ -52,7 +52,7 @@ class LayerOutput:
         """
         inputs, target = split_inputs_and_optional_target(batch)
         if isinstance(noise := batch_fields(batch).get("noise"), Tensor):  # of a VAE: the mean of its code
-            batch = {**batch_by_name(batch), "noise": torch.zeros_like(noise)}
+            batch = {**convert_batch_to_dict(batch), "noise": torch.zeros_like(noise)}
         self._found.clear()
         run_model(self._model, inputs, batch)
         if len(self._found) != 1:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from trainrun.assemble.resumption import load_network_of_run
 from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.checkpoint.weights import BASE
-from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
-from trainrun.config.saved_values import public
-from trainrun.config.schema import RunConfig, plain_values
-from trainrun.config.validate import nearest
+from trainrun.cli.run_arguments import add_checkpoint_options, build_run_parser, parse_arguments
+from trainrun.config.saved_values import separate_secrets
+from trainrun.config.schema import RunConfig, convert_to_plain_values
+from trainrun.config.validate import suggest_closest_name
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.export.formats import FORMATS, ExportRequest, Runner
 from trainrun.export.served import (
@@ -85,10 +85,10 @@ def main(argv: list[str]) -> int:
 
 
 def parse_export_arguments(argv: list[str]) -> Namespace:
-    parser = run_parser(
+    parser = build_run_parser(
         "export", "The trained network in other formats, each tried on samples of the run's data."
     )
-    add_checkpoint(parser)
+    add_checkpoint_options(parser)
     parser.add_argument("--to", required=True, help=f"one or more of {', '.join(FORMATS)}, with commas")
     parser.add_argument("--dynamic", choices=["batch"], help="batch: any number of samples at a time")
     parser.add_argument(
@@ -99,7 +99,7 @@ def parse_export_arguments(argv: list[str]) -> Namespace:
         "--tolerance", type=parse_tolerance, help=f"of the largest output (default: {TOLERANCE:g}, or "
         f"{TOLERANCE_OF_BYTES:g} where inputs of layers are rounded to bytes)",
     )  # fmt: skip
-    return parse(parser, argv)
+    return parse_arguments(parser, argv)
 
 
 def output_folder(text: str | None, run: RunDir) -> Path:
@@ -153,7 +153,7 @@ def parse_formats(text: str) -> list[str]:
     for name in names:
         if name not in FORMATS:
             raise ConfigError(
-                f"--to {name}: no such format.{nearest(name, FORMATS)} There are {', '.join(FORMATS)}"
+                f"--to {name}: no such format.{suggest_closest_name(name, FORMATS)} There are {', '.join(FORMATS)}"
             )
     return names
 
@@ -238,7 +238,7 @@ def describe_network(
     run: RunDir, config: RunConfig, model: nn.Module, samples: RealSamples
 ) -> dict[str, Any]:
     """Return how the network is built and what its inputs are, as plain values without secrets."""
-    values, data = plain_values(public(config)[0]), read_identity(run).get("data", {})
+    values, data = convert_to_plain_values(separate_secrets(config)[0]), read_identity(run).get("data", {})
     sizes = {
         "in_shape": data.get("shape"),
         **dict.fromkeys(("num_classes", "vocab_size"), data.get("num_classes")),

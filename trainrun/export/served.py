@@ -18,15 +18,15 @@ from torch.utils.data import IterableDataset
 from trainrun.assemble.assemble import build_task
 from trainrun.assemble.data_pipeline import (
     build_sources,
+    build_stream_options,
+    find_transform_key,
     open_split,
-    split_kind,
-    stream_options,
-    transform_key,
+    parse_split_kind,
 )
 from trainrun.checkpoint.load import Loaded
-from trainrun.cli.run_arguments import no_split
-from trainrun.config.saved_values import public
-from trainrun.config.schema import RunConfig, value_of, with_values
+from trainrun.cli.run_arguments import build_missing_split_error
+from trainrun.config.saved_values import separate_secrets
+from trainrun.config.schema import RunConfig, read_value, replace_values
 from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.noise import LatentNoise, SampleNumbers, WordDropout
@@ -39,7 +39,7 @@ from trainrun.errors import ConfigError
 from trainrun.parallel.single import Single
 from trainrun.runs.restore_config import restore_task_state
 from trainrun.task.batches import describe_form
-from trainrun.training.task_calls import Place, TaskCalls
+from trainrun.training.task_calls import RunPosition, TaskCalls
 
 BATCH, BATCHES = 32, 3  # of real samples; the batches after the first have its shapes
 CPU = torch.device("cpu")
@@ -121,9 +121,9 @@ class RealSamples:
 
 def changes_outside(config: RunConfig, split: str) -> dict[str, Any]:
     """Return the user's functions, as settings, that samples of a split pass before the network."""
-    keys = (transform_key(config, split_kind(split)), "data.collate_fn")
-    config = public(config)[0]
-    nodes = {key: value_of(config, key) for key in keys if key is not None}
+    keys = (find_transform_key(config, parse_split_kind(split)), "data.collate_fn")
+    config = separate_secrets(config)[0]
+    nodes = {key: read_value(config, key) for key in keys if key is not None}
     return {key: node for key, node in nodes.items() if node}
 
 
@@ -139,7 +139,7 @@ def load_real_samples(config: RunConfig, model: nn.Module, split: str, loaded: L
     sources, _ = build_sources(config, [])
     split = existing_split(sources, split)
     task = build_loaded_task(config, sources, model, loaded)
-    source, options = sources[split], stream_options(config, parallel, split, lambda line: None)
+    source, options = sources[split], build_stream_options(config, parallel, split, lambda line: None)
     changes = [
         change for change in options.augment if not (change.random or isinstance(change.apply, EXTRA_INPUTS))
     ]
@@ -173,7 +173,7 @@ def in_full_precision(config: RunConfig) -> RunConfig:
     changes: dict[str, Any] = {"data.val_batch_size": BATCH, "data.num_workers": 0}
     if config.precision.mode in ("bf16-true", "16-true"):
         changes["precision.mode"] = "32-true"
-    return with_values(config, changes)
+    return replace_values(config, changes)
 
 
 def existing_split(sources: Mapping[str, Any], split: str) -> str:
@@ -181,15 +181,15 @@ def existing_split(sources: Mapping[str, Any], split: str) -> str:
     present = [name for name, source in sources.items() if source is not None and name != "train"]
     names = [split] if split in present else [name for name in present if name.startswith(f"{split}/")]
     if not names:
-        raise no_split(present, split)
+        raise build_missing_split_error(present, split)
     return names[0]
 
 
 def build_loaded_task(config: RunConfig, sources: Mapping[str, Any], model: nn.Module, loaded: Loaded) -> Any:
     """Return the task with its state from the checkpoint, and with `info` if its step takes it."""
-    train = stream_options(config, Single(CPU), "train", lambda line: None)
+    train = build_stream_options(config, Single(CPU), "train", lambda line: None)
     task = build_task(config, facts_of_all(sources, train))
-    calls = TaskCalls(task, model, Place(config.seed or 0, 0, CPU), None)
+    calls = TaskCalls(task, model, RunPosition(config.seed or 0, 0, CPU), None)
     restore_task_state(task, calls, loaded, CPU)
     return task
 

@@ -13,7 +13,7 @@ from threading import Timer
 from typing import Any
 
 from trainrun.errors import EXIT_DONE
-from trainrun.output import masked_word, report_result, say
+from trainrun.output import mask_argument, report_result, say
 
 MOST_DIFF_BYTES = 2**20
 DIFF_SECONDS = 5.0
@@ -46,7 +46,7 @@ SECRETS = (
 def describe_environment(working_dir: Path) -> dict[str, Any]:
     """Return the content of `environment.json`. torch is not imported: the ranks add their devices later."""
     return {
-        "command": [masked_word(word) for word in sys.argv],
+        "command": [mask_argument(word) for word in sys.argv],
         "working_dir": str(working_dir),
         "python": platform.python_version(),
         "platform": f"{platform.system()}-{platform.release()}-{platform.machine()}",  # `platform()` starts a process

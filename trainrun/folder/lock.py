@@ -200,7 +200,7 @@ def _close_held_locks() -> None:
         os.close(_held.pop())
 
 
-def inherited_lock() -> tuple[list[int], dict[str, str]]:
+def describe_inherited_lock() -> tuple[list[int], dict[str, str]]:
     """Return the file descriptors that a rank inherits, and the environment variable that lists them."""
     return sorted(_held), {INHERITED: ",".join(map(str, sorted(_held)))}
 

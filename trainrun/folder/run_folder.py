@@ -56,7 +56,7 @@ def list_typed_keys(overrides: list[str]) -> tuple[str, ...]:
     return tuple(word.lstrip("+").partition("=")[0] for word in overrides)
 
 
-class _Inside:
+class _RunPath:
     """A descriptor for a path inside a run folder. The path is built at its first use."""
 
     def __init__(self, name: str) -> None:
@@ -76,27 +76,27 @@ class RunDir:
     """A run folder and every path in it."""
 
     root: Path
-    config = _Inside("config.yaml")  # all settings; references to other settings as they were written
-    config_before = _Inside(".config-before.yaml")  # without the words of a resume, until those hold
-    secrets = _Inside(".secrets.json")  # values of settings that are named like a secret, by key
-    overrides = _Inside("overrides.txt")  # the words of the command line, one a line
-    environment = _Inside("environment.json")  # versions, device, git commit
-    changes = _Inside("changes.diff")  # what of the working directory is not in that commit
-    identity = _Inside("RUN.json")  # the run's id, made once, and what was chosen for it
-    identity_copy = _Inside(".RUN.json")  # the same again: a run goes on where one of the two is damaged
-    lock = _Inside(".lock")  # open and locked by the processes that train here; stays when they end
-    job = _Inside(".job.json")  # what the ranks are told besides the config; there while a run is going on
-    metrics = _Inside("metrics.jsonl")  # one JSON object a line, append only
-    tokenizer = _Inside("tokenizer.json")  # that was trained for this run (data.train.tokenizer=bpe:N)
-    samples = _Inside("samples.safetensors")  # a few predictions with their inputs, for the grid of pictures
-    pictures = _Inside("pictures.safetensors")  # what the task drew at the newest validation
-    status = _Inside("status.json")  # running, done, stopped or failed, and why
-    log = _Inside("run.log")
-    checkpoints = _Inside("checkpoints")
-    best = _Inside("checkpoints/best.json")  # the best checkpoints by name, for people and tools
-    nonfinite = _Inside("nonfinite")  # the steps whose gradients were not finite, with their batches
-    plots = _Inside("plots")
-    report = _Inside("report.html")
+    config = _RunPath("config.yaml")  # all settings; references to other settings as they were written
+    config_before = _RunPath(".config-before.yaml")  # without the words of a resume, until those hold
+    secrets = _RunPath(".secrets.json")  # values of settings that are named like a secret, by key
+    overrides = _RunPath("overrides.txt")  # the words of the command line, one a line
+    environment = _RunPath("environment.json")  # versions, device, git commit
+    changes = _RunPath("changes.diff")  # what of the working directory is not in that commit
+    identity = _RunPath("RUN.json")  # the run's id, made once, and what was chosen for it
+    identity_copy = _RunPath(".RUN.json")  # the same again: a run goes on where one of the two is damaged
+    lock = _RunPath(".lock")  # open and locked by the processes that train here; stays when they end
+    job = _RunPath(".job.json")  # what the ranks are told besides the config; there while a run is going on
+    metrics = _RunPath("metrics.jsonl")  # one JSON object a line, append only
+    tokenizer = _RunPath("tokenizer.json")  # that was trained for this run (data.train.tokenizer=bpe:N)
+    samples = _RunPath("samples.safetensors")  # a few predictions with their inputs, for the grid of pictures
+    pictures = _RunPath("pictures.safetensors")  # what the task drew at the newest validation
+    status = _RunPath("status.json")  # running, done, stopped or failed, and why
+    log = _RunPath("run.log")
+    checkpoints = _RunPath("checkpoints")
+    best = _RunPath("checkpoints/best.json")  # the best checkpoints by name, for people and tools
+    nonfinite = _RunPath("nonfinite")  # the steps whose gradients were not finite, with their batches
+    plots = _RunPath("plots")
+    report = _RunPath("report.html")
 
     @property
     def effective_config_path(self) -> Path:
@@ -135,7 +135,7 @@ class RunDir:
 
 def is_run_file_name(name: str) -> bool:
     """Return whether a run writes a file or folder of this name into its folder."""
-    names = [path.name for path in vars(RunDir).values() if isinstance(path, _Inside)]
+    names = [path.name for path in vars(RunDir).values() if isinstance(path, _RunPath)]
     patterns = (
         "seal-*.txt",
         "rank*.log",
@@ -161,7 +161,7 @@ def check_folder_exists(run: RunDir) -> None:
         )
 
 
-def was_ever_saved(run: RunDir) -> bool:
+def has_ever_saved(run: RunDir) -> bool:
     """Return whether a checkpoint was ever committed here, even if no undamaged one is left."""
     traces = any(next(run.checkpoints.glob(name), None) for name in ("step-*", ".bad-*", "best.json"))
     return traces or has_recorded_checkpoint(run)
@@ -176,7 +176,7 @@ def has_recorded_checkpoint(run: RunDir) -> bool:
     return False
 
 
-def record_saved(run: RunDir, saved: bool = True) -> None:
+def record_has_checkpoint(run: RunDir, saved: bool = True) -> None:
     """Record in RUN.json whether a checkpoint was ever committed. Write the file only if that changed."""
     if has_recorded_checkpoint(run) != saved:
         write_identity(run, read_identity(run) | {SAVED: saved})

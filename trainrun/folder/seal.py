@@ -29,7 +29,7 @@ KEY_BYTES = 32
 MAX_BYTES = 2**22  # of each sealed file
 
 
-def key_path() -> Path:
+def find_key_path() -> Path:
     """Return the path of this user's key. Raise OSError if the user has no home folder."""
     state = os.environ.get("XDG_STATE_HOME")
     try:
@@ -41,7 +41,7 @@ def key_path() -> Path:
 
 def read_key() -> bytes:
     """Return this user's key; empty before its first use. Raise OSError if other users can read it."""
-    path = key_path()
+    path = find_key_path()
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def make_key() -> bytes:
     """Return this user's key; create it at its first use. Raise OSError if it cannot be written."""
     if key := read_key():
         return key
-    path = key_path()
+    path = find_key_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # runs that begin together make one key
@@ -72,7 +72,7 @@ def make_key() -> bytes:
     return key
 
 
-def seal_path(run: RunDir, key: bytes) -> Path:
+def find_seal_path(run: RunDir, key: bytes) -> Path:
     """Return the path of a user's seal. Each user who trusts a shared folder has one."""
     return run.root / f"seal-{hashlib.sha256(key).hexdigest()[:8]}.txt"
 
@@ -124,7 +124,7 @@ def seal_folder(run: RunDir, pending: Mapping[Path, str] | None = None) -> None:
     """
     key, run_id = make_key(), read_identity(run)["run_id"]
     lines = {digest_part(key, run_id, name, content) for name, content in iterate_sealed_parts(run, pending)}
-    write_text(seal_path(run, key), "".join(f"{line}\n" for line in sorted(lines)), durable=True)
+    write_text(find_seal_path(run, key), "".join(f"{line}\n" for line in sorted(lines)), durable=True)
 
 
 def list_unsealed_parts(run: RunDir) -> tuple[list[str], str]:
@@ -133,9 +133,9 @@ def list_unsealed_parts(run: RunDir) -> tuple[list[str], str]:
     try:
         key = read_key()
         if not key:
-            return names, f"you have no key yet ({key_path()} is made by your first run)"
+            return names, f"you have no key yet ({find_key_path()} is made by your first run)"
         run_id = read_identity(run)["run_id"]
-        lines = set(read_bytes(seal_path(run, key), MAX_BYTES).decode("ascii").split())
+        lines = set(read_bytes(find_seal_path(run, key), MAX_BYTES).decode("ascii").split())
     except FileNotFoundError:
         return names, "you have neither trained in it nor trusted it before"
     except (OSError, ValueError, ConfigError) as error:

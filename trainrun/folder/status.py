@@ -12,7 +12,7 @@ from typing import Any
 
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, read_json, resolve_folder, write_json
-from trainrun.output import SPEEDS, figure, masked, path_to_paste, say
+from trainrun.output import SPEEDS, format_number, format_path_to_paste, mask_secrets, say
 
 SWEEP_FILE = "sweep.json"
 BEST = "best"  # in it: the folder of the best job, empty before a job has a value
@@ -57,7 +57,7 @@ def write_status(
     }  # fmt: skip
     status |= {name: earlier[name] for name in status if name in earlier}
     status |= {
-        "state": state, "exit_code": exit_code, "message": masked(message), "overrides": overrides,
+        "state": state, "exit_code": exit_code, "message": mask_secrets(message), "overrides": overrides,
         "run_name": run_name, "pid": os.getpid(), "time": time.time(),
     }  # fmt: skip
     write_json(run.status, status | facts)
@@ -91,9 +91,9 @@ def find_best_run(sweep: Path) -> tuple[RunDir, str]:
     if not name or Path(name).name != name or not run.config.is_file():
         raise ConfigError(
             f"{sweep}: no job of this sweep is known to be the best; name the folder of a job, or go on with it: "
-            f"trainrun resume {path_to_paste(sweep)}"
+            f"trainrun resume {format_path_to_paste(sweep)}"
         )
     status = read_status(run)
     value = status.get("value")
-    result = "" if value is None else f" ({status.get('monitor')} {figure(value)})"
+    result = "" if value is None else f" ({status.get('monitor')} {format_number(value)})"
     return run, f"best run of the sweep {sweep.name}: {name}{result}"

@@ -42,14 +42,14 @@ class Histograms:
             return
         weights = {f"weights/{name}": param.detach() for name, param in run.model.named_parameters()}
         tensors, self._gradients = weights | self._gradients, {}
-        run.monitors.write_row("histogram", state.step, {"histograms": histograms(tensors)})
+        run.monitors.write_row("histogram", state.step, {"histograms": compute_histograms(tensors)})
 
 
 @torch.no_grad()
-def histograms(tensors: dict[str, Tensor]) -> dict[str, Any]:
+def compute_histograms(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return `[low, high, counts]` of the finite values of each tensor that has any."""
-    real = {name: _real_values(tensor) for name, tensor in tensors.items()}
-    counted = {name: _counts(values) for name, values in real.items() if values.numel()}
+    real = {name: _view_as_real_values(tensor) for name, tensor in tensors.items()}
+    counted = {name: _count_in_bins(values) for name, values in real.items() if values.numel()}
     if not counted:
         return {}
     numbers = torch.stack(list(counted.values())).tolist()  # the host waits for the device here
@@ -60,12 +60,12 @@ def histograms(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name: [low, high, counts] for name, (low, high, counts) in rows.items() if sum(counts)}
 
 
-def _real_values(tensor: Tensor) -> Tensor:
+def _view_as_real_values(tensor: Tensor) -> Tensor:
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
-def _counts(tensor: Tensor) -> Tensor:
+def _count_in_bins(tensor: Tensor) -> Tensor:
     """Return (2 + BINS,) float64: the lowest and highest value, and the number of values in each equal bin between."""
     values = tensor.flatten()[:: -(-tensor.numel() // MOST_VALUES)].double()
     finite = values.isfinite()

@@ -28,12 +28,12 @@ class LatentFacts(NamedTuple):
         return int((self.activity > ACTIVE).sum())
 
 
-def latent_facts(mean: Tensor, log_var: Tensor) -> LatentFacts:
+def compute_latent_facts(mean: Tensor, log_var: Tensor) -> LatentFacts:
     divergence = 0.5 * (mean.square() + log_var.exp() - log_var - 1)
     return LatentFacts(divergence.mean(0), mean.var(0, unbiased=False))
 
 
-def mutual_information(mean: Tensor, log_var: Tensor, noise: Tensor) -> float:
+def estimate_mutual_information(mean: Tensor, log_var: Tensor, noise: Tensor) -> float:
     """Estimate I(x; z) = E KL(q(z | x) || q(z)), where q(z) is the mixture over these N samples.
 
     The estimate cannot exceed log N (Hoffman and Johnson, 2016). noise: (N, D), standard normal. Memory: N x N
@@ -49,6 +49,6 @@ def mutual_information(mean: Tensor, log_var: Tensor, noise: Tensor) -> float:
     return float((log_density - mixture).mean())
 
 
-def noise_of_code(mean: Tensor, log_var: Tensor, code: Tensor) -> Tensor:
+def compute_noise_of_code(mean: Tensor, log_var: Tensor, code: Tensor) -> Tensor:
     """Return the noise with which N(mean, exp(log_var)) gives this code."""
     return (code - mean) * (-0.5 * log_var).exp()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainrun.limits import EPOCH, STEP, parse_duration
-from trainrun.output import counted
+from trainrun.output import format_count
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainrun.transform.freeze import Frozen
 
 
-def faults_of_unfreezing(node: Mapping[str, Any]) -> list[str]:
+def check_unfreezing(node: Mapping[str, Any]) -> list[str]:
     """Return a message for each mistake in `model.freeze_norm` and `model.unfreeze_at`."""
     faults = []
     for name in ("freeze_norm", "unfreeze_at"):
@@ -55,18 +55,18 @@ def build_unfreezing(frozen: Frozen, until: str | None, model: nn.Module) -> Unf
 def describe_unfreezing(frozen: Frozen, until: str | None) -> str:
     size = sum(frozen.sizes.values())
     return (
-        f"model.freeze: {counted(len(frozen.sizes), 'tensor')} ({counted(size, 'parameter')}) frozen"
-        + (f", {counted(len(frozen.norms), 'batch norm')} in evaluation mode" if frozen.norms else "")
+        f"model.freeze: {format_count(len(frozen.sizes), 'tensor')} ({format_count(size, 'parameter')}) frozen"
+        + (f", {format_count(len(frozen.norms), 'batch norm')} in evaluation mode" if frozen.norms else "")
         + ("" if until is None else f", until {until}")
     )
 
 
-def begin_training(model: nn.Module, notes: list[str]) -> None:
+def set_training_mode(model: nn.Module, notes: list[str]) -> None:
     """Put all layers into training mode, as after a validation; `from_pretrained` returns them in evaluation mode."""
     others = {name: layer for name, layer in model.named_modules() if not layer.training}
     model.train()
     if changed := [name or type(model).__name__ for name, layer in others.items() if layer.training]:
-        rest = f" and {counted(len(changed) - 1, 'other module')}" if len(changed) > 1 else ""
+        rest = f" and {format_count(len(changed) - 1, 'other module')}" if len(changed) > 1 else ""
         notes.append(
             f"model: {changed[0]}{rest} came in evaluation mode (no dropout, batch norm as it is), now in training "
             "mode; model.freeze_norm=true keeps frozen batch norms as they are"

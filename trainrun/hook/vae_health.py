@@ -20,8 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.hook.latent_statistics import latent_facts, mutual_information, noise_of_code
-from trainrun.interfaces import batch_by_name, batch_fields
+from trainrun.hook.latent_statistics import (
+    compute_latent_facts,
+    compute_noise_of_code,
+    estimate_mutual_information,
+)
+from trainrun.interfaces import batch_fields, convert_batch_to_dict
 from trainrun.limits import Count, Limits
 
 if TYPE_CHECKING:
@@ -132,7 +136,7 @@ class VaeHealth:
         task: Any = run.task
         with run.monitors.exclude_time(), run.evaluating():
             if not self._batches:
-                self._batches = held_batches(run, self._num_samples)
+                self._batches = read_held_out_batches(run, self._num_samples)
             row = measure_code(run, self._batches, state.step, self._fast)  # waits for the device
         numbers = [*row["kl_of_dimensions"], *row["activity"], row["kl"], row.get("gain", 0.0)]
         if not all(map(math.isfinite, numbers)):
@@ -166,7 +170,7 @@ class VaeHealth:
         is_recovering = self._collapsed_kl[-1] > WAKING * self._collapsed_kl[0] + WAKING_NATS
         if len(self._collapsed_kl) < self._window or is_recovering or self._is_reported:
             return
-        text = f"posterior collapse: {describe_collapse(row)}. {remedy(task, row, word_dropout(run))}"
+        text = f"posterior collapse: {describe_collapse(row)}. {suggest_remedy(task, row, read_word_dropout_rate(run))}"
         if self._action == "raise":
             raise TrainingError(f"{text} (hook.vae.on_collapse=raise)")
         if self._action == "boost_free_bits" and task.free_bits < LAST_BOOST:
@@ -178,7 +182,7 @@ class VaeHealth:
         run.monitors.note(text)
 
 
-def held_batches(run: Components, num_samples: int) -> list[Any]:
+def read_held_out_batches(run: Components, num_samples: int) -> list[Any]:
     """Return this rank's share of batches, evenly spaced over the first validation set, which may be sorted by
     class.
     """
@@ -201,20 +205,20 @@ def held_batches(run: Components, num_samples: int) -> list[Any]:
 def measure_code(run: Components, batches: list[Any], step: int, fast: bool) -> dict[str, Any]:
     """Measure the latent code on the held batches of all ranks. Return the row."""
     task: Any = run.task
-    ranks = run.parallel.gather(rank_terms(run, batches, fast))
+    ranks = run.parallel.gather(compute_rank_terms(run, batches, fast))
 
     def joined(name: str) -> Tensor:
         return torch.tensor([sample for rank in ranks for sample in rank[name]], dtype=torch.float64)
 
     mean, log_var, reconstruction, gain = map(joined, ("mean", "log_var", "reconstruction", "gain"))
-    facts = latent_facts(mean, log_var)
+    facts = compute_latent_facts(mean, log_var)
     row: dict[str, Any] = {
         "beta": float(task.beta_at(step)), "kl": float(facts.kl.sum()), "active_units": facts.active_units,
         "reconstruction": float(reconstruction.mean()), "free_bits": float(getattr(task, "free_bits", 0.0)),
         "kl_of_dimensions": facts.kl.tolist(), "activity": facts.activity.tolist(),
     }  # fmt: skip
     if not fast:
-        information = mutual_information(mean, log_var, normal_like(mean))
+        information = estimate_mutual_information(mean, log_var, draw_fixed_noise(mean))
         row |= {"mutual_information": information, "ceiling": math.log(len(mean))}
         row["marginal_kl"] = row["kl"] - information
     if len(gain):
@@ -228,7 +232,7 @@ def measure_code(run: Components, batches: list[Any], step: int, fast: bool) -> 
     return row
 
 
-def rank_terms(run: Components, batches: list[Any], fast: bool) -> dict[str, Any]:
+def compute_rank_terms(run: Components, batches: list[Any], fast: bool) -> dict[str, Any]:
     """Return the terms of the bound for this rank's samples as lists, and their numbers of values and tokens."""
     task: Any = run.task
     if not batches:
@@ -244,7 +248,7 @@ def rank_terms(run: Components, batches: list[Any], fast: bool) -> dict[str, Any
     terms = compute(batches)
     mean, log_var, reconstruction = (joined(terms, name) for name in ("mean", "log_var", "reconstruction"))
     gain: list[float] = []
-    if not fast and takes_noise(batches, mean.shape[1]) and len(mean) > 1:
+    if not fast and have_code_noise(batches, mean.shape[1]) and len(mean) > 1:
         of_others = joined(compute(shuffle_codes(batches, mean, log_var)), "reconstruction")
         gain = (of_others - reconstruction).tolist()
     return {
@@ -254,13 +258,13 @@ def rank_terms(run: Components, batches: list[Any], fast: bool) -> dict[str, Any
     }  # fmt: skip
 
 
-def normal_like(tensor: Tensor) -> Tensor:
+def draw_fixed_noise(tensor: Tensor) -> Tensor:
     """Return standard normal noise, the same in every measurement, without use of the run's generators."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
 
 
-def takes_noise(batches: list[Any], dimensions: int) -> bool:
+def have_code_noise(batches: list[Any], dimensions: int) -> bool:
     """Return whether all batches hold noise of the shape of the latent code."""
     noises = [batch_fields(batch).get("noise") for batch in batches]
     return all(isinstance(noise, Tensor) and noise.shape[1:] == (dimensions,) for noise in noises)
@@ -268,12 +272,12 @@ def takes_noise(batches: list[Any], dimensions: int) -> bool:
 
 def shuffle_codes(batches: list[Any], mean: Tensor, log_var: Tensor) -> list[Any]:
     """Return the batches with noise that gives each sample the code of another sample."""
-    named = [batch_by_name(batch) for batch in batches]
+    named = [convert_batch_to_dict(batch) for batch in batches]
     code = mean + (0.5 * log_var).exp() * torch.cat([batch["noise"] for batch in named]).double()
     order = torch.randperm(len(code), generator=torch.Generator().manual_seed(0)).to(code.device)
     others = torch.empty_like(code)
     others[order] = code[order.roll(1)]
-    noise = noise_of_code(mean, log_var, others)
+    noise = compute_noise_of_code(mean, log_var, others)
     parts = torch.split(noise, [len(batch["noise"]) for batch in named])
     return [
         {**batch, "noise": part.to(batch["noise"].dtype)} for batch, part in zip(named, parts, strict=True)
@@ -301,7 +305,7 @@ def describe_collapse(row: Mapping[str, Any]) -> str:
     return ", ".join([*parts, f"beta {row['beta']:.3g}"])
 
 
-def remedy(task: Any, row: Mapping[str, Any], dropped: float = 0.0) -> str:
+def suggest_remedy(task: Any, row: Mapping[str, Any], dropped: float = 0.0) -> str:
     """Return the likely cause and the setting to try first. dropped: the share of tokens hidden from the decoder."""
     beta, spread = row["beta"], row.get("residual_variance", math.inf)
     if spread < LITTLE_SPREAD * beta:
@@ -329,7 +333,7 @@ def remedy(task: Any, row: Mapping[str, Any], dropped: float = 0.0) -> str:
     return "Likely cause: the decoder learns faster than the encoder; try a smaller decoder"
 
 
-def word_dropout(run: Components) -> float:
+def read_word_dropout_rate(run: Components) -> float:
     """Return the configured rate of word dropout; 0 if it is not a number."""
     node = (run.config.data.augment or {}).get("word_dropout")
     rate = node.get("rate") if isinstance(node, Mapping) else None

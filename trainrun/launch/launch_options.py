@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from trainrun.config.validate import nearest
+from trainrun.config.validate import suggest_closest_name
 from trainrun.errors import ConfigError
 
 NUMBERS = ("nodes", "gpus", "array")
@@ -54,7 +54,7 @@ def read_options(words: Sequence[str]) -> LaunchOptions | None:
             continue
         if not programs:
             fields = [f"launch.{field}" for names in OPTIONS_OF.values() for field in names]
-            faults.append(f"{word}: no such setting of a launch.{nearest(key, fields)}")
+            faults.append(f"{word}: no such setting of a launch.{suggest_closest_name(key, fields)}")
         elif kind in OPTIONS_OF and name not in allowed:
             faults.append(f"{word}: is a setting of launch={' and launch='.join(programs)}")
         elif name in NUMBERS and text.isdigit() and int(text) > 0:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainrun.config.compose import write_yaml
+from trainrun.config.compose import format_yaml
 from trainrun.errors import ConfigError
 from trainrun.launch.launch_options import LaunchOptions, words_of_job
 from trainrun.output import report_result, say
@@ -41,9 +41,9 @@ def format_manifest(options: LaunchOptions, name: str, words: Sequence[str]) -> 
     job_name = job_name if job_name[:1].isalpha() else f"run-{job_name}".strip("-")
     if options.kind == "k8s":
         head = "# Start it by: kubectl create -f FILE. The runtime must mount a volume at output_dir."
-        return f"{head}\n{write_yaml(build_train_job(options, job_name, words))}"
+        return f"{head}\n{format_yaml(build_train_job(options, job_name, words))}"
     head = "# Start it by: sky jobs launch FILE. output_dir must be in a bucket or volume (file_mounts)."
-    return f"{head}\n{write_yaml(build_sky_task(options, job_name))}{format_sky_command(options, words)}"
+    return f"{head}\n{format_yaml(build_sky_task(options, job_name))}{format_sky_command(options, words)}"
 
 
 def build_train_job(options: LaunchOptions, name: str, words: Sequence[str]) -> dict[str, Any]:

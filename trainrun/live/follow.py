@@ -17,7 +17,7 @@ import psutil
 from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.folder.status import read_status
 from trainrun.monitor.metric_rows import parse_row
-from trainrun.output import duration
+from trainrun.output import format_duration
 from trainrun.plots.series import Point, RunningClock, points_in
 
 MOST_POINTS = 2000  # of a curve; then every second one goes
@@ -157,7 +157,7 @@ class Follower:
     def place(self) -> str:
         """Return the position of a run as text: `step 450/900 50 % 0:12 left`."""
         left = self.seconds_left
-        return f"step {self.step_text}" + ("" if left is None else f"  {duration(left)} left")
+        return f"step {self.step_text}" + ("" if left is None else f"  {format_duration(left)} left")
 
 
 def is_writer_alive(run: RunDir) -> bool | None:

@@ -13,7 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from trainrun.live.follow import Follower
-from trainrun.output import EncodableStream, duration, fields_that_fit, figure, printable
+from trainrun.output import (
+    EncodableStream,
+    choose_fitting_fields,
+    format_duration,
+    format_number,
+    make_printable,
+)
 
 BARS, WIDTH = "▁▂▃▄▅▆▇█", 40
 LOSS_WIDTH: Final = 20
@@ -55,8 +61,8 @@ def build_row(name: str, state: str, follower: Follower, value: float | None, **
     left = follower.seconds_left
     losses = [point.value for point in follower.curves.get("train/loss", [])]
     return RunRow(
-        name, state, step=follower.step_text, left="" if left is None else duration(left),
-        value="" if value is None else figure(value), losses=sparkline(losses, LOSS_WIDTH), **about,
+        name, state, step=follower.step_text, left="" if left is None else format_duration(left),
+        value="" if value is None else format_number(value), losses=sparkline(losses, LOSS_WIDTH), **about,
     )  # fmt: skip
 
 
@@ -84,12 +90,12 @@ def build_table(rows: Sequence[RunRow], width: int, metric: str) -> Table:
     """Return a table of the columns that fit into the width of the window. metric: of the values."""
     heads = {name: head for name, (head, _) in COLUMNS.items()}
     heads["value"] = f"best {metric}".strip()
-    cells = {name: [printable(getattr(row, name)) for row in rows] for name in COLUMNS}
+    cells = {name: [make_printable(getattr(row, name)) for row in rows] for name in COLUMNS}
     names = [name for name in COLUMNS if any(cells[name])]
     widths = {name: max(map(len, [heads[name], *cells[name]])) for name in names}
     longest = widths["name"]
     widths["name"] = min(longest, SHORTEST_NAME)
-    shown = fields_that_fit(
+    shown = choose_fitting_fields(
         [widths[name] for name in names], [COLUMNS[name][1] for name in names], width, gap=2
     )
     columns = [names[number] for number in shown]

@@ -15,7 +15,13 @@ from rich.live import Live
 from rich.text import Text
 
 from trainrun.interfaces import RunFacts
-from trainrun.output import EncodableStream, clock, duration, fields_that_fit, printable
+from trainrun.output import (
+    EncodableStream,
+    choose_fitting_fields,
+    format_clock_time,
+    format_duration,
+    make_printable,
+)
 
 WIDEST, NARROWEST = 40, 8
 GAP = "  "
@@ -63,7 +69,7 @@ class ProgressBar:
         first = join_fields(self._insert_graphic(self.fields(step), step, width), width)
         values = [*values, *self._waiting_texts()]
         second = join_fields(
-            [BarField(Text(printable(value)), rank) for rank, value in enumerate(values)], width
+            [BarField(Text(make_printable(value)), rank) for rank, value in enumerate(values)], width
         )
         return Text("\n", no_wrap=True, overflow="crop").join([first, second])
 
@@ -103,12 +109,12 @@ class ProgressBar:
         total, elapsed = self._facts.total_steps, self._clock() - self._started
         left, each = self._time_left(step, total)
         has_length = math.isfinite(left) or total
-        time_text = clock(elapsed) + (f" < {clock(left)}" if has_length else "")
+        time_text = format_clock_time(elapsed) + (f" < {format_clock_time(left)}" if has_length else "")
         texts = {EPOCH: self._epoch_text(step), PHASE: self._activity() or "training"}
         texts[STEPS] = f"{step:,}/{total:,}" if total else f"step {step:,}"
         texts[SHARE] = f"{100 * step // total}%" if total else ""
         texts[TIME] = time_text
-        texts[STEP_TIME] = f"{duration(each)}/step" if each else ""
+        texts[STEP_TIME] = f"{format_duration(each)}/step" if each else ""
         styles = {PHASE: "bold"}
         return [BarField(Text(text, styles.get(rank, "")), rank) for rank, text in texts.items() if text]
 
@@ -157,7 +163,7 @@ PHASE, TIME, STEPS, SHARE, GRAPHIC, EPOCH, STEP_TIME = range(7)
 
 def join_fields(fields: Sequence[BarField], width: int) -> Text:
     """Return one line with the fields that fit into `width` columns, side by side."""
-    shown = fields_that_fit(
+    shown = choose_fitting_fields(
         [len(field.text) for field in fields], [field.rank for field in fields], width, len(GAP)
     )
     return Text(GAP).join(fields[number].text for number in shown)
@@ -181,7 +187,7 @@ def start_bar(
         try:
             return bar.draw(console.width, position(), values())
         except Exception as error:  # of the thread that draws: a bar is no reason to end a training
-            return Text(printable(f"no progress bar: {type(error).__name__}: {error}"), no_wrap=True)
+            return Text(make_printable(f"no progress bar: {type(error).__name__}: {error}"), no_wrap=True)
 
     live = Live(
         console=console, get_renderable=draw_bar, refresh_per_second=REDRAWS_PER_SECOND, transient=True

@@ -17,7 +17,15 @@ from typing import IO, TYPE_CHECKING, Any
 from trainrun.interfaces import RunFacts
 from trainrun.monitor.evaluation_table import EvaluationTable
 from trainrun.monitor.run_lines import end_lines, layer_lines, start_lines
-from trainrun.output import figure, print_plain, printable, quantity, readings, speed_in, wrapped
+from trainrun.output import (
+    find_throughput,
+    format_metrics,
+    format_number,
+    format_quantity,
+    make_printable,
+    print_encodable,
+    wrap_message,
+)
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -77,7 +85,7 @@ class Console:
         self._table, self._log_table = EvaluationTable(facts), EvaluationTable(facts)
         self._table.monitored = self._log_table.monitored = self._best()[0]
         for line in start_lines(facts, step, self._verbose, self._summary):
-            self._show_line(wrapped(line, self._terminal_width()))
+            self._show_line(wrap_message(line, self._terminal_width()))
         for line in start_lines(facts, step, self._verbose, summary=True):
             self._write_to_log(line)
         if self._wants_bar:
@@ -96,7 +104,7 @@ class Console:
                 self._html = NotebookBar(bar, facts.total_steps, self._newest_values, self._table)
 
     def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        if (speed := speed_in(row)) is not None:
+        if (speed := find_throughput(row)) is not None:
             seconds = row["step_seconds"] * (step - self._window_began)
             if seconds > 0:
                 self._windows.append((speed[0] * seconds, seconds))
@@ -114,7 +122,7 @@ class Console:
         self._latest |= shown
         if any(name.startswith("test/") for name in shown):
             self._print_newest()
-            self._print_line("  ".join(["test", *readings(shown)]))
+            self._print_line("  ".join(["test", *format_metrics(shown)]))
             return
         line = {
             name: value
@@ -165,10 +173,10 @@ class Console:
         """Return the newest values: the monitored metric first, then losses, speed, and other metrics."""
         monitored = self._table.monitored
         names = sorted(self._latest, key=lambda name: (name != monitored, not name.endswith("/loss")))
-        texts = [f"{name} {figure(self._latest[name])}" for name in names]
+        texts = [f"{name} {format_number(self._latest[name])}" for name in names]
         losses = sum(name == monitored or name.endswith("/loss") for name in names)
         speed = self._speed()
-        shown_speed = [] if speed is None else [f"{quantity(speed)} {self._unit}"]
+        shown_speed = [] if speed is None else [f"{format_quantity(speed)} {self._unit}"]
         return [*texts[:losses], *shown_speed, *texts[losses:]]
 
     def _terminal_width(self) -> int | None:
@@ -192,7 +200,7 @@ class Console:
 
     def _print_line(self, line: str) -> None:
         """Show a line, wrapped on a terminal, and write it to the log."""
-        self._show_line(wrapped(line, self._terminal_width()))
+        self._show_line(wrap_message(line, self._terminal_width()))
         self._write_to_log(line)
 
     def _show_line(self, line: str, style: str = "") -> None:
@@ -202,14 +210,14 @@ class Console:
         self._last_line = time.monotonic()
         if self._closed:
             return
-        text = printable(line)
+        text = make_printable(line)
         try:
             if self._live is not None:
                 self._live.console.print(
                     text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True
                 )
             else:
-                print_plain(text, self._stream, flush=True)
+                print_encodable(text, self._stream, flush=True)
         except OSError:
             self._closed = True
 
@@ -219,7 +227,7 @@ class Console:
         if self._log is None:
             return
         try:
-            print_plain(printable(line), self._log, flush=True)
+            print_encodable(make_printable(line), self._log, flush=True)
         except OSError:
             self._log = None
 

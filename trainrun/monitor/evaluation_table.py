@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from trainrun.interfaces import RunFacts
-from trainrun.output import fields_that_fit, quantity
+from trainrun.output import choose_fitting_fields, format_quantity
 
 GAP = "  "
 NUMBER_WIDTH = 8  # of the longest usual number, -1.23e-05 aside
@@ -53,7 +53,7 @@ class EvaluationTable:
             cells[self.monitored] += BEST
         if speed is not None:
             self._unit = speed[1]
-            cells[speed[1]] = quantity(speed[0])
+            cells[speed[1]] = format_quantity(speed[0])
         self._has_epochs = self._has_epochs or "epoch" in cells
         self._metrics += [name for name in metrics if name not in self._metrics]
         self.rows.append(cells)
@@ -77,7 +77,7 @@ class EvaluationTable:
             return names
         by_importance = [self.monitored, "epoch", "val/loss", "train/loss", "step", *names]
         ranks = [by_importance.index(name) for name in names]
-        shown = fields_that_fit([self._column_width(name) for name in names], ranks, width, len(GAP))
+        shown = choose_fitting_fields([self._column_width(name) for name in names], ranks, width, len(GAP))
         return [names[number] for number in shown]
 
     def _sort_key(self, name: str) -> tuple[bool, bool, bool]:

@@ -15,7 +15,14 @@ from torch import Tensor
 from trainrun.errors import PluginError
 from trainrun.interfaces import Monitor, Parallel, RunFacts, StepReport, Summarizes
 from trainrun.monitor.rank_times import RankTimes
-from trainrun.sums import ITEMS, LOSSES, over_ranks, shape_fault, sum_by_name, train_metrics
+from trainrun.sums import (
+    ITEMS,
+    LOSSES,
+    add_by_name,
+    compute_train_metrics,
+    describe_changed_shape,
+    sum_all_ranks,
+)
 from trainrun.timing.phases import CHECKPOINT, DEVICE, PhaseTimer
 from trainrun.train_state import TrainState
 
@@ -114,9 +121,9 @@ class MetricLogger:
             state.losses, state.logged_items = list(report.losses), report.items
         new_tokens = self._tokens.take() if self._tokens is not None else 0.0
         found, (tokens,) = self._read_sums(state, [new_tokens])
-        row = self._train_metrics(sum_by_name(state.logged, found))
+        row = self._train_metrics(add_by_name(state.logged, found))
         if not only_skipped:
-            state.since_validation = sum_by_name(state.since_validation, found)
+            state.since_validation = add_by_name(state.since_validation, found)
         state.logged = {}
         self._reset_sums(state)
         row |= report.grad.learning_rates or self._learning_rates()
@@ -149,7 +156,7 @@ class MetricLogger:
         for name, value in sums.items():
             before = state.sums.get(name)
             if before is not None and before.shape != value.shape:
-                raise PluginError(shape_fault(self._task, name, value, before))
+                raise PluginError(describe_changed_shape(self._task, name, value, before))
             state.sums[name] = value if before is None else before.add_(value)
             state.sum_items[name] = state.sum_items.get(name, 0) + report.items
 
@@ -162,10 +169,10 @@ class MetricLogger:
             ITEMS + name: torch.scalar_tensor(float(count), dtype=torch.float64)  # in a sixth of the time
             for name, count in counts.items()
         }
-        return over_ranks(self._parallel, {**state.sums, LOSSES: losses, **items}, numbers)
+        return sum_all_ranks(self._parallel, {**state.sums, LOSSES: losses, **items}, numbers)
 
     def _train_metrics(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        return {f"train/{name}": value for name, value in train_metrics(sums, self._task).items()}
+        return {f"train/{name}": value for name, value in compute_train_metrics(sums, self._task).items()}
 
     def _reset_sums(self, state: TrainState) -> None:
         """Reset the losses and sums that are on the device."""
@@ -218,9 +225,9 @@ class MetricLogger:
         if not self._logs:
             return {}
         found, _ = self._read_sums(state, [])
-        metrics = self._train_metrics(sum_by_name(state.since_validation, found))
+        metrics = self._train_metrics(add_by_name(state.since_validation, found))
         if scheduled:
-            state.logged, state.since_validation = sum_by_name(state.logged, found), {}
+            state.logged, state.since_validation = add_by_name(state.logged, found), {}
             self._reset_sums(state)
         return metrics
 

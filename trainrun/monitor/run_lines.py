@@ -11,7 +11,16 @@ from typing import Any
 
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import RunFacts
-from trainrun.output import COMMAND, SPEEDS, counted, duration, figure, path_to_paste, quantity, speed_in
+from trainrun.output import (
+    COMMAND,
+    SPEEDS,
+    find_throughput,
+    format_count,
+    format_duration,
+    format_number,
+    format_path_to_paste,
+    format_quantity,
+)
 
 OBJECT_TARGET = "trainrun.runs.api.python_object"  # of what `trainrun.train(model=...)` was given
 
@@ -27,10 +36,10 @@ def start_lines(facts: RunFacts, step: int, verbose: bool, summary: bool = False
     """Return the block at the start. verbose: False for name and folder only. summary: include all choices."""
     if not verbose:
         return [f"{facts.name}  {facts.folder}"]
-    model = f"{facts.model_summary}, {counted(facts.num_parameters, 'parameter')}"
+    model = f"{facts.model_summary}, {format_count(facts.num_parameters, 'parameter')}"
     if facts.num_trainable != facts.num_parameters:
         model += f", {facts.num_trainable:,} of them trained"
-    data = counted(facts.num_train, "training sample")
+    data = format_count(facts.num_train, "training sample")
     if facts.num_val is not None:
         data += f", {facts.num_val:,} for validation"
     choices = facts.choices if summary else ()
@@ -63,15 +72,15 @@ def _describe_batch(facts: RunFacts) -> str:
 def _describe_length(facts: RunFacts) -> str:
     """Return `900 steps, 45 an epoch, 20 epochs`, without unknown parts. Epochs are named only if they end the run."""
     length, total, epochs = facts.steps_per_epoch, facts.total_steps, facts.total_epochs
-    parts = [counted(total, "step")]
+    parts = [format_count(total, "step")]
     if length is not None:
         parts.append(f"{length:,} an epoch")
     if epochs is not None and total == (None if length is None else length * epochs):
-        parts.append(counted(epochs, "epoch"))
+        parts.append(format_count(epochs, "epoch"))
     steps = ", ".join(parts)
     if facts.max_seconds is None:
         return steps
-    time = f"{duration(max(facts.max_seconds - facts.seconds_before, 0.0))} of training"
+    time = f"{format_duration(max(facts.max_seconds - facts.seconds_before, 0.0))} of training"
     return time if total is None else f"up to {steps}, or {time}"
 
 
@@ -94,7 +103,7 @@ def end_lines(summary: Mapping[str, Any], facts: RunFacts | None) -> list[str]:
     lines = [f"ended at step {summary.get('step', 0):,}: {summary.get('reason') or 'all done'}"]
     if summary.get("value") is not None:
         at = summary.get("best_step")
-        best = f"{summary.get('monitor')} {figure(summary['value'])}"
+        best = f"{summary.get('monitor')} {format_number(summary['value'])}"
         lines.append(format_entry("best", best + (f" at step {at:,}" if at is not None else "")))
     if "seconds" in summary:
         lines.append(format_entry("time", time_line(summary)))
@@ -105,13 +114,13 @@ def end_lines(summary: Mapping[str, Any], facts: RunFacts | None) -> list[str]:
     if summary.get("idle"):
         lines.append(format_entry("idle", summary["idle"]))
     for key, count in (summary.get("listener_faults") or {}).items():
-        lines.append(format_entry("failed", f"{key}: {counted(count, 'call')}"))
+        lines.append(format_entry("failed", f"{key}: {format_count(count, 'call')}"))
     if summary.get("hint"):
         lines.append(format_entry("hint", summary["hint"]))
     if facts is not None:
         if (page := RunDir(Path(facts.folder)).report).is_file():
             follow = "; plots/*.png follow in a moment" if summary.get("pictures_follow") else ""
-            lines.append(format_entry("report", path_to_paste(page) + follow))
+            lines.append(format_entry("report", format_path_to_paste(page) + follow))
         commands = next_commands(summary, facts)
         lines += [format_entry("" if number else "next", text) for number, text in enumerate(commands)]
         if not commands:
@@ -121,9 +130,9 @@ def end_lines(summary: Mapping[str, Any], facts: RunFacts | None) -> list[str]:
 
 def time_line(summary: Mapping[str, Any]) -> str:
     """Return `1:05 of training at 5.9k samples/s; 1:15 in all: start-up 8 %, plots 5 %`, largest shares first."""
-    text, speed = f"{duration(summary['seconds'])} of training", speed_in(summary)
+    text, speed = f"{format_duration(summary['seconds'])} of training", find_throughput(summary)
     if speed is not None:
-        text += f" at {quantity(speed[0])} {speed[1]}"
+        text += f" at {format_quantity(speed[0])} {speed[1]}"
     seconds: Mapping[str, float] = summary.get("ledger") or {}
     if not seconds:
         return text
@@ -131,13 +140,13 @@ def time_line(summary: Mapping[str, Any]) -> str:
     order = sorted(seconds, key=lambda name: -seconds[name])
     named = [name for name in order if seconds[name] >= LEAST_SHARE * total][:MOST_PARTS]
     parts = ", ".join(f"{name} {100 * seconds[name] / total:.0f} %" for name in named)
-    return f"{text}; {duration(total)} in all: {parts}"
+    return f"{text}; {format_duration(total)} in all: {parts}"
 
 
 def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
     """Return commands to paste that train a finished run longer, evaluate it and draw its report."""
     run = RunDir(Path(facts.folder))
-    folder = path_to_paste(run.root)
+    folder = format_path_to_paste(run.root)
     commands = []
     words = run.overrides.read_text(encoding="utf-8").splitlines() if run.overrides.is_file() else []
     objects = objects_in_settings(words)
@@ -213,7 +222,7 @@ def compute_line(summary: Mapping[str, Any]) -> str:
 
 def format_flop_rate(rate: float) -> str:
     """Return a rate in FLOP per second as text (`35 GFLOP/s`)."""
-    number = quantity(rate)
+    number = format_quantity(rate)
     digits = number.rstrip("kMGT")
     return f"{digits} {number[len(digits) :]}FLOP/s"
 
@@ -221,7 +230,7 @@ def format_flop_rate(rate: float) -> str:
 def bottleneck_line(summary: Mapping[str, Any]) -> str:
     """Return `the model: it can take 85.1k samples/s, loading could deliver 1.41M`, or the same for loading."""
     facts = summary["throughput_limits"]
-    load, train = (quantity(facts[f"{side}_per_second"]) for side in ("load", "train"))
+    load, train = (format_quantity(facts[f"{side}_per_second"]) for side in ("load", "train"))
     # a run also measures useful tokens beside the items of a task that counts samples or pixels
     name = next((name for name in reversed(SPEEDS) if summary.get(name) is not None), "")
     unit = SPEEDS.get(name, "items/s")

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainrun.errors import ANY_FAULT, PluginError
 from trainrun.interfaces import RunFacts
-from trainrun.user_code import line_of
+from trainrun.user_code import format_user_line
 
 METHODS = ("on_start", "on_step", "on_eval", "on_row", "on_note", "on_end", "close")
 
@@ -44,7 +44,7 @@ class Tracker:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             if self.faults == 1:
                 where = f"{self.key}: {name} of {self._name}"
-                self._tell(f"{where} failed: {reason}{line_of(error)}; the run goes on")
+                self._tell(f"{where} failed: {reason}{format_user_line(error)}; the run goes on")
         return None
 
     def on_start(self, facts: RunFacts, step: int) -> None:

@@ -28,8 +28,8 @@ from trainrun.optimizer.other_optimizers import (
     sparse_parameters,
 )
 from trainrun.runtime.memory_layout import is_dense
-from trainrun.tensors import whole_shape
-from trainrun.user_code import is_of_torch, named
+from trainrun.tensors import read_whole_shape
+from trainrun.user_code import format_error, is_raised_by_torch
 
 ADDED = "added"  # the mark of a group that a hook has added
 PLAIN = (Adam, AdamW, SGD)  # which any gradients suit, and whose step asks for no closure
@@ -79,7 +79,7 @@ def build_optimizer(
             or (isinstance(error, RuntimeError) and (wish.get("fused") or wish.get("foreach")))
         ):
             raise
-        raise PluginError(f"optimizer: {name}: {named(error)}") from error
+        raise PluginError(f"optimizer: {name}: {format_error(error)}") from error
     lost = ""
     if type(optimizer) not in PLAIN:
         check_contract(optimizer, name, closures)
@@ -161,7 +161,7 @@ def _is_sparse(model: nn.Module) -> bool:
 def _is_refusal(error: Exception) -> bool:
     """Return whether an error means refused arguments. Other errors in the user's code are mistakes there."""
     return isinstance(error, TypeError | ValueError) or (
-        isinstance(error, OF_ARGUMENTS) and is_of_torch(error)
+        isinstance(error, OF_ARGUMENTS) and is_raised_by_torch(error)
     )
 
 
@@ -269,7 +269,7 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
     return {
         "classes": [kind.__name__ for kind in type(optimizer).__mro__],
         "groups": groups,
-        "shapes": {name: whole_shape(param) for param, name in names.items()},
+        "shapes": {name: read_whole_shape(param) for param, name in names.items()},
         "state": {
             names[key]: value
             for key, value in optimizer.state.items()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trainrun.errors import CheckpointError
-from trainrun.runtime.foreach_copy import copy_, group_by_type
+from trainrun.runtime.foreach_copy import copy_tensors, group_by_type
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -196,7 +196,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, which keeps its memory."""
     for some_targets, some_sources in group_by_type(zip(targets, sources, strict=True)):
-        copy_(some_targets, some_sources)
+        copy_tensors(some_targets, some_sources)
 
 
 class OwnAverage:

@@ -22,9 +22,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainrun.errors import OF_ARGUMENTS, ConfigError, PluginError
-from trainrun.output import counted
-from trainrun.patterns import matching
-from trainrun.user_code import named
+from trainrun.output import format_count
+from trainrun.patterns import match_names
+from trainrun.user_code import format_error
 
 UNDECAYED = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)  # other norms have vectors only
 
@@ -126,7 +126,7 @@ class Division:
         try:
             built = factory([probe], **(keywords | options))
         except (RuntimeError, *OF_ARGUMENTS) as error:
-            raise PluginError(f"{entry_key}: {named(error)}") from error
+            raise PluginError(f"{entry_key}: {format_error(error)}") from error
         kind = type(built).__name__
         for name in options:
             if name not in built.defaults:
@@ -150,7 +150,7 @@ def entries_of(
     for number, group in enumerate(rules.groups):
         key = f"{rules.key}.groups[{number}].params"
         try:
-            names = matching(named_params, group["params"], key)
+            names = match_names(named_params, group["params"], key)
         except ValueError as error:
             faults.append(str(error))
             continue
@@ -198,9 +198,9 @@ def describe_groups(groups: Sequence[Mapping[str, Any]]) -> str:
     decays = [bool(group.get("weight_decay")) for group in groups for p in group["params"] if p.requires_grad]
     decayed, others = sum(decays), len(decays) - sum(decays)
     num_frozen = sum(len(group["params"]) for group in groups) - len(decays)
-    does = f"{counted(decayed, 'tensor')} {'decays' if decayed == 1 else 'decay'}"
-    text = f"{does}, {others} {'does' if others == 1 else 'do'} not, {counted(len(groups), 'group')}"
-    frozen = f"; {counted(num_frozen, 'tensor')} {'is' if num_frozen == 1 else 'are'} frozen"
+    does = f"{format_count(decayed, 'tensor')} {'decays' if decayed == 1 else 'decay'}"
+    text = f"{does}, {others} {'does' if others == 1 else 'do'} not, {format_count(len(groups), 'group')}"
+    frozen = f"; {format_count(num_frozen, 'tensor')} {'is' if num_frozen == 1 else 'are'} frozen"
     return text + frozen if num_frozen else text
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trainrun.errors import CheckpointError
 from trainrun.optimizer.build_optimizer import ADDED, names_of
 from trainrun.optimizer.other_optimizers import inner_of
-from trainrun.tensors import whole_shape
+from trainrun.tensors import read_whole_shape
 
 CYCLED = ("momentum", "betas")
 MAX_FAULTS_SHOWN = 5
@@ -92,9 +92,9 @@ def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str,
     faults = [f"{name} is new here" for name in params if name not in stored]
     faults += [f"{name[:LONGEST]} is not there now" for name in stored if name not in params]
     for name, shape in stored.items():
-        if name in params and whole_shape(params[name]) != list(shape):
+        if name in params and read_whole_shape(params[name]) != list(shape):
             faults.append(
-                f"{name} has shape {whole_shape(params[name])}, stored {str(list(shape))[:LONGEST]}"
+                f"{name} has shape {read_whole_shape(params[name])}, stored {str(list(shape))[:LONGEST]}"
             )
     names = {param: name for name, param in params.items()}
     now = [{names[param] for param in group["params"] if param in names} for group in optimizer.param_groups]

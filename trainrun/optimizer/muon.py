@@ -28,7 +28,7 @@ from torch.optim import AdamW, Optimizer
 from trainrun.errors import PluginError
 from trainrun.limits import BelowOne, Limits, NotNegative
 from trainrun.optimizer.plain_step import plain_step
-from trainrun.output import counted
+from trainrun.output import format_count
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a steep quintic: singular values end between 0.7 and 1.2
 EPS = 1e-7
@@ -211,4 +211,4 @@ def describe_parts(groups: Iterable[dict[str, Any]]) -> str:
     for group in groups:
         counts[group["muon"]] += len(group["params"])
     matrices = "1 matrix" if counts[True] == 1 else f"{counts[True]} matrices"
-    return f"{matrices} by Muon, {counted(counts[False], 'other parameter')} by AdamW"
+    return f"{matrices} by Muon, {format_count(counts[False], 'other parameter')} by AdamW"

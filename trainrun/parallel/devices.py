@@ -15,7 +15,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainrun.errors import ConfigError
-from trainrun.output import counted
+from trainrun.output import format_count
 from trainrun.runtime.machine import count_usable_cores
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def describe_local_ranks_fault(devices: Any, accelerator: str) -> str:
     sees one GPU may be one of several that see one each.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["WORLD_SIZE"])
-    started = f"torchrun or Slurm started {counted(local, 'rank')} on this machine"
+    started = f"torchrun or Slurm started {format_count(local, 'rank')} on this machine"
     uses_gpus = accelerator not in ("cpu", "mps") and "LOCAL_WORLD_SIZE" in os.environ
     visible = count_gpus() if uses_gpus else 0
     if 1 < visible < local:

@@ -28,7 +28,7 @@ from trainrun.interfaces import TensorShard
 from trainrun.parallel.ddp import check_parameters
 from trainrun.parallel.deferred_init import DeferredInit, is_deferred
 from trainrun.parallel.group import Exchanges, Group, destroy_group, explain_lost_contact, spread_tensors
-from trainrun.patterns import matching
+from trainrun.patterns import match_names
 from trainrun.tensors import WHOLE_SHAPE, StoredTensor
 from trainrun.transform.blocks import model_blocks
 
@@ -297,7 +297,7 @@ def find_blocks(model: nn.Module, patterns: Any) -> list[nn.Module]:
     if patterns != AUTO:
         modules = dict(model.named_modules())
         try:
-            names = matching([name for name in modules if name], patterns, "parallel.blocks", "module")
+            names = match_names([name for name in modules if name], patterns, "parallel.blocks", "module")
         except ValueError as error:
             raise ConfigError(str(error)) from error
         called = [name for name in names if type(modules[name]).forward is not nn.Module.forward]

@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, not
 from trainrun.errors import ConfigError, LaunchError, LostContact, TrainingError, TrainrunError
 from trainrun.interfaces import Agreed
 from trainrun.parallel.flight_recorder import read_last_exchanges
-from trainrun.runtime.foreach_copy import copy_
+from trainrun.runtime.foreach_copy import copy_tensors
 
 LAST = re.compile(r"Last error:\s*(\S.*)")
 KIND = re.compile(r"\b(nccl[A-Z]\w+): ")
@@ -131,7 +131,7 @@ def spread_tensors(tensors: Iterable[Tensor], host: dist.ProcessGroup) -> None:
         if dist.get_rank() != 0:
             pieces = torch.split(joined, [tensor.numel() for tensor in same])
             shaped = [piece.view_as(tensor) for tensor, piece in zip(same, pieces, strict=True)]
-            copy_(same, shaped)
+            copy_tensors(same, shaped)
 
 
 def device_and_type(tensor: Tensor) -> tuple[str, str]:

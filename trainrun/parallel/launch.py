@@ -22,7 +22,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, TrainrunError
-from trainrun.folder.lock import inherited_lock
+from trainrun.folder.lock import describe_inherited_lock
 from trainrun.folder.run_folder import RunDir
 from trainrun.output import say
 from trainrun.parallel.rank_place import Failure, explain_failures, read_failure
@@ -203,7 +203,7 @@ def rank_environment(env: Mapping[str, str], local_rank: int, count: int) -> dic
 
 def start_rank(command: Sequence[str], rank: int, run_dir: RunDir, env: dict[str, str]) -> Rank:
     """Start one rank. Rank 0 uses the terminal, and inherits the port of the store; the others write to their logs."""
-    lock, word = inherited_lock()
+    lock, word = describe_inherited_lock()
     if rank == 0:
         return start_process(command, env | word, None, (*lock, int(env["TRAINRUN_STORE"])))
     with run_dir.rank_log(rank).open("ab") as log:

@@ -24,7 +24,7 @@ from trainrun.errors import (
 from trainrun.folder.run_folder import RunDir, read_json, write_json
 from trainrun.output import say
 from trainrun.runtime.signals import STOP_INTERRUPTED, StopFlag
-from trainrun.user_code import line_of
+from trainrun.user_code import format_user_line
 
 WATCH_SECONDS = 0.5
 SAVE_SECONDS = 30.0
@@ -99,7 +99,7 @@ def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int], flag: StopFlag
 def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
     """Write the error file of this rank."""
     text = "".join(traceback.format_exception(error))
-    message = f"{type(error).__name__}: {error}{line_of(error)}"
+    message = f"{type(error).__name__}: {error}{format_user_line(error)}"
     failure = Failure(rank, time.time(), EXIT_FAILED, "bug", message, text)
     if isinstance(error, TrainrunError):
         failure = replace(failure, kind="fault", message=str(error), exit_code=error.exit_code)

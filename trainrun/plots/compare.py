@@ -13,7 +13,7 @@ from typing import Any
 from trainrun.checkpoint.load import read_manifest
 from trainrun.errors import CheckpointError, ConfigError
 from trainrun.folder.run_folder import RunDir, read_identity, write_text
-from trainrun.output import duration, figure, quantity, speed_in
+from trainrun.output import find_throughput, format_duration, format_number, format_quantity
 from trainrun.plots import page
 from trainrun.plots.chart import UNITS, Chart, Curve, charts_html, curve_of
 from trainrun.plots.history import History, flat, read_config, read_environment, read_history
@@ -134,15 +134,15 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
     for (name, history), config in zip(histories.items(), configs, strict=True):
         best, summary = history.best, history.summary
         mark = " (best)" if history is best_of_all else ""
-        seconds, speed = summary.get("seconds"), speed_in(summary)
+        seconds, speed = summary.get("seconds"), find_throughput(summary)
         rows.append([
             name,
-            f"{best.metric} {figure(best.value)}{mark}" if best else "-",
+            f"{best.metric} {format_number(best.value)}{mark}" if best else "-",
             *(plain(config[key]) if key in config else "-" for key in keys),
             f"{best.step:,}" if best else "-",
-            duration(seconds) if seconds is not None else "-",
-            f"{quantity(speed[0])} {speed[1]}" if speed is not None else "-",
-            *(figure(results_of(history)[key]) if key in results_of(history) else "-" for key in results),
+            format_duration(seconds) if seconds is not None else "-",
+            f"{format_quantity(speed[0])} {speed[1]}" if speed is not None else "-",
+            *(format_number(results_of(history)[key]) if key in results_of(history) else "-" for key in results),
         ])  # fmt: skip
     return head, rows
 

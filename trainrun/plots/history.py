@@ -10,7 +10,7 @@ from trainrun.config.saved_values import LOADER, read_yaml_text, resolve_referen
 from trainrun.errors import ConfigError, DataError
 from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.monitor.metric_rows import Row, read_metric_rows
-from trainrun.output import ordinal
+from trainrun.output import format_ordinal
 
 UNKNOWN = "running, or it did not come to an end"
 
@@ -60,7 +60,7 @@ class History:
         every = self.facts.get("sample_every") or 1
         if every == 1 or not metric.startswith("train/") or metric == "train/loss":
             return ""
-        return f" (measured in every {ordinal(every)} step)"
+        return f" (measured in every {format_ordinal(every)} step)"
 
     @property
     def best(self) -> Best | None:

@@ -15,7 +15,7 @@ from trainrun.monitor.run_lines import (
     objects_in_settings,
     settings_without_objects,
 )
-from trainrun.output import SPEEDS, duration, figure, quantity
+from trainrun.output import SPEEDS, format_duration, format_number, format_quantity
 from trainrun.plots import page
 from trainrun.plots.chart import charts_html
 from trainrun.plots.history import History, flat, read_environment, read_history
@@ -117,7 +117,7 @@ def layer_table(history: History) -> list[str]:
     if not (found := history.of("layers")):
         return []
     rows = (
-        [str(one["layer"]), one["class"], one["output"], figure(one["parameters"])]
+        [str(one["layer"]), one["class"], one["output"], format_number(one["parameters"])]
         for one in found[-1]["layers"]
     )
     return [page.heading("Layers") + page.table(["layer", "class", "output", "parameters"], rows)]
@@ -149,13 +149,15 @@ def result_rows(history: History) -> list[tuple[str, str]]:
     summary, best = history.summary, history.best
     rows: list[tuple[str, str]] = []
     if best is not None:
-        rows.append((f"best {best.metric}", f"{figure(best.value)} at step {best.step:,}"))
+        rows.append((f"best {best.metric}", f"{format_number(best.value)} at step {best.step:,}"))
     newest = sorted([*history.of("train")[-1:], *history.of("eval")[-1:]], key=lambda row: row["step"])
     training = {name: value for row in newest for name, value in row.items() if name.startswith("train/")}
-    rows += [(name + history.sampling_of(name), figure(value)) for name, value in training.items()]
+    rows += [(name + history.sampling_of(name), format_number(value)) for name, value in training.items()]
     found = results(history)
-    rows += [(name, figure(value)) for name, value in found.items() if _of_class(name) is None]
-    shown = {"step": figure, "epoch": figure, "seconds": duration} | dict.fromkeys(SPEEDS, quantity)
+    rows += [(name, format_number(value)) for name, value in found.items() if _of_class(name) is None]
+    shown = {"step": format_number, "epoch": format_number, "seconds": format_duration} | dict.fromkeys(
+        SPEEDS, format_quantity
+    )
     for name, show in shown.items():
         if isinstance(summary.get(name), (int, float)):
             rows.append((({"seconds": "time"} | SPEEDS).get(name, name), show(summary[name])))
@@ -164,7 +166,7 @@ def result_rows(history: History) -> list[tuple[str, str]]:
     if devices := devices_line(summary.get("hardware") or {}):
         rows.append(("devices", devices.removeprefix("devices: ")))
     if summary.get("skipped_steps"):
-        rows.append(("skipped steps", figure(summary["skipped_steps"])))
+        rows.append(("skipped steps", format_number(summary["skipped_steps"])))
     return list(dict(rows).items())
 
 
@@ -178,7 +180,7 @@ def evaluation_table(history: History) -> str:
         [
             f"{row.get('epoch', 0.0):.4g}",
             f"{row['step']:,}" + (" (best)" if row["step"] == best_step else ""),
-            *(figure(row[name]) if name in row else "" for name in names),
+            *(format_number(row[name]) if name in row else "" for name in names),
         ]
         for row in rows
     ]
@@ -208,7 +210,7 @@ def class_tables(history: History) -> list[str]:
             (
                 [
                     str(names.get(i, i)),
-                    *(figure(column[i]) if i in column else "" for column in columns.values()),
+                    *(format_number(column[i]) if i in column else "" for column in columns.values()),
                 ]
                 for i in sorted({i for column in columns.values() for i in column})
             ),
@@ -238,7 +240,7 @@ def setup_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         "world_size": 1,
     }  # says nothing new
     known = {name: facts[name] for name in names if facts.get(name) not in (None, "")}
-    return [(names[name], figure(value)) for name, value in known.items() if value != usual.get(name)]
+    return [(names[name], format_number(value)) for name, value in known.items() if value != usual.get(name)]
 
 
 def plain(value: Any) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from trainrun.folder.run_folder import RunDir
 from trainrun.output import SPEEDS
-from trainrun.output import figure as readable
+from trainrun.output import format_number as readable
 from trainrun.plots import canvas
 from trainrun.plots.chart import UNITS, Chart, Curve, curve_of
 from trainrun.plots.history import History, read_history

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainrun.output import duration
+from trainrun.output import format_duration
 from trainrun.plots import canvas, page
 from trainrun.plots.history import History
 from trainrun.plots.series import Floats
@@ -54,7 +54,11 @@ def ledger_picture(history: History) -> Figure | None:
         if not sums[i]:
             continue
         share = sums[i] / total
-        label = f"{name} {100 * share:.1f} % ({duration(float(sums[i]))})" if share >= LEAST_SHARE else None
+        label = (
+            f"{name} {100 * share:.1f} % ({format_duration(float(sums[i]))})"
+            if share >= LEAST_SHARE
+            else None
+        )
         floor = tops[:, i - 1] if i else np.zeros(len(blocks))
         ax.stairs(tops[:, i], edges, baseline=floor, fill=True, color=COLORS[name], label=label, linewidth=0)
     ax.set(
@@ -77,7 +81,7 @@ def time_html(history: History) -> str:
     for name in sorted(sums, key=lambda name: -sums[name]):
         if sums[name] >= LEAST_SHARE * total:
             color = f'<span style="background:{COLORS[name]};flex:{sums[name] / total:.4f}"></span>'
-            text = f"{name} {100 * sums[name] / total:.1f} % ({duration(sums[name])})"
+            text = f"{name} {100 * sums[name] / total:.1f} % ({format_duration(sums[name])})"
             bar += color
             legend += f"<li>{color}{text}</li>"
     return f'{page.heading("Time")}\n<div class="time-bar">{bar}</div>\n<ul class="time-legend">{legend}</ul>'

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Parallel
-from trainrun.output import counted
+from trainrun.output import format_count
 from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED, Update
 from trainrun.timing.phases import PhaseTimer
 
@@ -98,7 +98,7 @@ def set_matmul(matmul: str, device: torch.device) -> str:
     return f"precision.matmul={matmul}: {MATMUL_NOTES[matmul]} where this {device.type} can"
 
 
-def is_tiny(model: nn.Module, batch_size: int) -> bool:
+def is_tiny_step(model: nn.Module, batch_size: int) -> bool:
     """Return whether a step is so small (a few dense layers) that calls take longer than kernels."""
     flop = 6 * sum(parameter.numel() for parameter in model.parameters()) * batch_size
     return flop < SMALL_STEP_FLOP and all(
@@ -119,14 +119,14 @@ def check_model_type(mode: str, model: nn.Module, device: torch.device) -> None:
     half = [param for param in model.parameters() if param.requires_grad and param.dtype is torch.float16]
     if mode == "16-mixed" and half:
         raise ConfigError(
-            f"precision=16-mixed: the model makes {counted(len(half), 'float16 parameter')}, whose gradients torch "
-            "does not scale; use .float() in the model, or precision=bf16-true"
+            f"precision=16-mixed: the model makes {format_count(len(half), 'float16 parameter')}, whose gradients "
+            "torch does not scale; use .float() in the model, or precision=bf16-true"
         )
     short = AUTOCAST_TYPES.get(mode)
     has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())
-    if device.type != "cpu" or short is None or not has_lstm or computes_lstm(short):
+    if device.type != "cpu" or short is None or not has_lstm or supports_lstm(short):
         return
-    others = [name for name, dtype in AUTOCAST_TYPES.items() if dtype is not short and computes_lstm(dtype)]
+    others = [name for name, dtype in AUTOCAST_TYPES.items() if dtype is not short and supports_lstm(dtype)]
     raise ConfigError(
         f"precision={mode}: torch has no kernel that trains torch.nn.LSTM in {short} on this CPU; "
         f"use precision={' or '.join([*others, '32-true'])}"
@@ -134,7 +134,7 @@ def check_model_type(mode: str, model: nn.Module, device: torch.device) -> None:
 
 
 @cache
-def computes_lstm(dtype: torch.dtype) -> bool:
+def supports_lstm(dtype: torch.dtype) -> bool:
     """Return whether torch trains an LSTM under the autocast to `dtype` on this CPU.
 
     oneDNN needs AVX512-FP16 or AMX for float16, and AVX-512 for bfloat16 (torch 2.13: "could not create a primitive
@@ -265,7 +265,7 @@ def _describe_gpu(mode: str, device: torch.device) -> str:
 
 
 def choose_mode_by_rule(device: torch.device, tiny: bool) -> tuple[str, str]:
-    """Return the mode of `precision=auto` when nothing is measured, and the reason. tiny: see `is_tiny`."""
+    """Return the mode of `precision=auto` when nothing is measured, and the reason. tiny: see `is_tiny_step`."""
     native = device.type in ("cpu", "cuda") and has_bfloat16(device)
     if not native:
         return FULL, f"this {device.type} has no bfloat16 arithmetic for matrix products"
@@ -281,6 +281,6 @@ def describe_half_precision(model: nn.Module) -> list[str]:
     ]
     kind = str(half_types[0]).removeprefix("torch.")
     return [
-        f"precision={FULL}: the model makes {counted(len(half_types), f'{kind} parameter')}, trained as they are; "
+        f"precision={FULL}: the model makes {format_count(len(half_types), f'{kind} parameter')}, trained as they are; "
         "precision=bf16-mixed with .float() in the model keeps small updates"
     ]

@@ -108,12 +108,12 @@ class Update:
         # The share goes in as the gradient of the loss: no product, and none to differentiate.
         gradient = self._shares.get((share, loss_sum.dtype))
         if gradient is None:
-            gradient = self._new_share(loss_sum, share)
+            gradient = self._build_share(loss_sum, share)
         if self._scaler is not None:
             gradient = self._scaler.scale(gradient).to(loss_sum.dtype)
         run_backward(loss_sum, gradient, params)
 
-    def _new_share(self, loss_sum: Tensor, share: float) -> Tensor:
+    def _build_share(self, loss_sum: Tensor, share: float) -> Tensor:
         if loss_sum.dim() != 0 or not loss_sum.requires_grad:
             raise PluginError(
                 f"task: the loss has shape {tuple(loss_sum.shape)}, requires_grad={loss_sum.requires_grad}; "
@@ -143,7 +143,7 @@ class Update:
         self._book(CHECK)
         groups = self._gradients.groups()
         if self._gradients.with_gradient is not self._with_gradient:
-            self._note_gradients(optimizer)
+            self._handle_new_gradients(optimizer)
         self._scaled = self._scaler is not None and bool(groups)
         if self._scaler is not None and self._scaled:
             self._scaler.unscale_(optimizer)
@@ -169,7 +169,7 @@ class Update:
         if self._parallel is not None:
             self._parallel.adopt_trained(self._model)
 
-    def _note_gradients(self, optimizer: Optimizer) -> None:
+    def _handle_new_gradients(self, optimizer: Optimizer) -> None:
         """Handle that other parameters have gradients than in the previous step."""
         self._with_gradient = self._gradients.with_gradient
         self.had_gradient |= set(self._with_gradient)

@@ -17,7 +17,7 @@ import torch
 
 from trainrun.assemble.data_pipeline import build_sources, open_split
 from trainrun.benchmark.snapshot import peak_rss
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.data.engines.stream import OpenedStream
 from trainrun.errors import ConfigError
 from trainrun.interfaces import Batches
@@ -185,14 +185,14 @@ def with_whole_validation(config: RunConfig, reads: Mapping[str, Any]) -> RunCon
     """Return the config with all validation data, read as the first racer reads it."""
     limit = config.trainer.limit_val_batches
     whole = limit if isinstance(limit, float) and limit == 1.0 else 1.0
-    return with_values(config, {"trainer.limit_val_batches": whole, **reads})
+    return replace_values(config, {"trainer.limit_val_batches": whole, **reads})
 
 
 def count_samples(run: Components, state: TrainState) -> float:
     """Return the training samples so far, over all ranks; about, where batches hold different numbers."""
     lengths, num_samples = run.triggers.rhythm.lengths, run.train.num_samples
     if lengths.steps_per_epoch is not None and num_samples is not None and state.step > 0:
-        return lengths.done(state, "epoch")[1] * num_samples
+        return lengths.measure_position(state, "epoch")[1] * num_samples
     return state.step * samples_of_step(run)
 
 

@@ -14,13 +14,13 @@ from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.lock import lock_folder
 from trainrun.folder.run_folder import RunDir, is_run_folder, remove_new_folder, resolve_folder
-from trainrun.output import counted, path_to_paste, report_result, say
+from trainrun.output import format_count, format_path_to_paste, report_result, say
 from trainrun.race.race_report import PAGE, print_report, race_facts, write_report
 from trainrun.race.racers import Racer, Variation, read_racers, variations
 from trainrun.race.turns import Race, RaceGoal, describe_racers, new_race_folder
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.job_queue import StopRelay
-from trainrun.task.metrics.directions import direction_of_name
+from trainrun.task.metrics.directions import guess_direction
 
 ABOUT = (
     "Trains each racer with the same seeds, in turns, each run in a fresh process. A judge evaluates all of the "
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     again = [
         "trainrun race",
         *map(shlex.quote, argv),
-        *([] if words.out else ["--out", path_to_paste(folder)]),
+        *([] if words.out else ["--out", format_path_to_paste(folder)]),
     ]
     return run_race(race, changes, " ".join(again))
 
@@ -96,7 +96,7 @@ def read_goal(text: str, mode: str | None) -> RaceGoal:
     if not metric.startswith("val"):
         raise ConfigError(f"--until {text}: racers are judged by validation; name a metric as val/acc")
     by_sign = {">=": "max", "<=": "min"}.get(sign or "")
-    direction = mode or by_sign or direction_of_name(metric)
+    direction = mode or by_sign or guess_direction(metric)
     if direction is None:
         raise ConfigError(
             f"--until {text}: whether more is better is not known; add --mode max or --mode min"
@@ -138,8 +138,8 @@ def run_race(race: Race, changes: Sequence[Variation], again: str) -> int:
     with contextlib.ExitStack() as closing:
         race.open()
         closing.enter_context(lock_folder(RunDir(race.folder)))
-        runs = counted(len(race.racers) * race.num_seeds, "run")
-        differences = f", {counted(len(changes), 'difference')}" if changes else ""
+        runs = format_count(len(race.racers) * race.num_seeds, "run")
+        differences = f", {format_count(len(changes), 'difference')}" if changes else ""
         say(f"race: {describe_racers(race.racers)}{differences}; {runs} in {race.folder}", flush=True)
         try:
             with catch_stops(relay.handle):

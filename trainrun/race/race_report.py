@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.config.tuned_settings import machine
+from trainrun.config.tuned_settings import describe_machine
 from trainrun.folder.run_folder import write_text
-from trainrun.output import figure, say
+from trainrun.output import format_number, say
 from trainrun.plots import page
 from trainrun.plots.chart import Chart, Curve, charts_html
 from trainrun.race.racers import Racer, Variation
@@ -77,7 +77,7 @@ def mean_text(values: Sequence[float]) -> str:
     if not values:
         return "-"
     half = half_of_mean(values)
-    return figure(fmean(values)) if half is None else f"{figure(fmean(values))} ± {half:.2g}"
+    return format_number(fmean(values)) if half is None else f"{format_number(fmean(values))} ± {half:.2g}"
 
 
 def equivalence_text(equivalence: Equivalence | None) -> str:
@@ -164,7 +164,7 @@ def write_report(race: Race, changes: Sequence[Variation]) -> None:
     if changes:
         names = race.racers[0].name, race.racers[1].name
         parts += [page.heading("Differences"), page.table(*variation_table(results, *names, changes))]
-    parts += [page.paragraph(line) for line in [*notes_of(race, results), machine()]]
+    parts += [page.paragraph(line) for line in [*notes_of(race, results), describe_machine()]]
     parts.append(charts_html([curves_chart(race, results)]))
     write_text(race.folder / PAGE, page.page(title, parts))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainrun.cli.main import add_import_paths, report_crash, report_fault
 from trainrun.config.compose import Composition, compose_run
-from trainrun.config.schema import with_values
+from trainrun.config.schema import replace_values
 from trainrun.errors import TrainrunError
 from trainrun.folder.run_folder import LaunchSpec, list_typed_keys, read_json
 from trainrun.runs.run import create_run, train_in_ranks
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     paths = add_import_paths([str(Path(name).resolve().parent) for name in folders])
     try:
         composition = compose_run(words)
-        config = with_values(
+        config = replace_values(
             composition.config, {"seed": request["seed"], "monitor.plots": False, "checkpoint.mirror": None}
         )
         judge = {"_target_": LOOP, "file": str(folder / JUDGED), **request["judge"]}

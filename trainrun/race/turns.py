@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from trainrun.folder.run_folder import build_folder_error, read_json, write_json
-from trainrun.output import figure, masked_words, say
+from trainrun.output import format_number, mask_arguments, say
 from trainrun.race.racer_process import JUDGED, REQUEST
 from trainrun.race.racers import Racer, validation_reads
 from trainrun.race.standings import RaceResults, RaceRun, late_limit
@@ -52,7 +52,7 @@ class RaceGoal:
 
     def __str__(self) -> str:
         sign = ">=" if self.mode == "max" else "<="
-        return self.metric if self.value is None else f"{self.metric} {sign} {figure(self.value)}"
+        return self.metric if self.value is None else f"{self.metric} {sign} {format_number(self.value)}"
 
 
 @dataclass
@@ -94,8 +94,8 @@ class Race:
                     f"--every {self.every}: the race in {self.folder} has {every}; leave it out"
                 )
             self.goal, self.every = replace(self.goal, value=goal["value"]), every
-            names = {tuple(masked_words(racer.words)): racer.name for racer in self.racers}
-            if masked_words(self.racers[0].words) != saved["racers"][0]["words"]:
+            names = {tuple(mask_arguments(racer.words)): racer.name for racer in self.racers}
+            if mask_arguments(self.racers[0].words) != saved["racers"][0]["words"]:
                 raise ConfigError(
                     f"--out {self.folder}: holds a race of another first racer; name another folder"
                 )
@@ -113,7 +113,7 @@ class Race:
 
     def save(self) -> None:
         racers = [
-            {"name": racer.name, "about": racer.about, "words": masked_words(racer.words),
+            {"name": racer.name, "about": racer.about, "words": mask_arguments(racer.words),
              "runs": [asdict(run) for run in self.runs.get(racer.name, {}).values()]}
             for racer in self.racers
         ]  # fmt: skip
@@ -237,7 +237,7 @@ class Race:
             did = f"failed: {run.error}"
         total = self.num_seeds * len(self.racers)
         count = sum(len(self.seeds_of(one.name)) for one in self.racers)
-        end = "" if run.end is None else f", ends with {figure(run.end)}"
+        end = "" if run.end is None else f", ends with {format_number(run.end)}"
         say(f"[{count}/{total}] {racer.name}, seed {run.seed}: {did}{end}", flush=True)
 
 

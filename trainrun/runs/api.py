@@ -30,7 +30,7 @@ from trainrun.output import say
 from trainrun.runs.restore_config import load_network
 from trainrun.runs.run import open_or_create_run, open_run, start_training
 from trainrun.runtime.memory_layout import make_dense
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import restore_random_state
 from trainrun.transform.lora import LoraLinear, merge_lora
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Run:
         The network takes inputs like the batches of the run: images scaled (0 to 1 for `data=image_folder`), and
         normalised if `data.augment.normalize` was set.
         """
-        with objects_available(dict(self.objects) | ({} if model is None else {"model": model})):
+        with register_objects(dict(self.objects) | ({} if model is None else {"model": model})):
             network = load_network(self.files, choose_checkpoint(self.files.checkpoints, which), self.trust)
         if merge:
             if not any(isinstance(layer, LoraLinear) for layer in network.modules()):
@@ -120,7 +120,7 @@ class Run:
         """
         from trainrun.runs.new_samples import predict_new
 
-        with objects_available(dict(self.objects)):
+        with register_objects(dict(self.objects)):
             return predict_new(self.files, samples, which, self.trust, num_classes_shown)
 
     def history(self) -> Any:
@@ -203,8 +203,8 @@ def train(
             )
         named |= {"val": None, **{f"val.{name}": part for name, part in val.items()}}
     objects = {name: value for name, value in named.items() if value is not None}
-    all_words = [*settings_of_objects(objects, list(words)), *words]
-    quantities = describe_quantities(objects.get("data"))
+    all_words = [*build_object_settings(objects, list(words)), *words]
+    quantities = describe_real_targets(objects.get("data"))
     composition = compose_run(all_words, quantities=quantities)
     for note in composition.notes:
         if quantities and note.startswith(quantities):
@@ -217,9 +217,9 @@ def train(
     paths = [path for path in sys.path if path]
     # a notebook's own random numbers go on as if nothing had been trained
     with (
-        objects_available(objects) as used,
+        register_objects(objects) as used,
         open_or_create_run(composition, all_words) as (run, config, again),
-        kept_random_state(),
+        restore_random_state(),
     ):
         typed = () if again else list_typed_keys(composition.overrides)
         code = start_training(run, config, LaunchSpec(again, paths, began, typed))
@@ -241,14 +241,14 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {}
 PLACES = {"model": "model", "data": "data.train", "val": "data.val", "test": "data.test", "task": "task"}
 
 
-def config_key_of(name: str) -> str:
+def resolve_config_key(name: str) -> str:
     """Return the config key of an object: `data.val.day` for `val.day`."""
     head, dot, rest = name.partition(".")
     return PLACES[head] + dot + rest
 
 
 @contextmanager
-def objects_available(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def register_objects(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Make the objects available to configs inside the block. Yield a dict of the objects that the run uses, some as
     copies.
     """
@@ -270,14 +270,14 @@ def python_object(name: str, about: str) -> Any:
     """
     if name not in GIVEN:
         raise ConfigError(
-            f"{config_key_of(name)}: this run was given it from Python ({about}); give the like again, as "
+            f"{resolve_config_key(name)}: this run was given it from Python ({about}); give the like again, as "
             f"trainrun.train(..., {name.partition('.')[0]}=...)"
             + (" or load_model(run_dir, model=...)" if name == "model" else "")
         )
     value, used = GIVEN[name]
     if describe_object(value) != about:
         raise ConfigError(
-            f"{config_key_of(name)}: this run was given {about}, and now {describe_object(value)}"
+            f"{resolve_config_key(name)}: this run was given {about}, and now {describe_object(value)}"
         )
     if name == "model":
         make_dense(
@@ -290,7 +290,7 @@ def python_object(name: str, about: str) -> Any:
     return value
 
 
-def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[str]:
+def build_object_settings(objects: Mapping[str, Any], words: list[str]) -> list[str]:
     """Return the settings that stand for the objects, such as `model._target_=...`.
 
     Raise ConfigError for an unusable object, or if a setting is given twice.
@@ -303,7 +303,7 @@ def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[st
     typed_keys = {word.lstrip("+~").partition("=")[0] for word in words}
     out = []
     for name, entry in objects.items():
-        place = config_key_of(name)
+        place = resolve_config_key(name)
         if twice := typed_keys & {place.partition(".")[0], place, f"{place}._target_"}:
             raise ConfigError(
                 f"trainrun.train({name}=...): {twice.pop()}= says it too; leave one of them out"
@@ -330,14 +330,14 @@ def settings_of_objects(objects: Mapping[str, Any], words: list[str]) -> list[st
         if name != "data" and place.startswith("data.") and "data" not in objects:
             raise ConfigError(f"trainrun.train({name}=...): give data=... too")
         target = f"{__name__}.{python_object.__name__}"
-        node = {"_target_": target, "name": name, "about": quote_text(describe_object(entry))}
+        node = {"_target_": target, "name": name, "about": quote_as_text(describe_object(entry))}
         out += [f"+{place}.{key}={value}" for key, value in node.items()]
     if "model" in objects and "run_name" not in typed_keys:
         out.append(f"run_name={type(objects['model']).__name__}")
     return [*(f"{group}=custom" for group in ("model", "task", "data") if group in objects), *out]
 
 
-def describe_quantities(data: Any) -> str:
+def describe_real_targets(data: Any) -> str:
     """Return how many different real numbers the targets hold (the last of several arrays); "" if they are not real
     numbers.
     """
@@ -351,7 +351,7 @@ def describe_quantities(data: Any) -> str:
     return f"the targets hold {count:,} different real numbers" if count else ""
 
 
-def quote_text(text: str) -> str:
+def quote_as_text(text: str) -> str:
     return '"' + text.replace("\\", "").replace('"', "'").replace("$", "") + '"'
 
 

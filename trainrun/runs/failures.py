@@ -32,13 +32,13 @@ from trainrun.errors import (
 )
 from trainrun.folder.run_folder import RunDir, check_folder_exists, is_run_folder, write_text
 from trainrun.folder.status import read_status, write_status
-from trainrun.instantiate import satellite
-from trainrun.output import printable, say
+from trainrun.instantiate import import_satellite
+from trainrun.output import make_printable, say
 from trainrun.parallel.devices import is_started_by_launcher
 from trainrun.parallel.rank_place import report_failure
 from trainrun.runtime.signals import StopFlag, limit_stop_time
 from trainrun.timing.phases import RANKS
-from trainrun.user_code import of_the_system
+from trainrun.user_code import describe_system_error
 
 if TYPE_CHECKING:  # a launcher of ranks imports no torch
     from trainrun.interfaces import Parallel
@@ -92,7 +92,7 @@ def explain_os_error(run: RunDir, error: Exception) -> Exception:
     if isinstance(error, TrainrunError):
         return error
     if not isinstance(error, OSError) or error.errno not in FULL:
-        text = of_the_system(error)
+        text = describe_system_error(error)
         kind = TrainrunError if isinstance(error, OSError) and error.errno in OF_NAMES else TrainingError
         return kind(f"{text}; where that is mended: trainrun resume {run.root}") if text else error
     place = error.filename or run.root
@@ -120,7 +120,7 @@ def draw_ended_run(run: RunDir, config: RunConfig) -> None:
         return
     problems: list[str] = []
     try:
-        plots = satellite("plots.draw", "no pictures are drawn", problems.append)
+        plots = import_satellite("plots.draw", "no pictures are drawn", problems.append)
         if plots is not None:
             problems += [plots.write_report(run), plots.draw(run)]
     # The exception that ended the run is what counts, whatever the machine has left no room for.
@@ -178,7 +178,7 @@ def record_stop(run: RunDir, config: RunConfig, exit_code: int) -> None:
         write_status(run, config.run_name, state="stopped", exit_code=exit_code, message=message)
 
 
-def end_hung(
+def end_hung_rank(
     run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int, exchanges: dict[str, list[Any]]
 ) -> None:  # fmt: skip
     """Report that a rank hangs, and end its process.
@@ -191,19 +191,19 @@ def end_hung(
         error = LostContact(text, exchanges) if is_waiting else TrainingError(text)
         report_failure(run_dir, parallel.rank, error)
     if parallel.world_size == 1 or (parallel.rank == 0 and is_started_by_launcher()):
-        leave_now(run_dir, config, "failed", EXIT_FAILED, text)
+        exit_with_status(run_dir, config, "failed", EXIT_FAILED, text)
     end_process(EXIT_FAILED)
 
 
-def end_meeting(run_dir: RunDir, config: RunConfig, text: str) -> None:
+def end_failed_meeting(run_dir: RunDir, config: RunConfig, text: str) -> None:
     """Report that the ranks did not meet in time, and end this process."""
     report_failure(run_dir, int(os.environ["RANK"]), MeetingFailed(text))
     if is_started_by_launcher():
-        leave_now(run_dir, config, "failed", EXIT_FAILED, text)
+        exit_with_status(run_dir, config, "failed", EXIT_FAILED, text)
     end_process(EXIT_FAILED)
 
 
-def end_late_stops(
+def limit_stop_duration(
     run: RunDir, config: RunConfig, flag: StopFlag | None = None
 ) -> AbstractContextManager[None]:
     """End the process if a stop inside the block takes too long or is requested twice.
@@ -232,14 +232,14 @@ def end_after_late_stop(
         code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_AGAIN
         if os.environ["RANK"] != "0":  # rank 0 speaks for all
             end_process(code)
-        leave_now(run, config, "stopped", code, f"{name} came before the first step; {left}")
+        exit_with_status(run, config, "stopped", code, f"{name} came before the first step; {left}")
     cause = (
         "came twice" if twice else f"was not followed by a save within trainer.stop_grace_seconds={seconds:g}"
     )
-    leave_now(run, config, "stopped", 128 + number, f"{name} {cause}; {left}")
+    exit_with_status(run, config, "stopped", 128 + number, f"{name} {cause}; {left}")
 
 
-def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, message: str) -> NoReturn:
+def exit_with_status(run: RunDir, config: RunConfig, state: str, exit_code: int, message: str) -> NoReturn:
     """Write the status and a message, and end this process from any thread.
 
     The status of a run that has ended does not change.
@@ -247,7 +247,7 @@ def leave_now(run: RunDir, config: RunConfig, state: str, exit_code: int, messag
     with suppress(OSError):
         if is_run_folder(run) and read_status(run).get("state") in (None, "running"):
             write_status(run, config.run_name, state=state, exit_code=exit_code, message=message)
-        os.write(2, f"\ntrainrun: {printable(message)}\n".encode())
+        os.write(2, f"\ntrainrun: {make_printable(message)}\n".encode())
     end_process(exit_code)
 
 

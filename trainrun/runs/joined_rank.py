@@ -6,11 +6,11 @@ import os
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
 
-from trainrun.config.schema import RunConfig, record_reads
+from trainrun.config.schema import RunConfig, record_setting_reads
 from trainrun.folder.run_folder import LaunchSpec, RunDir
 from trainrun.interfaces import Parallel
 from trainrun.parallel.worker import run_as_rank
-from trainrun.runs.failures import end_late_stops, end_meeting, record_stop
+from trainrun.runs.failures import end_failed_meeting, limit_stop_duration, record_stop
 from trainrun.runs.rank import train_rank
 from trainrun.runtime.signals import StopFlag
 from trainrun.timing.phases import PhaseTimer, measure_process_start
@@ -24,13 +24,13 @@ def run_joined_rank(run_dir: RunDir, config: RunConfig, order: LaunchSpec, store
     def train(parallel: Parallel, flag: StopFlag) -> int:
         return train_rank(run_dir, config, order, parallel, flag, PhaseTimer(measure_process_start()))
 
-    record_reads()
+    record_setting_reads()
     rank = int(os.environ["RANK"])
     run_dir.rank_error(rank).unlink(missing_ok=True)
     flag = StopFlag(training=False)
     code = run_as_rank(
-        run_dir, config.parallel, train, store, flag, end_late_stops(run_dir, config, flag),
-        lambda text: end_meeting(run_dir, config, text),
+        run_dir, config.parallel, train, store, flag, limit_stop_duration(run_dir, config, flag),
+        lambda text: end_failed_meeting(run_dir, config, text),
     )  # fmt: skip
     if rank == 0:
         record_stop(run_dir, config, code)

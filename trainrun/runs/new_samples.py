@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainrun.assemble.assemble import build_task, precision_options
-from trainrun.assemble.data_pipeline import TrainingNames, stream_options
+from trainrun.assemble.assemble import build_precision_options, build_task
+from trainrun.assemble.data_pipeline import TrainingNames, build_stream_options
 from trainrun.assemble.resumption import load_network_of_run
 from trainrun.checkpoint.load import choose_checkpoint, read_checkpoint, resolve_checkpoint
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.data.batch import convert_to_tensor
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.path_contents import ENDINGS
@@ -42,12 +42,12 @@ from trainrun.interfaces import DataFacts
 from trainrun.output import say
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
-from trainrun.plugin_faults import did_you_mean
+from trainrun.plugin_faults import suggest_name
 from trainrun.precision.autocast import build_precision
 from trainrun.runs.predictions import NUMBER_IN_DATA, predict_batches
 from trainrun.runs.restore_config import load_saved_names, remove_gpu_settings, restore_task_state
 from trainrun.runs.resume import check_modules, load_trusted_config
-from trainrun.training.task_calls import Place, TaskCalls
+from trainrun.training.task_calls import RunPosition, TaskCalls
 
 KEY = "new samples"
 READERS = "trainrun.data.readers."
@@ -126,11 +126,11 @@ def predict_new(
     device = choose_device(config.parallel.accelerator)
     model.to(device)
     task = build_task(remove_class_weights(config), facts)
-    calls = TaskCalls(task, model, Place(config.seed or 0, 0, device), None)
+    calls = TaskCalls(task, model, RunPosition(config.seed or 0, 0, device), None)
     restore_task_state(task, calls, loaded, device)
-    options = stream_options(config, Single(device), "val", lambda text: None)
+    options = build_stream_options(config, Single(device), "val", lambda text: None)
     options = replace(options, key=KEY, limit=1.0, cache="none", on_error="raise")
-    precision, _ = build_precision(precision_options(config), model, device)
+    precision, _ = build_precision(build_precision_options(config), model, device)
     stream, _ = open_batches(source, options)
     try:
         columns = predict_batches(model, task, stream.epoch(0), precision.autocast, num_classes_shown)
@@ -177,7 +177,7 @@ def remove_class_weights(config: RunConfig) -> RunConfig:
     """
     if (config.task or {}).get("class_weights") != "balanced":
         return config
-    return with_values(config, {"task": {**config.task, "class_weights": None}})
+    return replace_values(config, {"task": {**config.task, "class_weights": None}})
 
 
 def convert_to_lists(columns: Mapping[str, Tensor], class_names: Sequence[str]) -> Columns:
@@ -214,19 +214,19 @@ def open_samples(input_format: InputFormat, samples: Any) -> NewSamples:
                 f"predict: {num_paths} of {len(samples)} samples are paths; give paths alone, or loaded samples alone"
             )
     if input_format.is_table and not hasattr(samples, "dtype"):
-        return rows_as_samples(input_format, samples)
+        return build_row_samples(input_format, samples)
     if input_format.reader == IMAGE_FOLDER and not is_image_batch(samples):
         pictures = samples if isinstance(samples, list | tuple) else [samples]
-        return pictures_as_samples(
-            input_format, [encode_png(sample) for sample in pictures], number_column(len(pictures))
+        return build_picture_samples(
+            input_format, [encode_png(sample) for sample in pictures], build_index_column(len(pictures))
         )
-    return arrays_as_samples(samples)
+    return build_array_samples(samples)
 
 
 def open_files(input_format: InputFormat, words: Sequence[str | Path]) -> NewSamples:
     if input_format.reader == IMAGE_FOLDER:
         files = expand_paths(words, PICTURES)
-        return pictures_as_samples(input_format, files, {"file": [str(file) for file in files]})
+        return build_picture_samples(input_format, files, {"file": [str(file) for file in files]})
     if input_format.is_table:
         return join_samples(
             [read_new_table(file, input_format) for file in expand_paths(words, TABLE_ENDINGS)]
@@ -263,11 +263,11 @@ def is_readable(path: Path, endings: Sequence[str]) -> bool:
     return path.is_file() and path.name[0] != "." and path.name.lower().endswith(tuple(endings))
 
 
-def number_column(number: int) -> Columns:
+def build_index_column(number: int) -> Columns:
     return {"index": list(range(number))}
 
 
-def pictures_as_samples(
+def build_picture_samples(
     input_format: InputFormat, pictures: Sequence[Path | bytes], names: Columns
 ) -> NewSamples:
     """Return images (encoded bytes or files) as samples in the size and scale of the run."""
@@ -311,12 +311,12 @@ def encode_png(picture: Any) -> bytes:
     return content.getvalue()
 
 
-def arrays_as_samples(arrays: Any) -> NewSamples:
+def build_array_samples(arrays: Any) -> NewSamples:
     """Return the rows of an array (N, ...), or of a mapping from input names to arrays, as samples."""
     if isinstance(arrays, Mapping):
         fields = {name: convert_to_tensor(values) for name, values in arrays.items()}
         number = len(next(iter(fields.values())))
-        return NewSamples(partial(select_row, fields), number_column(number))
+        return NewSamples(partial(select_row, fields), build_index_column(number))
     array = arrays if isinstance(arrays, Tensor) else np.asarray(arrays)
     try:
         values = convert_to_tensor(array)
@@ -326,14 +326,14 @@ def arrays_as_samples(arrays: Any) -> NewSamples:
         ) from error
     if not values.ndim:
         raise DataError("predict: a single number was given; give an array (N, ...) of N samples")
-    return NewSamples(values.__getitem__, number_column(len(values)))
+    return NewSamples(values.__getitem__, build_index_column(len(values)))
 
 
 def select_row(fields: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     return {name: values[index] for name, values in fields.items()}
 
 
-def rows_as_samples(input_format: InputFormat, rows: Any) -> NewSamples:
+def build_row_samples(input_format: InputFormat, rows: Any) -> NewSamples:
     """Return table rows from Python as samples: one mapping, a list of mappings, columns by name, or a DataFrame."""
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
         rows = rows.to_dict("records")
@@ -360,7 +360,7 @@ def rows_as_samples(input_format: InputFormat, rows: Any) -> NewSamples:
             inputs = [table.read(row) for row in range(len(table))]
         except DataError as error:
             raise DataError(str(error).replace(str(path), f"{shown}, as a table with a header,")) from None
-    return NewSamples(inputs.__getitem__, number_column(len(inputs)))
+    return NewSamples(inputs.__getitem__, build_index_column(len(inputs)))
 
 
 def read_new_table(file: Path, input_format: InputFormat, shown: str = "") -> NewSamples:
@@ -412,7 +412,7 @@ def check_table_columns(
     needed, *_ = csv_files.replace_word_inputs(inputs, columns)
     missing = list(dict.fromkeys(name.partition("=")[0] for name in needed if name not in columns))
     if missing:
-        guess = did_you_mean(missing[0], columns) or "."
+        guess = suggest_name(missing[0], columns) or "."
         raise DataError(
             f"{shown}: has no column {', '.join(missing)}, which the training had{guess} It has {join_names(columns)}"
         )
@@ -435,9 +435,9 @@ def join_samples(parts: Sequence[NewSamples]) -> NewSamples:
     names = {name: [value for part in parts for value in part.names[name]] for name in parts[0].names}
     if len(parts) == 1:
         names.pop("file", None)
-    return NewSamples(partial(read_part, places), names)
+    return NewSamples(partial(read_joined_sample, places), names)
 
 
-def read_part(places: Sequence[tuple[NewSamples, int]], index: int) -> Any:
+def read_joined_sample(places: Sequence[tuple[NewSamples, int]], index: int) -> Any:
     part, row = places[index]
     return part.read(row)

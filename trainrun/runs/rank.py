@@ -1,7 +1,7 @@
 """One rank of a run: build, resume, train, and record how it ended.
 
-The launcher starts `python -m trainrun.runs.rank_process RUN_DIR ATTEMPT`; a run on one device calls `train_here` in
-its own process.
+The launcher starts `python -m trainrun.runs.rank_process RUN_DIR ATTEMPT`; a run on one device calls
+`train_in_this_process`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from trainrun.assemble.assemble import RunContext, build_components
-from trainrun.assemble.backends import kept_backends
-from trainrun.assemble.monitors import Listeners
-from trainrun.assemble.resumption import loaded_state
-from trainrun.assemble.run_plan import batch_facts, with_earlier_batch
-from trainrun.assemble.start_choices import Chosen, choose_allocator, chosen_before
+from trainrun.assemble.backends import restore_backends
+from trainrun.assemble.monitors import RunMonitors
+from trainrun.assemble.resumption import load_or_create_state
+from trainrun.assemble.run_plan import collect_batch_sizes, keep_global_batch
+from trainrun.assemble.start_choices import Chosen, read_earlier_choices, set_allocator_rule
 from trainrun.assemble.unread_settings import check_settings_are_read
 from trainrun.checkpoint.files import list_committed_steps
-from trainrun.config.schema import RunConfig, stop_recording
+from trainrun.config.schema import RunConfig, stop_recording_reads
 from trainrun.errors import (
     EXIT_AGAIN,
     EXIT_DONE,
@@ -39,18 +39,18 @@ from trainrun.folder.run_folder import (
     RunDir,
     check_folder_exists,
     read_identity,
-    record_saved,
+    record_has_checkpoint,
     write_identity,
 )
 from trainrun.folder.status import write_status
-from trainrun.instantiate import build, locate, satellite
+from trainrun.instantiate import build_node, import_satellite, import_target
 from trainrun.interfaces import Parallel, RunFacts
 from trainrun.optimizer.plain_step import unloaded_compiler
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.flight_recorder import read_last_exchanges
 from trainrun.parallel.single import Single
-from trainrun.runs.failures import end_hung, keep_overrides_if_accepted
-from trainrun.runtime.collector import collect_as_usual, collect_between_steps, restore_collector
+from trainrun.runs.failures import end_hung_rank, keep_overrides_if_accepted
+from trainrun.runtime.collector import collect_between_steps, restore_collector, restore_usual_collection
 from trainrun.runtime.machine import return_kept_memory
 from trainrun.runtime.signals import StopFlag
 from trainrun.runtime.watchdog import Hung, Watchdog
@@ -74,7 +74,9 @@ from trainrun.training.recovery.oom import ONE_SAMPLE, describe_out_of_memory
 from trainrun.transform.compile import broken_library
 
 
-def train_here(run_dir: RunDir, config: RunConfig, order: LaunchSpec, flag: StopFlag, began: float) -> int:
+def train_in_this_process(
+    run_dir: RunDir, config: RunConfig, order: LaunchSpec, flag: StopFlag, began: float
+) -> int:
     """Train a run on one device, in this process. Return the exit code."""
     device = choose_device(config.parallel.accelerator, devices=config.parallel.devices)
     return train_rank(run_dir, config, order, Single(device), flag, PhaseTimer(began))
@@ -92,28 +94,31 @@ def train_rank(
     back: RollBack | None = None
     while True:
         try:
-            return train_once(run_dir, config, order, parallel, flag, phases, back)
+            return train_until_rollback(run_dir, config, order, parallel, flag, phases, back)
         except RollBack as error:
             back = error.with_traceback(None)  # or its frames would hold the parts from before
         except Hung as error:
             raise TrainingError(str(error)) from error
 
 
-def train_once(
+def train_until_rollback(
     run_dir: RunDir, config: RunConfig, order: LaunchSpec, parallel: Parallel, flag: StopFlag, phases: PhaseTimer,
     back: RollBack | None,
 ) -> int:  # fmt: skip
     """Build the parts and train until the end or a rollback. Return the exit code. Raise TrainrunError."""
     leader, resume = parallel.rank == 0, order.resume or back is not None
+
+    def end(text: str, account: int) -> None:
+        end_hung_rank(run_dir, config, parallel, text, account, read_last_exchanges())
+
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(
-            Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank),
-                     lambda text, account: end_hung(run_dir, config, parallel, text, account, read_last_exchanges()))
-        )  # fmt: skip
-        listeners = Listeners(run_dir, config, phases) if leader else None
+            Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank), end)
+        )
+        listeners = RunMonitors(run_dir, config, phases) if leader else None
         if listeners is not None:
             closing.callback(listeners.close)
-        closing.enter_context(kept_backends())
+        closing.enter_context(restore_backends())
         closing.enter_context(restore_collector())
         if config.trainer.compile.scope in ("off", "auto"):  # auto is off, as a rule
             closing.enter_context(unloaded_compiler())
@@ -121,7 +126,7 @@ def train_once(
         notes: list[str] = []
         if resume:
             earlier = identity.get("batch")
-            config = with_earlier_batch(config, earlier, parallel.world_size, order.typed, notes)
+            config = keep_global_batch(config, earlier, parallel.world_size, order.typed, notes)
         assert config.seed is not None
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         goes_on = resume and bool(list_committed_steps(run_dir.checkpoints))
@@ -139,29 +144,29 @@ def train_once(
                 type(module).train is not nn.Module.train
             ):  # it may do more than set modes, as keep norms from training
                 module.train(module.training)
-        allocator, lines = choose_allocator(run)
+        allocator, lines = set_allocator_rule(run)
         if allocator == "keep":  # a notebook goes on after the run
             closing.callback(return_kept_memory)
         facts = replace(facts, choices=(*facts.choices, *lines))
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
-        state = load_first_state(run, run_dir, config, resume, back)
+        state = load_start_state(run, run_dir, config, resume, back)
         for note in notes:
             run.monitors.note(note)
         if listeners is not None:
             if run_dir.config_before.exists():  # there are words of a resume
                 closing.push(keep_overrides_if_accepted(run_dir, state))
-            note_choices(run_dir, run, site.chosen)
+            record_choices(run_dir, run, site.chosen)
             listeners.attach(run, state)
-        collect_as_usual()
+        restore_usual_collection()
         collect_between_steps()
         run.triggers.start(state, run.checkpoints.best)
-        stop_recording()
+        stop_recording_reads()
         check_settings_are_read(order.typed, config, parallel)
         run.monitors.on_start(facts, state)
         before = state.step, state.items
         if parallel.device.type == "cuda":  # what start-up trials took is no part of the training
             torch.cuda.reset_peak_memory_stats(parallel.device)
-        watchdog.begin(run)
+        watchdog.expect_progress(run)
         run.task_calls.start(state)
         run.hooks.on_start(run, state)
         run.hooks.check_states()
@@ -176,18 +181,18 @@ def train_once(
         state = run_loop(run, state)
         if state.ended_step != state.step:  # a signal stopped it, or the loop is the user's own
             run.hooks.on_end(run, state)
-        watchdog.rest()
+        watchdog.stop_expecting_progress()
         session = Session(state.step - before[0], state.items - before[1], run.phases.read())
         return finish_training(run, state, run_dir, listeners, facts, session)
 
 
-def load_first_state(
+def load_start_state(
     run: Components, run_dir: RunDir, config: RunConfig, resume: bool, back: RollBack | None
 ) -> TrainState:
     """Return a fresh state, or that of the checkpoint from which the run continues."""
     state = TrainState()
     if resume or config.ckpt_path is not None:
-        state = loaded_state(run, run_dir, config, resume)
+        state = load_or_create_state(run, run_dir, config, resume)
     if back is not None:
         back.apply(state)
     elif config.trainer.nan_policy == "rollback" and state.saved_step != state.step:
@@ -196,10 +201,10 @@ def load_first_state(
 
 
 def build_context(
-    run_dir: RunDir, identity: dict[str, Any], parallel: Parallel, flag: StopFlag, listeners: Listeners | None,
+    run_dir: RunDir, identity: dict[str, Any], parallel: Parallel, flag: StopFlag, listeners: RunMonitors | None,
     init_from: str | None,
 ) -> RunContext:  # fmt: skip
-    chosen = chosen_before(identity, training=True)
+    chosen = read_earlier_choices(identity, training=True)
     site = RunContext(run_dir, identity["run_id"], parallel, flag, [], init_from=init_from, chosen=chosen)
     if listeners is None:
         return site
@@ -225,14 +230,14 @@ def finish_save_at_failure(run: Components, kind: type[BaseException] | None) ->
     return False  # the exception goes on
 
 
-def note_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
+def record_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
     """Write measured choices to RUN.json for a resume, and facts of the data for `load_model`, which builds without
     data.
     """
     facts = run.data_facts
     data_facts = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
     threads = {"num_threads": torch.get_num_threads()} if run.config.trainer.num_threads == "auto" else {}
-    batch = batch_facts(run.config, run.parallel.world_size)
+    batch = collect_batch_sizes(run.config, run.parallel.world_size)
     facts_of_run = {"data": data_facts, "batch": batch} | chosen | threads
     write_identity(run_dir, read_identity(run_dir) | facts_of_run)
 
@@ -242,7 +247,7 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
     fit: Callable[[Components, TrainState], TrainState] = loop.fit
     node = run.config.loop
     if node:
-        own_loop = build(node, "loop") if len(node) > 1 else locate(node["_target_"], "loop")
+        own_loop = build_node(node, "loop") if len(node) > 1 else import_target(node["_target_"], "loop")
         if not callable(own_loop):
             raise PluginError(
                 f"loop._target_={node['_target_']}: must be a function (Components, TrainState) -> TrainState"
@@ -261,14 +266,21 @@ def run_loop(run: Components, state: TrainState) -> TrainState:
 
 
 def finish_training(
-    run: Components, state: TrainState, run_dir: RunDir, listeners: Listeners | None, facts: RunFacts, session: Session
-) -> int:  # fmt: skip
+    run: Components,
+    state: TrainState,
+    run_dir: RunDir,
+    listeners: RunMonitors | None,
+    facts: RunFacts,
+    session: Session,
+) -> int:
     """Save, evaluate, write the summary and the plots at the end of a training. Return the exit code."""
     run.phases.open(MEASURING)
     code = {2: EXIT_INTERRUPTED, 3: EXIT_AGAIN}.get(state.stop_request, EXIT_DONE)
     at_end = None
     if code == EXIT_DONE:
-        at_end = satellite("summary.at_end", "nothing is measured after the training", run.monitors.note)
+        at_end = import_satellite(
+            "summary.at_end", "nothing is measured after the training", run.monitors.note
+        )
     run.phases.open(CHECKPOINT)
     run.checkpoints.close()
     rows: list[dict[str, Any]] = []
@@ -296,7 +308,7 @@ def finish_training(
 def record_checkpoints(run_dir: RunDir) -> None:
     """Record in RUN.json that the run has checkpoints, if it has any."""
     if list_committed_steps(run_dir.checkpoints):
-        record_saved(run_dir)
+        record_has_checkpoint(run_dir)
 
 
 def build_summary(run: Components, state: TrainState, facts: RunFacts) -> dict[str, Any]:
@@ -360,7 +372,7 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
             "rows of them; move that into the model's forward, or use parallel=ddp"
         )
     if text := describe_out_of_memory(error):
-        return TrainingError(describe_memory_end(run, text) + report_memory(run))
+        return TrainingError(explain_out_of_memory(run, text) + report_memory(run))
     if "file too short" in str(error) and (text := broken_library(error)):
         return TrainingError(text)
     if ASSERTED in str(error):
@@ -418,7 +430,7 @@ def report_memory(run: Components) -> str:
     return ""
 
 
-def describe_memory_end(run: Components, text: str) -> str:
+def explain_out_of_memory(run: Components, text: str) -> str:
     """Return advice after an out-of-memory error. text: the allocator's message."""
     batch = run.config.data.batch_size
     accumulate = run.config.trainer.accumulate_grad_batches

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainrun.folder.lock import hold_inherited_lock
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json
-from trainrun.output import complain
+from trainrun.output import print_uncaught_error
 from trainrun.runtime.signals import exit_at_interrupt
 from trainrun.runtime.streams import guard_streams
 
@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     """Run one rank of a launched run. Return its exit code. A stop signal ends it at once until its run begins."""
     exit_at_interrupt(trains=True)
     guard_streams()
-    sys.excepthook = complain
+    sys.excepthook = print_uncaught_error
     hold_inherited_lock()
     from trainrun.config.saved_config import load_config  # slow, as torch is: the signals come first
     from trainrun.runs.joined_rank import run_joined_rank

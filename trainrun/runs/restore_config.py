@@ -10,13 +10,13 @@ from torch import nn
 
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.data_pipeline import TrainingNames, build_sources, open_split
-from trainrun.assemble.resumption import load_network_of_run, load_weights
-from trainrun.assemble.start_choices import chosen_before
+from trainrun.assemble.resumption import load_checkpoint_weights, load_network_of_run
+from trainrun.assemble.start_choices import read_earlier_choices
 from trainrun.checkpoint.files import list_committed_steps
 from trainrun.checkpoint.load import Loaded, choose_checkpoint, read_checkpoint, resolve_checkpoint
 from trainrun.checkpoint.weights import find_base_weights
-from trainrun.config.saved_config import translated
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.saved_config import parse_saved_overrides
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir, list_typed_keys, read_identity
 from trainrun.instantiate import BUILT, is_node
@@ -62,11 +62,11 @@ def load_parts(
     """
     config = load_trusted_config(run_dir, overrides, trust, measured)
     check_modules(run_dir, config)
-    typed = set(list_typed_keys(translated(overrides).overrides))
+    typed = set(list_typed_keys(parse_saved_overrides(overrides).overrides))
     config = use_new_validation_data(config, typed)
     averaged = config.trainer.ema.enabled if typed & {"trainer.ema", "trainer.ema.enabled"} else None
     # the averaged weights are loaded into the model itself
-    config = with_values(config, {"trainer.ema.enabled": False})
+    config = replace_values(config, {"trainer.ema.enabled": False})
     listed = config.parallel.devices if "parallel.devices" in typed else "auto"
     device = choose_device(
         config.parallel.accelerator, devices=listed
@@ -75,14 +75,14 @@ def load_parts(
         config = remove_gpu_settings(config)
     identity, folder = read_identity(run_dir), resolve_checkpoint(run_dir.checkpoints, which)
     loaded = read_checkpoint(folder)
-    if sets_all_samples(config, typed, measured):
+    if replaces_all_samples(config, typed, measured):
         if is_held_out and is_training_data(config, device, loaded):
             say_note(
                 f"data.path={config.data.path} has as many samples as the run was trained on, so the part that was "
                 f"held out is read; data.train.{measured}_path={config.data.path} reads all of it"
             )
         else:
-            config = read_all_samples_as(config, measured)
+            config = use_all_samples(config, measured)
     site = RunContext(
         run_dir,
         identity["run_id"],
@@ -90,7 +90,7 @@ def load_parts(
         StopFlag(),
         [],
         init_from=find_base_weights(config.init_from, loaded),
-        chosen=chosen_before(identity),
+        chosen=read_earlier_choices(identity),
         trains=False,
         trained=load_saved_names(loaded),
         typed=tuple(sorted(typed)),
@@ -101,7 +101,7 @@ def load_parts(
     run, _ = build_components(config, site)
     seed_everything(derive_seed(seed, 1))
     check_classes(folder.name, loaded.shared, run.data_facts.class_names)
-    load_weights(run.model, loaded, device, averaged)
+    load_checkpoint_weights(run.model, loaded, device, averaged)
     restore_task_state(run.task, run.task_calls, loaded, device)
     return run, folder
 
@@ -114,13 +114,13 @@ def use_new_validation_data(config: RunConfig, typed: set[str]) -> RunConfig:
     if not any(key == "data.train.val_path" or key.startswith("data.val.") for key in typed):
         return config
     if data.folds is not None:
-        config = with_values(config, NO_FOLDS)
+        config = replace_values(config, NO_FOLDS)
     if "data.train.val_path" in typed and is_node(node) and not is_node(data.val):
-        config = with_values(config, {"data.val": dict(node)})
+        config = replace_values(config, {"data.val": dict(node)})
     return config
 
 
-def sets_all_samples(config: RunConfig, typed: set[str], split: str) -> bool:
+def replaces_all_samples(config: RunConfig, typed: set[str], split: str) -> bool:
     """Return whether a typed `data.path` sets all samples of a split, for a built-in data format.
 
     It does not if a path of the split or a held-out share is typed as well.
@@ -144,7 +144,7 @@ def is_training_data(config: RunConfig, device: torch.device, loaded: Loaded) ->
     return number is not None and number == loaded.shared.get("stream", {}).get("num_samples")
 
 
-def read_all_samples_as(config: RunConfig, split: str) -> RunConfig:
+def use_all_samples(config: RunConfig, split: str) -> RunConfig:
     """Return the config in which a split is all samples of `data.path`, or those named like the split there."""
     data, key = config.data, f"{split}_path"
     split_node = getattr(data, split)
@@ -155,7 +155,7 @@ def read_all_samples_as(config: RunConfig, split: str) -> RunConfig:
     }
     if split == "val":
         changes |= NO_FOLDS
-    return with_values(config, changes)
+    return replace_values(config, changes)
 
 
 def load_saved_names(loaded: Loaded) -> TrainingNames:
@@ -181,7 +181,7 @@ def restore_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torc
 
 def remove_gpu_settings(config: RunConfig) -> RunConfig:
     """Return the config without settings that need a GPU."""
-    return with_values(config, {"trainer.cuda_graphs": False, "trainer.activation_offload": False})
+    return replace_values(config, {"trainer.cuda_graphs": False, "trainer.activation_offload": False})
 
 
 def choose_saved_checkpoint(run: RunDir, which: str | None) -> str:

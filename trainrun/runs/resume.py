@@ -18,21 +18,21 @@ from typing import Any, NamedTuple
 import yaml
 
 from trainrun.checkpoint.files import FileLayer, list_committed_steps, set_aside
-from trainrun.config.saved_config import placed, plain_config, with_overrides
-from trainrun.config.saved_values import public, resolved
-from trainrun.config.schema import RunConfig, config_leaves, plain_values
+from trainrun.config.saved_config import apply_overrides, load_saved_values, make_paths_absolute
+from trainrun.config.saved_values import drop_environment_references, separate_secrets
+from trainrun.config.schema import RunConfig, convert_to_plain_values, iterate_config_leaves
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import (
     SEED,
     SEED_DRAWN,
     RunDir,
     build_folder_error,
+    has_ever_saved,
     is_run_folder,
     read_bytes,
     read_identity,
     read_json,
     read_valid_identity,
-    was_ever_saved,
     write_identity,
     write_json,
     write_text,
@@ -61,14 +61,14 @@ def load_trusted_config(run: RunDir, overrides: list[str], trust: bool, measured
     """Load the config of a folder that this user has sealed or trusts now. Raise ConfigError otherwise."""
     values = load_readable_config(run)
     check_sealed(run, trust)
-    return with_overrides(values, run.effective_config_path, overrides, measured)
+    return apply_overrides(values, run.effective_config_path, overrides, measured)
 
 
 def load_readable_config(run: RunDir) -> dict[str, Any]:
     """Return the config as plain values. Raise ConfigError with advice if it is damaged."""
     path = run.effective_config_path
     try:
-        return plain_config(path)
+        return load_saved_values(path)
     except ConfigError as error:
         seed = ""
         with contextlib.suppress(ConfigError):
@@ -82,7 +82,7 @@ def load_readable_config(run: RunDir) -> dict[str, Any]:
 def check_modules(run: RunDir, config: RunConfig) -> None:
     """Raise ConfigError if a module that the config names cannot be found here. Import nothing."""
     invalidate_caches()  # a module may be younger than the listing of its folder that Python keeps
-    for key, target in config_leaves(plain_values(config)):
+    for key, target in iterate_config_leaves(convert_to_plain_values(config)):
         if key.rpartition(".")[2] != TARGET or not isinstance(target, str):
             continue
         module = target.partition(".")[0]
@@ -113,11 +113,11 @@ def check_no_foreign_files(run: RunDir) -> None:
         run.status, run.log, run.report, *run.plots.glob("*.png"),
     )  # fmt: skip
     present = [str(path.relative_to(run.root)) for path in places if path.exists()]
-    if was_ever_saved(run):  # the newest stay, and the first ones of a new run would be the oldest
+    if has_ever_saved(run):  # the newest stay, and the first ones of a new run would be the oldest
         present.append(run.checkpoints.name)
     if present and not is_run_folder(run):
         remedy = "name another folder, or take them away"
-        if was_ever_saved(run):
+        if has_ever_saved(run):
             remedy += f" (ckpt_path={run.root} takes over a checkpoint)"
         raise ConfigError(
             f"output_dir={run.root}: holds {', '.join(present)} and no {run.identity.name}, so no run made it; "
@@ -148,11 +148,15 @@ def load_config_to_continue(run: RunDir, config: RunConfig) -> RunConfig | None:
         return None
     resume = f"trainrun resume {shlex.quote(str(run.root))}"
     check_files(run.root, trust=False, way=f"{resume} --trust")  # a new run takes no such flag
-    before = with_overrides(load_readable_config(run), run.effective_config_path, [])
+    before = apply_overrides(load_readable_config(run), run.effective_config_path, [])
     if config.seed is None and read_identity(run).get(SEED_DRAWN, True):
         config = replace(config, seed=before.seed)
-    if changes := compare_configs(placed(before, Path.cwd()), placed(config, Path.cwd())):
-        there, here = (flatten_config(public(item)[0]) for item in (before, config))  # without secrets
+    if changes := compare_configs(
+        make_paths_absolute(before, Path.cwd()), make_paths_absolute(config, Path.cwd())
+    ):
+        there, here = (
+            flatten_config(separate_secrets(item)[0]) for item in (before, config)
+        )  # without secrets
         changed = [Difference(key, there.get(key, ABSENT), here.get(key, ABSENT)) for key, _, _ in changes]
         shown = ", ".join(
             f"{key}={format_value_as_typed(old)} (here {format_value_as_typed(new)})"
@@ -217,7 +221,7 @@ def flatten_config(config: RunConfig) -> dict[str, object]:
         for name, item in value.items():
             yield from flatten(item, f"{key}.{name}" if key else str(name))
 
-    return dict(flatten(plain_values(resolved(config)), ""))
+    return dict(flatten(convert_to_plain_values(drop_environment_references(config)), ""))
 
 
 def format_value_as_typed(value: object) -> str:
@@ -243,7 +247,7 @@ def has_trained(run: RunDir) -> bool:
 def remove_failed_run(run: RunDir) -> bool:
     """Remove the files of a run that ended before it saved anything. Return whether they were removed."""
     state = read_status(run).get("state") if run.status.exists() else "stopped"  # before it could say so
-    if state not in ("failed", "stopped") or was_ever_saved(run):
+    if state not in ("failed", "stopped") or has_ever_saved(run):
         return False
     for path in (
         run.metrics,
@@ -264,7 +268,7 @@ def describe_finished(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
     status = read_status(run)
     if status.get("state") != "done":
         return ""
-    before, config = (placed(run_config, Path.cwd()) for run_config in (saved, config))
+    before, config = (make_paths_absolute(run_config, Path.cwd()) for run_config in (saved, config))
     limits = {name: getattr(config.trainer, name) for name in ("max_epochs", "max_steps", "max_duration")}
     same = replace(before, trainer=replace(before.trainer, **limits)) == config
     reached = [

@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from trainrun.config.compose import Composition, format_config
-from trainrun.config.saved_config import load_config, translated
-from trainrun.config.saved_values import public
-from trainrun.config.schema import RunConfig, record_reads, stop_recording
+from trainrun.config.saved_config import load_config, parse_saved_overrides
+from trainrun.config.saved_values import separate_secrets
+from trainrun.config.schema import RunConfig, record_setting_reads, stop_recording_reads
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.folder.environment import describe_environment, read_uncommitted_changes
 from trainrun.folder.lock import lock_folder
@@ -28,11 +28,11 @@ from trainrun.folder.run_folder import (
     RunDir,
     build_folder_error,
     format_json,
+    has_ever_saved,
     is_run_file_name,
     is_run_folder,
     list_typed_keys,
     resolve_folder,
-    was_ever_saved,
     write_identity,
     write_json,
     write_text,
@@ -41,11 +41,11 @@ from trainrun.folder.seal import is_sealed, seal_folder
 from trainrun.folder.status import find_named_run, is_sweep, read_status
 from trainrun.instantiate import BUILT
 from trainrun.limits import is_url
-from trainrun.output import counted, masked_word, path_to_paste, say, say_note
+from trainrun.output import format_count, format_path_to_paste, mask_argument, say, say_note
 from trainrun.parallel.devices import choose_num_devices, is_started_by_launcher
 from trainrun.parallel.launch import launch_ranks
 from trainrun.runs import resume
-from trainrun.runs.failures import end_late_stops, record_stop, run_status
+from trainrun.runs.failures import limit_stop_duration, record_stop, run_status
 from trainrun.runtime.python_module import module_command
 from trainrun.runtime.signals import StopFlag, catch_signals, resolve_watchdog_limit
 from trainrun.timing.phases import measure_command_start
@@ -65,14 +65,14 @@ def open_or_create_run(
     if is_sweep(run.root):
         raise ConfigError(
             f"output_dir={run.root}: holds a sweep; name another folder, or go on with the sweep: "
-            f"trainrun resume {path_to_paste(run.root)}"
+            f"trainrun resume {format_path_to_paste(run.root)}"
         )
     with remove_if_refused(run), lock_folder(run):
         earlier_config = None
         if any(path != run.lock for path in run.root.iterdir()):
             earlier_config = resume.load_config_to_continue(run, config)
             if earlier_config is not None and not run.overrides.exists():  # damaged, and set aside
-                write_words(run, words)
+                write_overrides(run, words)
         if earlier_config is None:
             config = config if config.seed is not None else replace(config, seed=secrets.randbelow(2**32))
             create_run(replace(composition, config=config), words, run, composition.config.seed is None)
@@ -94,7 +94,7 @@ def remove_if_refused(run: RunDir) -> Iterator[None]:
         run.create()
         yield
     except TrainrunError as error:
-        nothing_done = is_new and not was_ever_saved(run) and not resume.has_trained(run)
+        nothing_done = is_new and not has_ever_saved(run) and not resume.has_trained(run)
         if error.exit_code == EXIT_USAGE and nothing_done:
             remove_new_files(run, before, made)
         raise
@@ -135,7 +135,7 @@ def create_run(
     try:
         # the first: a folder without it is not one that a run made
         write_identity(run, identity)
-        write_words(run, words)
+        write_overrides(run, words)
         write_json(
             run.environment, environment := describe_environment(Path.cwd()) | {"folder": str(run.root)}
         )
@@ -149,7 +149,7 @@ def create_run(
 
 def write_config(run: RunDir, config: RunConfig, seal: bool = True) -> None:
     """Write the config of a run, and its secrets to a file of their own. seal: also seal the folder as this user's."""
-    secret_values = public(config)[1]
+    secret_values = separate_secrets(config)[1]
     files = {run.secrets: format_json(secret_values)} if secret_values else {}
     files[run.config] = format_config(config)
     if seal:
@@ -165,9 +165,9 @@ def write_config(run: RunDir, config: RunConfig, seal: bool = True) -> None:
         write_text(path, text, durable=True)
 
 
-def write_words(run: RunDir, words: list[str]) -> None:
+def write_overrides(run: RunDir, words: list[str]) -> None:
     """Write the overrides of the command line, one per line."""
-    write_text(run.overrides, "".join(f"{masked_word(word)}\n" for word in words))
+    write_text(run.overrides, "".join(f"{mask_argument(word)}\n" for word in words))
 
 
 def choose_folder(composition: Composition) -> Path:
@@ -204,7 +204,7 @@ def import_torchrun() -> ModuleType:
 
 def train_in_ranks(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Train in this process or in new ranks, and return the exit code. Raise TrainrunError."""
-    record_reads()
+    record_setting_reads()
     BUILT.clear()
     if order.resume:  # else `create_run` has written it
         write_config(run, config, seal=is_sealed(run))
@@ -213,7 +213,7 @@ def train_in_ranks(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     parallel = config.parallel
     if parallel.mode == "single":
         # imported here: a library may swallow the interrupt of a run that has begun
-        from trainrun.runs.rank import train_here
+        from trainrun.runs.rank import train_in_this_process
     else:
         count, reason = choose_num_devices(parallel.mode, parallel.accelerator, parallel.devices)
     write_json(run.job, {"resume": order.resume, "paths": order.paths, "typed": order.typed})
@@ -223,16 +223,16 @@ def train_in_ranks(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
         with (
             catch_signals(flag),
             run_status(run, config, order.resume, flag),
-            end_late_stops(run, config)
+            limit_stop_duration(run, config)
             if parallel.mode == "single"
             else nullcontext(),  # `launch_ranks` has its own clock
         ):
             if parallel.mode == "single":
-                code = train_here(run, config, order, flag, began)
+                code = train_in_this_process(run, config, order, flag, began)
                 if code == EXIT_DONE and flag.num_interrupts:  # it came after the last step
                     raise KeyboardInterrupt
                 return code
-            say(f"parallel: {counted(count, 'rank')} ({reason})", flush=True)
+            say(f"parallel: {format_count(count, 'rank')} ({reason})", flush=True)
             code = launch_ranks(
                 lambda attempt: module_command("trainrun.runs.rank_process", str(run.root), str(attempt)),
                 count, run, grace_seconds=config.trainer.stop_grace_seconds,
@@ -244,7 +244,7 @@ def train_in_ranks(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
             record_stop(run, config, code)
             return code
     finally:
-        stop_recording()
+        stop_recording_reads()
         run.job.unlink(missing_ok=True)
 
 
@@ -286,7 +286,7 @@ def _continue_run(run: RunDir, overrides: list[str], paths: list[str], trust: bo
         return report_finished(message)
     write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
     try:
-        typed = list_typed_keys(translated(overrides).overrides)
+        typed = list_typed_keys(parse_saved_overrides(overrides).overrides)
         return train_in_ranks(run, config, LaunchSpec(resume=True, paths=paths, typed=typed))
     finally:
         resume.restore_config(run)

@@ -54,11 +54,11 @@ class ChildError(Exception):
         self.text = text
 
 
-class ChildLate(ChildError):
+class ChildTimeout(ChildError):
     """The error that a child process returned no result within its limit."""
 
 
-class ChildEnded(ChildError):
+class ChildExited(ChildError):
     """The error that a child process exited without a result."""
 
 
@@ -82,10 +82,10 @@ def run_in_child(
     The result is pickled. An error that can be pickled is raised again here, any other as ChildError. Output of the
     child is dropped. The child starts with this process's random states, but not with its grad mode and autocast.
 
-    limit_seconds: the time until the result or the next `send_sign`; 0 for no limit.
+    limit_seconds: the time until the result or the next `report_progress`; 0 for no limit.
     computes: whether the work may use several torch threads. If not, it runs in the main thread of the child with
         one thread, as in a loader worker.
-    say: receives the texts of `send_sign`.
+    say: receives the texts of `report_progress`.
     """
     reading, writing = os.pipe()
     state = random.getstate()  # Python seeds its generator anew after a fork
@@ -98,7 +98,7 @@ def run_in_child(
     try:
         answer = _read_answer(reading, limit_seconds or math.inf, say)
         if answer is None:
-            raise ChildLate(f"it took longer than {limit_seconds:g} s")
+            raise ChildTimeout(f"it took longer than {limit_seconds:g} s")
     finally:
         os.close(reading)
         with suppress(ProcessLookupError):
@@ -107,7 +107,7 @@ def run_in_child(
     if not answer:
         number = os.waitstatus_to_exitcode(status)
         ending = f"signal {-number}, {signal.Signals(-number).name}" if number < 0 else f"exit code {number}"
-        raise ChildEnded(f"its process ended ({ending})")
+        raise ChildExited(f"its process ended ({ending})")
     succeeded, value = pickle.loads(answer)
     if succeeded:
         result: T = value
@@ -115,7 +115,7 @@ def run_in_child(
     raise value
 
 
-def send_sign(text: str = "") -> bool:
+def report_progress(text: str = "") -> bool:
     """Report to the parent process that the work continues, with a text. Return False if this is not a child
     process.
     """

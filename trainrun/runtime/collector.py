@@ -50,7 +50,7 @@ def restore_collector() -> Iterator[None]:
             _has_frozen = False
 
 
-def collect_as_usual() -> None:
+def restore_usual_collection() -> None:
     """Undo `suspend_collector`. Thresholds that the user has set stay."""
     if gc.get_threshold() == STARTING:
         gc.set_threshold(*_usual)
@@ -75,7 +75,7 @@ def freeze_new_objects() -> None:
         gc.freeze()
 
 
-class Tidy:
+class LogPointCollector:
     """A callable that collects young objects at a log point, and all unfrozen ones at a validation, at most once a
     second.
     """

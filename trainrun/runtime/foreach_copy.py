@@ -27,7 +27,7 @@ def group_by_type(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Lists]:
     return list(groups.values())
 
 
-def copy_(targets: list[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:
+def copy_tensors(targets: list[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:
     if COPY is not None:
         COPY(targets, sources, non_blocking=non_blocking)
         return

@@ -1,6 +1,6 @@
 """Turn the attributes of an object into texts that can be compared: plain values, tensors, and generators.
 
-what: compare `comparable_values` of two moments with `changed_names`. Iterators and open files are compared by
+what: compare `format_attributes` of two moments with `list_changed_names`. Iterators and open files are compared by
 position.
     when not: for objects with more than 10,000 entries or unreadable content. Their text is empty.
 """
@@ -43,13 +43,13 @@ def list_unsaved_attributes(owner: Any) -> dict[str, Any]:
     return {name: value for name, value in held.items() if name not in OF_MODULES} | unsaved
 
 
-def comparable_values(owner: Any, known: set[int]) -> dict[str, str]:
+def format_attributes(owner: Any, known: set[int]) -> dict[str, str]:
     """Return the attributes of an object that can be compared, as texts."""
     texts = {name: format_state(value, known) for name, value in list_unsaved_attributes(owner).items()}
     return {name: text for name, text in texts.items() if text}
 
 
-def changed_names(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+def list_changed_names(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """Return the sorted names that are in both mappings with different texts."""
     return sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
 
@@ -59,7 +59,7 @@ def format_first_names(names: list[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + rest
 
 
-def shape_in_text(text: str) -> str:
+def extract_shape(text: str) -> str:
     return text.partition("|")[0]
 
 
@@ -129,16 +129,16 @@ def format_leaf(value: Any) -> str:
         return hash_bytes(repr(value.get_state()).encode())
     if isinstance(value, ITERATORS):
         return f"{operator.length_hint(value)} to come"
-    return file_position(value) if isinstance(value, io.IOBase) else ""
+    return read_file_position(value) if isinstance(value, io.IOBase) else ""
 
 
-def file_position(file: io.IOBase) -> str:
+def read_file_position(file: io.IOBase) -> str:
     """Return the position in an open file as text; "" if it has none, such as a pipe."""
     try:
         return str(file.tell())
     except (OSError, ValueError):  # a text file that is read line by line says none, but its bytes do
         below = getattr(file, "buffer", None)
-        return "" if below is None else file_position(below)
+        return "" if below is None else read_file_position(below)
 
 
 def format_tensor(tensor: Tensor) -> str:

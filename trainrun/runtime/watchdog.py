@@ -70,11 +70,11 @@ class Watchdog:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def begin(self, run: Progress) -> None:
+    def expect_progress(self, run: Progress) -> None:
         """Expect progress from now on."""
         self._components = run
 
-    def rest(self) -> None:
+    def stop_expecting_progress(self) -> None:
         """Expect no progress from now on."""
         self._components = None
 

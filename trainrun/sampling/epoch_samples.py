@@ -17,9 +17,9 @@ import torch
 
 from trainrun.data.readers.text.tokenizer import Tokens
 from trainrun.errors import PluginError, TrainingError
-from trainrun.instantiate import locate
-from trainrun.interfaces import makes_single_forwards
-from trainrun.limits import EPOCH, parse_rounds
+from trainrun.instantiate import import_target
+from trainrun.interfaces import runs_rank_zero_forwards
+from trainrun.limits import EPOCH, parse_steps_or_epochs
 from trainrun.sampling.next_tokens import Draw, next_tokens
 from trainrun.sampling.run_tokens import (
     context_of,
@@ -48,14 +48,14 @@ class EpochSamples:
     """A hook that writes text samples. Raises ConfigError if the run does not learn to write text."""
 
     def __init__(self, config: RunConfig, run_dir: RunDir) -> None:
-        self._every = parse_rounds(config.monitor.samples_every)
+        self._every = parse_steps_or_epochs(config.monitor.samples_every)
         self._rebuilds = writes_codes(config)
         read = tokens_of_data if self._rebuilds else tokens_of
         self._tokens: Tokens = read(config, run_dir, "monitor.samples_every")
         self._prompts: list[list[int]] = []
 
     def on_step_end(self, run: Components, state: TrainState) -> None:
-        if self._every is None or not makes_single_forwards(run.parallel):
+        if self._every is None or not runs_rank_zero_forwards(run.parallel):
             return
         number, by_epoch = int(self._every.amount), self._every.unit == EPOCH
         if (state.epoch if by_epoch else state.step) % number or (by_epoch and state.batches):
@@ -119,6 +119,6 @@ class EpochSamples:
 def writes_codes(config: RunConfig) -> bool:
     """Return whether the run trains a VAE whose network generates tokens from a code."""
     task, model = ((node or {}).get("_target_") for node in (config.task, config.model))
-    if not task or not model or locate(task, "task") is not Vae:
+    if not task or not model or import_target(task, "task") is not Vae:
         return False
-    return callable(getattr(locate(model, "model"), "write", None))
+    return callable(getattr(import_target(model, "model"), "write", None))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.checkpoint.files import list_committed_steps
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.data.readers.text.text import find_tokenizer
 from trainrun.data.readers.text.tokenizer import open_tokenizer
 from trainrun.data.readers.text.trained_tokenizer import is_trained
@@ -39,7 +39,7 @@ def with_tokenizer(config: RunConfig, run: RunDir, parallel: Parallel, notes: li
     parallel.barrier()
     spec = f"{config.data.train['tokenizer'].partition('@')[0]}@{run.tokenizer}"
     nodes = {name: _with_file(getattr(config.data, name), spec) for name in ("train", "val", "test")}
-    return with_values(config, {f"data.{name}": node for name, node in nodes.items()})
+    return replace_values(config, {f"data.{name}": node for name, node in nodes.items()})
 
 
 def _with_file(node: Any, spec: str) -> Any:

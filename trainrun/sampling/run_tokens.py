@@ -11,7 +11,7 @@ from trainrun.data.readers.text.tokenizer import BYTES, Tokens, open_tokenizer
 from trainrun.data.readers.text.trained_tokenizer import is_trained
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir
-from trainrun.instantiate import locate
+from trainrun.instantiate import import_target
 from trainrun.sampling.run_tokenizer import saved_tokenizer
 
 TEXT = "trainrun.data.readers.text.text.load"
@@ -24,7 +24,7 @@ def tokens_of(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
     """
     task = config.task or {}
     of_each_place = task.get("class_dim") == -1  # of a student that is taught at every place of its text
-    if getattr(locate(task["_target_"], "task"), "unit", "") != "tokens" and not of_each_place:
+    if getattr(import_target(task["_target_"], "task"), "unit", "") != "tokens" and not of_each_place:
         raise ConfigError(
             f"{key}: this run has task._target_={task['_target_']}, which writes no text; it takes one with "
             "task=language_modeling and data=text"

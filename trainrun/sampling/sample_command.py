@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 
-from trainrun.cli.run_arguments import Parser, add_trust
+from trainrun.cli.run_arguments import Parser, add_trust_option
 from trainrun.errors import EXIT_DONE, ConfigError, TrainingError
 from trainrun.output import report_result, say
 from trainrun.parallel.devices import choose_device
@@ -74,7 +74,7 @@ def _parser() -> Parser:
     add("--seed", type=int, default=0, help="of the draws (default: 0)")
     add("--which", help="best, last, or a checkpoint's name (default: best, or last without one)")
     add("--no-cache", action="store_true", help="compute all tokens again for each new one")
-    add_trust(parser)
+    add_trust_option(parser)
     return parser
 
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trainrun.errors import OF_ARGUMENTS, ConfigError, PluginError
 from trainrun.scheduler.schedule import Curve, Schedule
 from trainrun.scheduler.torch_scheduler import TorchScheduler
-from trainrun.user_code import is_of_torch, named
+from trainrun.user_code import format_error, is_raised_by_torch
 
 UNKNOWN_LENGTH = "the number of steps is not known in advance; set trainer.max_steps or trainer.max_epochs"
 # Arguments that mean "the length of the training": filled in where they are None or not given.
@@ -51,7 +51,9 @@ def resolve_warmup(
     return rounded
 
 
-def scaled_lr(lr: float, rule: str, global_batch_size: int, base_batch_size: int) -> tuple[float, str]:
+def scale_learning_rate(
+    lr: float, rule: str, global_batch_size: int, base_batch_size: int
+) -> tuple[float, str]:
     """Return the learning rate scaled by (global / base) batch size or its root, and a note ("" without a change).
 
     rule: none, linear or sqrt. linear: for SGD (Goyal et al. 2017); sqrt: for Adam and similar (Malladi et al.
@@ -84,7 +86,7 @@ def build_schedule(
         `steps_per_epoch`.
     validates: whether the run has validation data.
     """
-    if by_epoch and (not makes_scheduler(target) or target is ReduceLROnPlateau):
+    if by_epoch and (not builds_scheduler(target) or target is ReduceLROnPlateau):
         plateau = target is ReduceLROnPlateau
         other = "ReduceLROnPlateau counts validations" if plateau else "this one is given the step"
         raise ConfigError(
@@ -94,37 +96,39 @@ def build_schedule(
     left = None if total_steps is None else max(total_steps - warmup_steps, 1)
     if by_epoch:
         left = None if left is None or steps_per_epoch is None else -(-left // steps_per_epoch)
-    keywords = _with_length(target, name, keywords, left)
+    keywords = _add_length(target, name, keywords, left)
     try:
-        if makes_scheduler(target):
-            made = _checked_scheduler(target(optimizer, **keywords), name)
+        if builds_scheduler(target):
+            made = _check_scheduler(target(optimizer, **keywords), name)
             if isinstance(made, ReduceLROnPlateau) and not validates:
                 raise ConfigError("scheduler=plateau: there is no validation data (data.val) to watch")
             return Schedule(
                 optimizer, None, warmup_steps, TorchScheduler(made, metric, by_epoch), warmup_start_factor
             )
-        curve = _checked_curve(partial(target, **keywords), name)
+        curve = _check_curve(partial(target, **keywords), name)
     except OF_ARGUMENTS as error:
-        if not (isinstance(error, TypeError | ValueError) or is_of_torch(error)):
+        if not (isinstance(error, TypeError | ValueError) or is_raised_by_torch(error)):
             raise
         way = "; give a function as a node: {_target_: package.function, _partial_: true}"
         way *= "'str' object is not callable" in str(error)
-        raise PluginError(f"scheduler: {name}: {named(error)}{way}") from error
+        raise PluginError(f"scheduler: {name}: {format_error(error)}{way}") from error
     return Schedule(optimizer, curve, warmup_steps, None, warmup_start_factor)
 
 
-def makes_scheduler(target: Callable[..., Any]) -> bool:
+def builds_scheduler(target: Callable[..., Any]) -> bool:
     """Return whether the target builds a torch scheduler from the optimizer, and is not a curve over steps."""
     if inspect.isclass(target):
         return issubclass(target, LRScheduler)
-    return next(iter(_parameters(target)), "") == "optimizer"
+    return next(iter(_list_parameters(target)), "") == "optimizer"
 
 
-def _with_length(
+def _add_length(
     target: Callable[..., Any], name: str, keywords: dict[str, Any], left: int | None
 ) -> dict[str, Any]:
     """Return the keywords with the length of the training, if the target takes it and the user did not set it."""
-    length_names = [word for word in (*LENGTHS, LENGTHS_OF_CLASS.get(name)) if word in _parameters(target)]
+    length_names = [
+        word for word in (*LENGTHS, LENGTHS_OF_CLASS.get(name)) if word in _list_parameters(target)
+    ]
     if keywords.get("epochs") is not None and keywords.get("steps_per_epoch") is not None:
         return keywords  # OneCycleLR computes its length from these
     missing = [word for word in length_names if word is not None and keywords.get(word) is None]
@@ -133,14 +137,14 @@ def _with_length(
     return keywords | dict.fromkeys(missing, left)
 
 
-def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _list_parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(target).parameters
     except (TypeError, ValueError):  # a callable without a readable signature
         return {}
 
 
-def _checked_scheduler(made: Any, name: str) -> LRScheduler:
+def _check_scheduler(made: Any, name: str) -> LRScheduler:
     if not isinstance(made, LRScheduler):
         raise PluginError(
             f"scheduler: {name} returned a {type(made).__name__}; it must return a scheduler of "
@@ -149,7 +153,7 @@ def _checked_scheduler(made: Any, name: str) -> LRScheduler:
     return made
 
 
-def _checked_curve(curve: Curve, name: str) -> Curve:
+def _check_curve(curve: Curve, name: str) -> Curve:
     value = curve(0)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PluginError(

@@ -21,19 +21,21 @@ def linear(step: int, total_steps: Steps, end_factor: NotNegative = 0.0) -> floa
 
     With 0 it is the best simple curve for a fixed budget (Defazio et al. 2023, "When, why and how much?").
     """
-    return 1.0 + (end_factor - 1.0) * _done(step, total_steps)
+    return 1.0 + (end_factor - 1.0) * _compute_progress(step, total_steps)
 
 
 def cosine(step: int, total_steps: Steps, min_factor: NotNegative = 0.0) -> float:
     """Decrease along half a cosine from 1 to `min_factor` (Loshchilov and Hutter 2017, without restarts)."""
-    return min_factor + (1.0 - min_factor) * 0.5 * (1.0 + math.cos(math.pi * _done(step, total_steps)))
+    return min_factor + (1.0 - min_factor) * 0.5 * (
+        1.0 + math.cos(math.pi * _compute_progress(step, total_steps))
+    )
 
 
 def polynomial(
     step: int, total_steps: Steps, power: NotNegative = 1.0, end_factor: NotNegative = 0.0
 ) -> float:
     """Decrease from 1 to `end_factor` as (1 - progress)**power."""
-    return end_factor + (1.0 - end_factor) * math.pow(1.0 - _done(step, total_steps), power)
+    return end_factor + (1.0 - end_factor) * math.pow(1.0 - _compute_progress(step, total_steps), power)
 
 
 def inverse_sqrt(step: int, timescale: Positive = 1000) -> float:
@@ -55,5 +57,5 @@ def wsd(step: int, total_steps: Steps, decay_ratio: Fraction = 0.2, end_factor: 
     return 1.0 + (end_factor - 1.0) * done
 
 
-def _done(step: int, total_steps: float) -> float:
+def _compute_progress(step: int, total_steps: float) -> float:
     return min(step, total_steps) / max(total_steps, 1)

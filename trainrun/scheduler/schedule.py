@@ -40,7 +40,7 @@ class Schedule:
         self.warmup_steps, self._start_factor = warmup_steps, warmup_start_factor
         self._count = 0
         self._base_lrs = self.lrs
-        self._follow()
+        self._update_rates()
 
     @property
     def lr(self) -> float:
@@ -66,7 +66,7 @@ class Schedule:
         """Advance by one step. Called after every update that was not skipped."""
         self._count += 1
         if self._curve is not None or self._count <= self.warmup_steps:
-            self._follow()
+            self._update_rates()
         elif self._wrapped is not None:
             self._wrapped.after_update(self._count)
 
@@ -75,7 +75,7 @@ class Schedule:
         if self._wrapped is not None and self._count > self.warmup_steps:
             self._wrapped.after_epoch(self._count)
 
-    def _follow(self) -> None:
+    def _update_rates(self) -> None:
         """Set the rates of the warmup, or of the curve after it."""
         if self._count < self.warmup_steps:
             start = self._start_factor
@@ -83,7 +83,7 @@ class Schedule:
         else:
             factor = 1.0 if self._curve is None else self._curve(self._count - self.warmup_steps)
         self._base_lrs += self.lrs[len(self._base_lrs) :]  # of groups that a hook has added
-        self._set([base * factor for base in self._base_lrs])
+        self._set_rates([base * factor for base in self._base_lrs])
 
     def on_validation(self, metrics: dict[str, float]) -> None:
         """Pass the metrics to ReduceLROnPlateau. Other schedules ignore validations."""
@@ -112,12 +112,12 @@ class Schedule:
         self._base_lrs += state.get("bases", [])[len(self._base_lrs) :]  # of groups that a hook has added
         rates = []
         if self._wrapped is not None:
-            self._set(self._base_lrs)
+            self._set_rates(self._base_lrs)
             rates = self._wrapped.load_state_dict(state, max(self._count - self.warmup_steps, 0))
-        self._follow()
-        self._set(rates)
+        self._update_rates()
+        self._set_rates(rates)
 
-    def _set(self, rates: list[float]) -> None:
+    def _set_rates(self, rates: list[float]) -> None:
         for group, lr in zip(self._optimizer.param_groups, rates, strict=False):
             set_lr(group, lr)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainrun.errors import OF_ARGUMENTS, CheckpointError, ConfigError, PluginError
-from trainrun.user_code import is_of_torch, named
+from trainrun.user_code import format_error, is_raised_by_torch
 
 LENGTHS = {"total_steps", "_schedule_phases"}  # of OneCycleLR
 MOVING = {"last_epoch", "_step_count", "_last_lr"}
@@ -30,8 +30,10 @@ class TorchScheduler:
     def __init__(self, scheduler: LRScheduler, metric: str | None = None, by_epoch: bool = False) -> None:
         self._scheduler, self._metric, self._by_epoch = scheduler, metric, by_epoch
         self._groups = scheduler.optimizer.param_groups
-        self._first = json.dumps(plain_state(scheduler.state_dict()), default=Tensor.tolist, sort_keys=True)
-        self._fields = [{name: group[name] for name in _fields(group)} for group in self._groups]
+        self._first = json.dumps(
+            copy_plain_state(scheduler.state_dict()), default=Tensor.tolist, sort_keys=True
+        )
+        self._fields = [{name: group[name] for name in _list_group_fields(group)} for group in self._groups]
 
     def after_update(self, count: int) -> None:
         """Step the scheduler, unless it counts epochs. count: updates so far."""
@@ -48,10 +50,10 @@ class TorchScheduler:
         try:
             self._scheduler.step()
         except OF_ARGUMENTS as error:
-            if not is_of_torch(error):
+            if not is_raised_by_torch(error):
                 raise
             name = type(self._scheduler).__name__
-            raise PluginError(f"scheduler: {name}: at step {count}: {named(error)}") from error
+            raise PluginError(f"scheduler: {name}: at step {count}: {format_error(error)}") from error
 
     def on_validation(self, metrics: dict[str, float]) -> None:
         if not isinstance(self._scheduler, ReduceLROnPlateau):
@@ -67,7 +69,7 @@ class TorchScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries that this scheduler adds to the state of a schedule."""
-        wrapped = plain_state(self._scheduler.state_dict())
+        wrapped = copy_plain_state(self._scheduler.state_dict())
         return {"interval": self._interval, "wrapped": wrapped, "first": self._first}
 
     @property
@@ -87,17 +89,21 @@ class TorchScheduler:
                 f"scheduler.interval={self._interval}: the checkpoint's schedule was counted by {interval}; use "
                 f"scheduler.interval={interval}"
             )
-        wrapped, first, rates = plain_state(state["wrapped"] or {}), state.get("first"), list(state["lrs"])
+        wrapped, first, rates = (
+            copy_plain_state(state["wrapped"] or {}),
+            state.get("first"),
+            list(state["lrs"]),
+        )
         plateau = isinstance(self._scheduler, ReduceLROnPlateau)
         if plateau and "num_bad_epochs" not in wrapped:
             return []
         if not wrapped or first not in (None, self._first):
-            if not plateau and (not wrapped or _is_of_torch(self._scheduler)):
+            if not plateau and (not wrapped or _is_torch_scheduler(self._scheduler)):
                 member = wrapped.get("_schedulers", [wrapped])[0]  # of a chain, which does not count itself
                 epochs = wrapped.get("last_epoch", member.get("last_epoch", 0))
                 return self._replay(epochs if self._by_epoch else steps)
             old, new = json.loads(first or "{}"), json.loads(self._first)
-            wrapped |= self._changed(old)
+            wrapped |= self._find_changed_values(old)
             pairs = zip(rates, old.get("_last_lr", rates), new.get("_last_lr", rates), strict=False)
             rates = [lr * now / before if before else lr for lr, before, now in pairs]
         elif first is None:  # of a version that did not keep it
@@ -105,9 +111,9 @@ class TorchScheduler:
         self._scheduler.load_state_dict(wrapped)
         return rates
 
-    def _changed(self, before: dict[str, Any]) -> dict[str, Any]:
+    def _find_changed_values(self, before: dict[str, Any]) -> dict[str, Any]:
         """Return the initial values of this scheduler that differ from those of the earlier session."""
-        now, mine = json.loads(self._first), plain_state(self._scheduler.state_dict())
+        now, mine = json.loads(self._first), copy_plain_state(self._scheduler.state_dict())
         names = [name for name in now.keys() - MOVING if before.get(name) != now[name]]
         return {name: mine[name] for name in names if not isinstance(mine[name], dict)}
 
@@ -122,16 +128,16 @@ class TorchScheduler:
         return [float(group["lr"]) for group in self._groups] if steps else []
 
 
-def _fields(group: dict[str, Any]) -> set[str]:
+def _list_group_fields(group: dict[str, Any]) -> set[str]:
     cycled = {"momentum", "betas"} if "base_momentum" in group else set()
     return group.keys() & {*IN_GROUPS, *cycled}
 
 
-def _is_of_torch(scheduler: LRScheduler) -> bool:
+def _is_torch_scheduler(scheduler: LRScheduler) -> bool:
     return type(scheduler).__module__.startswith("torch.")
 
 
-def plain_state(tree: Any) -> Any:
+def copy_plain_state(tree: Any) -> Any:
     """Return a copy of a scheduler's state that JSON can hold.
 
     Entries that are not plain values (functions), or whose keys are not strings, are left out; a new scheduler has
@@ -139,12 +145,12 @@ def plain_state(tree: Any) -> Any:
     """
     if isinstance(tree, dict):
         return {
-            key: plain_state(value)
+            key: copy_plain_state(value)
             for key, value in tree.items()
             if isinstance(key, str) and _is_plain(value)
         }
     if isinstance(tree, list | tuple):
-        return [plain_state(value) for value in tree]
+        return [copy_plain_state(value) for value in tree]
     return tree.detach().clone() if isinstance(tree, Tensor) else tree
 
 

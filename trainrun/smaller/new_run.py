@@ -18,24 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.assemble.assemble import RunContext, build_components
-from trainrun.assemble.start_choices import chosen_before
+from trainrun.assemble.start_choices import read_earlier_choices
 from trainrun.checkpoint.load import read_checkpoint
 from trainrun.checkpoint.weights import allocate_buffers
 from trainrun.config.compose import Composition
-from trainrun.config.schema import InitConfig, RunConfig, with_values
+from trainrun.config.schema import InitConfig, RunConfig, replace_values
 from trainrun.errors import EXIT_DONE, ConfigError, SaveError
 from trainrun.export.served import output_tensors, record_call
 from trainrun.folder.lock import lock_folder
 from trainrun.folder.run_folder import (
     RunDir,
     read_identity,
-    record_saved,
+    record_has_checkpoint,
     resolve_folder,
     sync_path,
     write_identity,
 )
 from trainrun.folder.status import write_status
-from trainrun.output import quantity, report_result, say
+from trainrun.output import format_quantity, report_result, say
 from trainrun.parallel.single import Single
 from trainrun.plots.compare import text_table
 from trainrun.runs.restore_config import (
@@ -52,7 +52,7 @@ from trainrun.timing.paired import Rules, build_turn, compare_in_turns
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
-from trainrun.training.without_trace import first_batches
+from trainrun.training.without_trace import read_first_batches
 
 SECONDS = 3.0  # of each comparison of speeds
 BATCH = 64
@@ -153,7 +153,7 @@ def write_run(source: SourceRun, config: RunConfig, model: nn.Module, reason: st
     config: its transforms fit the weights. reason: what was done, for the status of the new run.
     """
     weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-    config = with_values(config, {
+    config = replace_values(config, {
         "init_from": None, "init": InitConfig(), "ckpt_path": None, "checkpoint.adapter_only": False
     })  # fmt: skip
     source_identity = read_identity(source.run)
@@ -171,7 +171,7 @@ def write_run(source: SourceRun, config: RunConfig, model: nn.Module, reason: st
             Single(torch.device("cpu")),
             StopFlag(),
             [],
-            chosen=chosen_before(identity),
+            chosen=read_earlier_choices(identity),
         )
         node = {"_target_": f"{__name__}.{load_pending_weights.__name__}"}
         PENDING_WEIGHTS.update(weights)
@@ -180,7 +180,7 @@ def write_run(source: SourceRun, config: RunConfig, model: nn.Module, reason: st
                 "transform": {**config.transform, PENDING_TRANSFORM: node},
                 "trainer.compile.scope": "off",
             }
-            parts, _ = build_components(with_values(remove_gpu_settings(config), changes), site)
+            parts, _ = build_components(replace_values(remove_gpu_settings(config), changes), site)
         finally:
             PENDING_WEIGHTS.clear()
         loaded = read_checkpoint(source.checkpoint)
@@ -190,7 +190,7 @@ def write_run(source: SourceRun, config: RunConfig, model: nn.Module, reason: st
             parts.triggers.record_validation(state, evaluate_all(parts))
         parts.checkpoints.save(parts, state)
         parts.checkpoints.close()
-        record_saved(part)
+        record_has_checkpoint(part)
         metrics = {name: value for name, value in state.last_metrics.items() if not name.endswith("/seconds")}
         write_status(
             part, config.run_name, state="stopped", exit_code=0, message="", reason=reason, metrics=metrics,
@@ -260,7 +260,7 @@ def print_comparison(before: Measurement, after: Measurement, parts: Components)
 def measure_speeds(
     before: Measurement, after: Measurement, parts: Components
 ) -> Iterator[tuple[str, str, str, str]]:
-    (batch,) = first_batches(parts.val or parts.train)
+    (batch,) = read_first_batches(parts.val or parts.train)
     tensors, call = record_call(before.model, parts.task, batch)
     for name, count in (("latency of 1", 1), ("throughput", BATCH)):
         inputs = [tensor[:count] if tensor.ndim else tensor for tensor in tensors]
@@ -275,7 +275,7 @@ def measure_speeds(
         )  # fmt: skip
         size = next(len(tensor) for tensor in inputs if tensor.ndim)
         shown = {
-            side: f"{1e3 / speed:.3f} ms" if count == 1 else f"{quantity(speed * size)} a second"
+            side: f"{1e3 / speed:.3f} ms" if count == 1 else f"{format_quantity(speed * size)} a second"
             for side, speed in comparison.speeds("before").items()
         }
         ratio = comparison.ratio("after")

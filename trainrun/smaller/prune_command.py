@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from trainrun.cli.main import add_import_paths
-from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
-from trainrun.config.schema import with_values
+from trainrun.cli.run_arguments import add_checkpoint_options, build_run_parser, parse_arguments
+from trainrun.config.schema import replace_values
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.export.served import record_call
 from trainrun.limits import EPOCH, STEP, parse_duration
-from trainrun.output import counted, say
+from trainrun.output import format_count, say
 from trainrun.runs.run import resume_run
 from trainrun.smaller.channels import format_reasons
 from trainrun.smaller.new_run import SourceRun, compare_runs, open_source, write_run
@@ -24,7 +24,7 @@ from trainrun.smaller.prune import (
     narrow_layers,
     remove_channels,
 )
-from trainrun.training.without_trace import first_batches
+from trainrun.training.without_trace import read_first_batches
 from trainrun.transform.lora import LoraLinear
 
 NAME = "pruned"  # in `transform`
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     source = open_source(arguments, NAME, [NAME, "int8"])
     pruned = prune_model(source, arguments)
     transforms = {**source.config.transform, NAME: pruned.transform}
-    config = with_values(source.config, {"transform": transforms, **limits})
+    config = replace_values(source.config, {"transform": transforms, **limits})
     reason = f"pruned: --amount {arguments.amount:g}, of {source.run.root.name}"
     write_run(source, config, pruned.model, reason)
     say(f"{source.new_run.root}: {pruned.summary}")
@@ -57,15 +57,15 @@ def main(argv: list[str]) -> int:
 
 
 def parse_prune_arguments(argv: list[str]) -> Namespace:
-    parser = run_parser("prune", "A new run with a part of the weights, or of the channels, taken out.")
-    add_checkpoint(parser)
+    parser = build_run_parser("prune", "A new run with a part of the weights, or of the channels, taken out.")
+    add_checkpoint_options(parser)
     parser.add_argument("--amount", type=float, default=0.5, help="the part that goes, above 0 and below 1")
     parser.add_argument(
         "--structured", action="store_true", help="whole channels, so that layers become smaller"
     )
     parser.add_argument("--finetune", help="how long the new run trains, as 2epoch or 500step")
     parser.add_argument("--out", help="the folder of the new run (default: RUN_DIR-pruned, beside it)")
-    arguments = parse(parser, argv)
+    arguments = parse_arguments(parser, argv)
     if not 0 < arguments.amount < 1:
         raise ConfigError(f"--amount {arguments.amount:g}: must be above 0 and below 1, as 0.5")
     return arguments
@@ -86,13 +86,13 @@ def prune_model(source: SourceRun, arguments: Namespace) -> PrunedModel:
 
 def prune_channels(source: SourceRun, model: nn.Module, amount: float) -> PrunedModel:
     """Remove whole channels; the graph of the network is read on a batch of the run."""
-    (batch,) = first_batches(source.parts.val or source.parts.train)
+    (batch,) = read_first_batches(source.parts.val or source.parts.train)
     tensors, call = record_call(model, source.parts.task, batch)
     positional, named = call.filled(tensors)
     model, sizes, left = remove_channels(model, positional, named, amount)
     reasons = f"; not narrowed: {format_reasons(left)}" if left else ""
     transform = {"_target_": f"{__package__}.prune.{narrow_layers.__name__}", "sizes": sizes}
-    return PrunedModel(model, transform, f"{counted(len(sizes), 'layer')} narrowed{reasons}")
+    return PrunedModel(model, transform, f"{format_count(len(sizes), 'layer')} narrowed{reasons}")
 
 
 def prune_weights(model: nn.Module, amount: float) -> PrunedModel:
@@ -103,7 +103,7 @@ def prune_weights(model: nn.Module, amount: float) -> PrunedModel:
     share = num_zeros / sum(param.numel() for param in model.parameters())
     reasons = f"; not masked: {format_reasons(left)}" if left else ""
     transform = {"_target_": f"{__package__}.prune.{mask_weights.__name__}", "amount": amount}
-    summary = f"{counted(len(masks), 'layer')} masked, {share:.0%} of all weights stay zero{reasons}"
+    summary = f"{format_count(len(masks), 'layer')} masked, {share:.0%} of all weights stay zero{reasons}"
     return PrunedModel(model, transform, summary)
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from trainrun.assemble.model_and_transforms import split_model_settings
-from trainrun.cli.run_arguments import add_checkpoint, parse, run_parser
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.cli.run_arguments import add_checkpoint_options, build_run_parser, parse_arguments
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.errors import ConfigError
-from trainrun.output import counted, say
+from trainrun.output import format_count, say
 from trainrun.smaller.channels import format_reasons
 from trainrun.smaller.new_run import SourceRun, compare_runs, open_source, write_run
 from trainrun.transform.int8 import MODES, explain_float_layers, int8, record_ranges
@@ -22,11 +22,11 @@ CALIBRATION_BATCHES = 16
 
 def main(argv: list[str]) -> int:
     """Write the new run, load it again, and compare the two."""
-    parser = run_parser("quantize", "A new run whose layers have weights of one byte, for serving.")
-    add_checkpoint(parser)
+    parser = build_run_parser("quantize", "A new run whose layers have weights of one byte, for serving.")
+    add_checkpoint_options(parser)
     parser.add_argument("--to", required=True, choices=MODES, help="which numbers are bytes")
     parser.add_argument("--out", help="the folder of the new run (default: RUN_DIR-TO, beside it)")
-    arguments = parse(parser, argv)
+    arguments = parse_arguments(parser, argv)
     mode = arguments.to
     source = open_source(arguments, mode, [NAME])
     model = source.copy_model()
@@ -52,7 +52,7 @@ def calibrate(source: SourceRun, model: nn.Module) -> None:
 
 def quantized_config(config: RunConfig, mode: str) -> RunConfig:
     """Return the settings of a run that loads these weights and is not trained."""
-    return with_values(config, {
+    return replace_values(config, {
         "model": split_model_settings(config.model)[0],  # nothing is frozen where nothing is trained
         "transform": {**config.transform, NAME: {"_target_": f"{int8.__module__}.int8", "to": mode}},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0}, "scheduler": None, "hook": {},
@@ -67,4 +67,4 @@ def describe_layers(source: SourceRun, model: nn.Module) -> str:
     share = num_bytes / sum(param.numel() for param in source.before.model.parameters())
     left = explain_float_layers(model)
     reasons = f"; in floating point: {format_reasons(left)}" if left else ""
-    return f"{counted(num_layers, 'layer')} in 8 bits, {share:.0%} of the weights{reasons}"
+    return f"{format_count(num_layers, 'layer')} in 8 bits, {share:.0%} of the weights{reasons}"

@@ -8,25 +8,25 @@ from pathlib import Path
 from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import report_result, say
-from trainrun.starter.project_files import project_files
-from trainrun.starter.script_mapping import KINDS, map_script, mapping_page
+from trainrun.starter.project_files import build_project_files
+from trainrun.starter.script_mapping import KINDS, format_mapping_page, map_script
 
 MAPPING = "mapping.md"
 
 
 def main(argv: list[str]) -> int:
     """Write the files and print the next commands. No file is overwritten."""
-    words = init_parser().parse_args(argv)
+    words = build_init_parser().parse_args(argv)
     folder = Path(words.dir).expanduser()
     if words.source:
         return write_mapping(folder, *words.source)
-    write_new_files(folder, project_files())
+    write_new_files(folder, build_project_files())
     enter = [] if folder.resolve() == Path.cwd() else [shlex.join(["cd", str(folder)])]
     say("next  " + " && ".join([*enter, "trainrun experiment=first"]))
     return EXIT_DONE
 
 
-def init_parser() -> Parser:
+def build_init_parser() -> Parser:
     parser = Parser(
         prog="trainrun init", allow_abbrev=False,
         description="Writes a model, data, an experiment, a notebook and a README, which train as they are.",
@@ -68,7 +68,7 @@ def write_mapping(folder: Path, kind: str, script: str) -> int:
     except (SyntaxError, ValueError) as error:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
         raise ConfigError(f"--from {kind} {script}: cannot be read as Python{line}") from error
-    write_new_files(folder, {MAPPING: mapping_page(mapping, path.name)})
+    write_new_files(folder, {MAPPING: format_mapping_page(mapping, path.name)})
     say(f"{len(mapping.known)} lines have a counterpart, {len(mapping.unknown)} are not understood")
     say(f"next  {mapping.command}")
     report_result(known=len(mapping.known), unknown=len(mapping.unknown), next=mapping.command)

@@ -121,7 +121,7 @@ NOTEBOOK_CELLS = (
 )
 
 
-def notebook_text() -> str:
+def build_notebook() -> str:
     """Return the notebook as JSON of nbformat 4.5 (https://nbformat.readthedocs.io)."""
     cells: list[dict[str, Any]] = []
     for number, (kind, source) in enumerate(NOTEBOOK_CELLS):
@@ -132,12 +132,12 @@ def notebook_text() -> str:
     return json.dumps(book, indent=1) + "\n"
 
 
-def project_files() -> dict[str, str]:
+def build_project_files() -> dict[str, str]:
     """Return the text of each file by its path in the project folder."""
     return {
         "my_model.py": MODEL,
         "my_data.py": DATA,
         "conf/experiment/first.yaml": EXPERIMENT,
-        "first.ipynb": notebook_text(),
+        "first.ipynb": build_notebook(),
         "README.md": README,
     }

@@ -14,13 +14,13 @@ from typing import Any
 
 from trainrun.config.aliases import (
     OPTIONS,
-    answer_to,
-    answers,
+    format_replacement_hint,
+    load_replacement_hints,
     resolve_alias,
     resolve_value_alias,
     translate_setting,
 )
-from trainrun.config.argv import conf_dir, groups, options
+from trainrun.config.argv import find_conf_dir, list_groups, list_options
 from trainrun.config.schema import settings
 
 ARGUMENT_CALLS = {  # whose arguments are settings, by the kind of the script
@@ -67,7 +67,7 @@ def map_script(text: str, kind: str, module: str) -> Mapping:
     """Return the translation of a script. kind: one of `KINDS`. module: its name as a Python module."""
     tree = ast.parse(text)
     reader = ScriptReader(kind, module, tree)
-    for statement in reader.statements(tree.body):
+    for statement in reader.iterate_statements(tree.body):
         reader.read(statement, text.splitlines()[statement.lineno - 1].strip())
     return reader.mapping
 
@@ -79,39 +79,39 @@ class ScriptReader:
         self.mapping, self.kind, self.module = Mapping(), kind, module
         self.constants: dict[str, Any] = {}
         classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-        bases = {node.name: {name_of_call(base) for base in node.bases} for node in classes}
+        bases = {node.name: {find_call_name(base) for base in node.bases} for node in classes}
         self.networks = [name for name, above in bases.items() if above & NETWORKS]
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         self.imported = {alias.name: node.module or "" for node in imports for alias in node.names}
-        self.known_groups = groups([conf_dir()])
+        self.known_groups = list_groups([find_conf_dir()])
 
-    def statements(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    def iterate_statements(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
         """Yield the statements that need a line in the mapping; networks and imports are left out."""
         for statement in body:
             if isinstance(statement, ast.Import | ast.ImportFrom | ast.Pass) or is_docstring(statement):
                 continue
             if isinstance(statement, ast.ClassDef):
-                bases = {name_of_call(base) for base in statement.bases}
+                bases = {find_call_name(base) for base in statement.bases}
                 is_plain = not bases & {"LightningModule", "LightningDataModule"}
                 yield statement
-                yield from () if is_plain else self.statements(statement.body)
+                yield from () if is_plain else self.iterate_statements(statement.body)
                 continue
             if not isinstance(statement, ast.FunctionDef) and not is_main_guard(statement):
                 yield statement
             for part in ("body", "orelse", "finalbody"):
-                yield from self.statements(getattr(statement, part, []))
+                yield from self.iterate_statements(getattr(statement, part, []))
 
     def read(self, statement: ast.stmt, code: str) -> None:
         """Record a statement as known, with its meaning, or as unknown."""
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            value = self.value_of(statement.value)
+            value = self.read_constant(statement.value)
             if value is not None:
                 self.constants[statement.targets[0].id] = value
                 self.mapping.known.append((statement.lineno, code, "a constant"))
                 return
         meanings: list[str] = []
         faults: list[str] = []
-        for meaning, is_fault in self.meanings(statement):
+        for meaning, is_fault in self.iterate_meanings(statement):
             (faults if is_fault else meanings).append(meaning)
         if meanings:
             self.mapping.known.append((statement.lineno, code, "; ".join(dict.fromkeys(meanings))))
@@ -119,20 +119,20 @@ class ScriptReader:
             reason = f": {', '.join(dict.fromkeys(faults))}" if faults else ""
             self.mapping.unknown.append((statement.lineno, f"`{code}`{reason}"))
 
-    def meanings(self, statement: ast.stmt) -> Iterator[tuple[str, bool]]:
+    def iterate_meanings(self, statement: ast.stmt) -> Iterator[tuple[str, bool]]:
         """Yield the meanings of a statement, each with whether a part of it is not understood."""
         if isinstance(statement, ast.ClassDef):
-            yield from self.class_meaning(statement)
+            yield from self.explain_class(statement)
         elif isinstance(statement, ast.For):
-            yield from self.loop_meaning(statement)
+            yield from self.explain_loop(statement)
         elif isinstance(statement, ast.Return) and self.kind == "lightning":
             yield "the result is used by the run", False
         else:
-            for call in calls_of(statement):
-                yield from self.call_meaning(call, assigned_name(statement))
+            for call in list_calls(statement):
+                yield from self.explain_call(call, find_assigned_name(statement))
 
-    def class_meaning(self, statement: ast.ClassDef) -> Iterator[tuple[str, bool]]:
-        bases = {name_of_call(base) for base in statement.bases}
+    def explain_class(self, statement: ast.ClassDef) -> Iterator[tuple[str, bool]]:
+        bases = {find_call_name(base) for base in statement.bases}
         path = f"{self.module}.{statement.name}"
         if statement.name in self.networks:
             yield self.add_setting("model", path), False
@@ -143,36 +143,36 @@ class ScriptReader:
         elif "LightningDataModule" in bases:
             yield "its data sets are data.train and data.val", False
 
-    def loop_meaning(self, statement: ast.For) -> Iterator[tuple[str, bool]]:
+    def explain_loop(self, statement: ast.For) -> Iterator[tuple[str, bool]]:
         call = statement.iter
         is_outer = any(isinstance(node, ast.For) for child in statement.body for node in ast.walk(child))
         if (
             is_outer
             and isinstance(call, ast.Call)
-            and name_of_call(call) in ("range", "trange")
+            and find_call_name(call) in ("range", "trange")
             and call.args
         ):
-            count = self.value_of(call.args[-1])
+            count = self.read_constant(call.args[-1])
             yield (self.add_setting("trainer.max_epochs", count), False) if count else ("no constant", True)
         elif isinstance(statement.target, ast.Tuple | ast.Name):
             yield "done: the batches of the data", False
 
-    def call_meaning(self, call: ast.Call, target: str) -> Iterator[tuple[str, bool]]:
+    def explain_call(self, call: ast.Call, target: str) -> Iterator[tuple[str, bool]]:
         """Yield the meanings of a call; nothing for an unknown one."""
-        name = name_of_call(call)
+        name = find_call_name(call)
         named = {word.arg: word.value for word in call.keywords if word.arg}
-        first = self.value_of(call.args[-1]) if call.args else None
+        first = self.read_constant(call.args[-1]) if call.args else None
         if name in ARGUMENT_CALLS[self.kind]:
-            yield from self.arguments_meaning(named)
+            yield from self.explain_arguments(named)
         elif name == "DataLoader":
-            yield from self.loader_meaning(named, target)
+            yield from self.explain_loader(named, target)
         elif name in SEEDS and first is not None:
             yield self.add_setting("seed", first), False
         elif name in LOSSES:
             yield self.add_setting("task", LOSSES[name]), False
-            yield from self.arguments_meaning({key: named[key] for key in named if key == "label_smoothing"})
+            yield from self.explain_arguments({key: named[key] for key in named if key == "label_smoothing"})
         elif name in ("clip_grad_norm_", "clip_grad_value_"):
-            value = self.value_of(named.get("max_norm", named.get("clip_value", call.args[-1])))
+            value = self.read_constant(named.get("max_norm", named.get("clip_value", call.args[-1])))
             yield (
                 (self.add_setting("trainer.gradient_clip_val", value), False)
                 if value
@@ -185,9 +185,9 @@ class ScriptReader:
             yield self.add_setting("precision", "bf16-mixed" if is_bfloat16 else "16-mixed"), False
         elif name == "EarlyStopping":
             yield self.add_setting("trainer.early_stopping", "true"), False
-            yield from self.prefixed_meaning("trainer.early_stopping", named)
+            yield from self.explain_prefixed_arguments("trainer.early_stopping", named)
         elif name == "ModelCheckpoint":
-            yield from self.prefixed_meaning("checkpoint", named)
+            yield from self.explain_prefixed_arguments("checkpoint", named)
         elif name == "compile":
             yield self.add_setting("trainer.compile", "true"), False
         elif name == "DistributedDataParallel":
@@ -196,19 +196,19 @@ class ScriptReader:
             name in self.imported and target.rpartition(".")[2] in ("model", "net")
         ):
             yield self.add_setting("model", f"{self.imported.get(name, self.module)}.{name}"), False
-            yield from self.prefixed_meaning("model", named)
-        elif is_below(call, "optim") or name in ("AdamW", "Adam", "SGD"):
-            yield from self.optimizer_meaning(call, name, named)
+            yield from self.explain_prefixed_arguments("model", named)
+        elif is_in_module(call, "optim") or name in ("AdamW", "Adam", "SGD"):
+            yield from self.explain_optimizer(call, name, named)
         elif name in DONE:
             yield DONE[name], False
 
-    def optimizer_meaning(
+    def explain_optimizer(
         self, call: ast.Call, name: str, named: dict[str, ast.expr]
     ) -> Iterator[tuple[str, bool]]:
         """Yield the settings for an optimizer or a schedule of torch."""
-        if is_below(call, "lr_scheduler"):
+        if is_in_module(call, "lr_scheduler"):
             known = OPTIONS["scheduler"] | {
-                f"{option}lr": option for option in options("scheduler", [conf_dir()])
+                f"{option}lr": option for option in list_options("scheduler", [find_conf_dir()])
             }
             if name.lower() not in known:
                 yield f"{name}: see trainrun help training", True
@@ -217,39 +217,41 @@ class ScriptReader:
             kept = {
                 key: value for key, value in named.items() if key not in ("T_max", "total_steps", "optimizer")
             }
-            yield from self.prefixed_meaning("scheduler", kept)
+            yield from self.explain_prefixed_arguments("scheduler", kept)
             if call.args[2:] or (call.args[1:] and name != "CosineAnnealingLR"):
                 yield f"{name}: name the arguments, as scheduler.KEY=VALUE", True
             return
-        if name.lower() in options("optimizer", [conf_dir()]):
+        if name.lower() in list_options("optimizer", [find_conf_dir()]):
             yield self.add_setting("optimizer", name.lower()), False
         else:
             yield self.add_setting("optimizer._target_", f"torch.optim.{name}"), False
-        yield from self.prefixed_meaning("optimizer", {key: named[key] for key in named if key != "params"})
+        yield from self.explain_prefixed_arguments(
+            "optimizer", {key: named[key] for key in named if key != "params"}
+        )
         if call.args[1:]:
-            yield from self.prefixed_meaning("optimizer", {"lr": call.args[1]})
+            yield from self.explain_prefixed_arguments("optimizer", {"lr": call.args[1]})
 
-    def loader_meaning(self, named: dict[str, ast.expr], target: str) -> Iterator[tuple[str, bool]]:
+    def explain_loader(self, named: dict[str, ast.expr], target: str) -> Iterator[tuple[str, bool]]:
         """Yield the settings for a DataLoader. One with held-out data sets data.val_batch_size."""
         if any(word in target.lower() for word in HELD_OUT):
             sizes = {"data.val_batch_size": named["batch_size"]} if "batch_size" in named else {}
             for key, value in sizes.items():
-                yield self.add_setting(key, self.value_of(value)), False
+                yield self.add_setting(key, self.read_constant(value)), False
             yield "data.val: the data set of this loader", False
             return
         yield "data.train: the data set of this loader", False
-        yield from self.prefixed_meaning(
+        yield from self.explain_prefixed_arguments(
             "data", {key: value for key, value in named.items() if key != "dataset"}
         )
 
-    def arguments_meaning(self, named: dict[str, ast.expr]) -> Iterator[tuple[str, bool]]:
+    def explain_arguments(self, named: dict[str, ast.expr]) -> Iterator[tuple[str, bool]]:
         """Yield the settings for another trainer's arguments, translated as on the command line."""
         for name, node in named.items():
-            value = self.value_of(node)
+            value = self.read_constant(node)
             if value is None:
-                yield from self.object_meaning(name, node)
+                yield from self.explain_object(name, node)
                 continue
-            text = text_of(value)
+            text = format_setting_value(value)
             words = translate_setting(f"{name}={text}")
             if words != [f"{name}={text}"]:
                 yield "; ".join(self.add_setting(*word.split("=", 1)) for word in words), False
@@ -262,19 +264,21 @@ class ScriptReader:
                 or key.partition(".")[0] in self.known_groups
             ):
                 yield self.add_setting(key, resolve_value_alias(key, text)), False
-            elif name in answers():
-                yield f"{name}: {answer_to(name, text)}", False
+            elif name in load_replacement_hints():
+                yield f"{name}: {format_replacement_hint(name, text)}", False
             else:
                 yield name, True
 
-    def object_meaning(self, name: str, node: ast.expr) -> Iterator[tuple[str, bool]]:
+    def explain_object(self, name: str, node: ast.expr) -> Iterator[tuple[str, bool]]:
         """Yield the meaning of an argument whose value is not a constant, such as a list of callbacks."""
         if not any(isinstance(child, ast.Call) for child in ast.walk(node)):
             yield f"{name}={ast.unparse(node)}", True
 
-    def prefixed_meaning(self, section: str, named: dict[str, ast.expr]) -> Iterator[tuple[str, bool]]:
+    def explain_prefixed_arguments(
+        self, section: str, named: dict[str, ast.expr]
+    ) -> Iterator[tuple[str, bool]]:
         for name, node in named.items():
-            value, key = self.value_of(node), f"{section}.{name}"
+            value, key = self.read_constant(node), f"{section}.{name}"
             is_known = key in settings() or section in ("optimizer", "scheduler", "model")
             if value is None or not is_known:
                 yield f"{name}={ast.unparse(node)}", True
@@ -283,13 +287,13 @@ class ScriptReader:
 
     def add_setting(self, key: str, value: Any) -> str:
         """Record the first value of a setting. Return the setting as it is typed."""
-        text = text_of(value)
+        text = format_setting_value(value)
         if key.endswith(".monitor"):
             text = re.sub(r"^(train|val|test)_", r"\1/", text)
         self.mapping.settings.setdefault(key, text)
         return f"{key}={text}"
 
-    def value_of(self, node: ast.expr) -> Any:
+    def read_constant(self, node: ast.expr) -> Any:
         """Return the value of a constant, or of a variable with a constant value; None for anything else."""
         if isinstance(node, ast.Name):
             return self.constants.get(node.id)
@@ -299,13 +303,13 @@ class ScriptReader:
             return None
 
 
-def name_of_call(node: ast.expr) -> str:
+def find_call_name(node: ast.expr) -> str:
     """Return the last part of the name of a call, an attribute or a name."""
     inner = node.func if isinstance(node, ast.Call) else node
     return inner.attr if isinstance(inner, ast.Attribute) else inner.id if isinstance(inner, ast.Name) else ""
 
 
-def calls_of(statement: ast.stmt) -> list[ast.Call]:
+def list_calls(statement: ast.stmt) -> list[ast.Call]:
     """Return the calls in a statement; for one with a body, those in its first line."""
     parts: list[ast.AST] = [statement]
     if isinstance(statement, ast.With):
@@ -315,11 +319,11 @@ def calls_of(statement: ast.stmt) -> list[ast.Call]:
     return [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)]
 
 
-def is_below(call: ast.Call, module: str) -> bool:
+def is_in_module(call: ast.Call, module: str) -> bool:
     return module in ast.unparse(call.func).split(".")[:-1]
 
 
-def assigned_name(statement: ast.stmt) -> str:
+def find_assigned_name(statement: ast.stmt) -> str:
     """Return the name to which a statement assigns; "" for other statements."""
     return ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
 
@@ -332,16 +336,16 @@ def is_main_guard(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
 
 
-def text_of(value: Any) -> str:
+def format_setting_value(value: Any) -> str:
     """Return a value as it is typed on a command line."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(text_of, value))}]"
+        return f"[{','.join(map(format_setting_value, value))}]"
     return str(value)
 
 
-def mapping_page(mapping: Mapping, script: str) -> str:
+def format_mapping_page(mapping: Mapping, script: str) -> str:
     """Return the mapping as Markdown: a table, what is not understood, and the command."""
     known = [(line, code.replace("|", r"\|"), meaning) for line, code, meaning in mapping.known]
     rows = [f"| {line} | `{code}` | {meaning} |" for line, code, meaning in known]

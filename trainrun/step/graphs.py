@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from trainrun.errors import PluginError, TrainrunError
-from trainrun.runtime.held_state import changed_names, comparable_values
-from trainrun.seeding import kept_random_state
-from trainrun.training.checks.unsaved_state import ids_of_saved_parts
+from trainrun.runtime.held_state import format_attributes, list_changed_names
+from trainrun.seeding import restore_random_state
+from trainrun.training.checks.unsaved_state import collect_saved_ids
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import describe_out_of_memory
 from trainrun.training.without_trace import NoTrial, restore_state
@@ -48,7 +48,7 @@ def run_rehearsal(run: Components, batch: Any) -> None:
             for key, value in vars(module).items()
             if isinstance(value, PLAIN)
         }
-        return draws, comparable_values(run.task, ids_of_saved_parts(run.model)), attributes
+        return draws, format_attributes(run.task, collect_saved_ids(run.model)), attributes
 
     try:
         with torch.no_grad(), restore_state((run.model,), run.parallel.device):
@@ -64,7 +64,7 @@ def run_rehearsal(run: Components, batch: Any) -> None:
         fault = "draws from Python's or NumPy's random numbers"
     if moved := [name for name in attributes if attributes_now.get(name) != attributes[name]]:
         fault = f"changes its Python attribute {moved[0]}"
-    if moved := changed_names(outputs, kept_now):
+    if moved := list_changed_names(outputs, kept_now):
         owner, fault = type(run.task).__name__, f"changes its attribute {moved[0]}"
     if fault:
         raise PluginError(
@@ -117,7 +117,7 @@ def lower_graph(
     return function
 
 
-class OnCuda:
+class CudaGraphRecorder:
     """A recorder of CUDA graphs: it warms up on a side stream, then records.
 
     All graphs share one memory pool: no result is needed after another graph is replayed. The pool is freed with the
@@ -171,7 +171,7 @@ def record_graph(function: Function, inputs: list[Tensor], num_held: int, record
         return function(*held, *fed)
 
     try:
-        with torch.no_grad(), kept_random_state():
+        with torch.no_grad(), restore_random_state():
             replay, outputs = record(run_function)
             for tensor, before in zip(held, copies, strict=True):
                 tensor.copy_(before)

@@ -24,13 +24,13 @@ from trainrun.data.split_batch import count_rows, select_rows
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import find_columns
 from trainrun.errors import ConfigError, DataError
-from trainrun.instantiate import TARGET, build
+from trainrun.instantiate import TARGET, build_node
 from trainrun.interfaces import Batches, Parallel, batch_fields
-from trainrun.output import counted
+from trainrun.output import format_count
 from trainrun.precision.autocast import cast_inputs
 from trainrun.precision.update import AUTOCAST_TYPES
 from trainrun.runtime.machine import read_free_bytes
-from trainrun.seeding import evaluating, kept_random_state
+from trainrun.seeding import evaluation_mode, restore_random_state
 from trainrun.task.batches import split_inputs_and_target
 from trainrun.task.classification import check_shapes
 from trainrun.task.distillation import LOGITS, Distillation, Teacher, check_layer, collect_outputs
@@ -60,7 +60,7 @@ def give_teacher(
     for name in task.hidden:
         check_layer(model, name, "task.hidden: the student")
     answers, right, why = None, "", "an iterable data set"
-    with kept_random_state():
+    with restore_random_state():
         network, mode = resolve_network(task.asked, config, load_run)
         if config.precision.mode == "64-true":  # or its answers would depend on the other samples of a batch
             network, mode = network.double(), "64-true"
@@ -81,14 +81,12 @@ def give_teacher(
             finally:
                 stream.close()
     task.set_teacher(teacher, answers)
-    weights = counted(sum(weight.numel() for weight in network.parameters()), "parameter")
+    weights = format_count(sum(weight.numel() for weight in network.parameters()), "parameter")
     about = f"{KEY}: {type(network).__name__}, {weights}, {mode}"
     if answers is None:
         return f"{about}; asked in every step: {why}"
     size = sum(rows.nbytes for rows in answers.values()) / 1e6
-    return (
-        f"{about}; its answers to {counted(len(answers[LOGITS]), 'sample')} are kept ({size:.3g} MB){right}"
-    )
+    return f"{about}; its answers to {format_count(len(answers[LOGITS]), 'sample')} are kept ({size:.3g} MB){right}"
 
 
 def resolve_network(teacher: Any, config: RunConfig, load_run: LoadRun) -> tuple[nn.Module, str]:
@@ -109,7 +107,7 @@ def resolve_network(teacher: Any, config: RunConfig, load_run: LoadRun) -> tuple
             raise ConfigError(
                 f"{KEY}={teacher}: no such folder of a run; a target is a path, as my_net.teacher"
             )
-        teacher = build({TARGET: teacher}, KEY)
+        teacher = build_node({TARGET: teacher}, KEY)
     if not isinstance(teacher, nn.Module):
         kind = "null" if teacher is None else f"a {type(teacher).__name__}"
         raise ConfigError(
@@ -157,7 +155,7 @@ def check_answers(task: Distillation, teacher: Teacher, model: nn.Module, batch:
     count = count_rows(batch)
     few = select_rows(batch, 0, min(2, count), count)
     inputs, target = split_inputs_and_target(few)
-    with evaluating(model), collect_outputs(model, list(task.hidden)) as seen:
+    with evaluation_mode(model), collect_outputs(model, list(task.hidden)) as seen:
         logits = task.hard.logits(model, inputs, few)
         if not target.is_floating_point():
             check_shapes(logits, target)

@@ -25,9 +25,16 @@ from torch import Tensor, nn
 from trainrun.config.schema import RunConfig
 from trainrun.data.batch import map_leaves
 from trainrun.errors import ConfigError, PluginError, TrainingError
-from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport, counts_before, fields_beside
-from trainrun.step.graphs import Function, OnCuda, compile_graph, record_graph, run_rehearsal
-from trainrun.sums import add_sums, flat_sums
+from trainrun.interfaces import (
+    Gradients,
+    MicroBatch,
+    StepOutput,
+    StepReport,
+    has_count_method,
+    read_attached_fields,
+)
+from trainrun.step.graphs import CudaGraphRecorder, Function, compile_graph, record_graph, run_rehearsal
+from trainrun.sums import add_sums, flatten_sums
 from trainrun.timing.phases import FORWARD, RANKS
 from trainrun.training.checks.unsaved_state import saves_all
 from trainrun.training.components import Accumulate, Components, Step
@@ -69,7 +76,7 @@ def build_whole_step(
             check_compile_options(wanted.mode, wanted.backend, on_cpu=device.type == "cpu")
         except RuntimeError as error:
             raise ConfigError(str(error)) from error
-    record = OnCuda()
+    record = CudaGraphRecorder()
 
     def build_function(function: Function, inputs: Flat, num_held: int) -> Function:
         if compiles:
@@ -82,7 +89,7 @@ def build_whole_step(
 def describe_task_obstacle(task: Any, informed: bool, off: str = "") -> str:
     """Return why no graph can hold a step of this task, or "". off: the setting that avoids the graph."""
     name = type(task).__name__
-    if not counts_before(task):
+    if not has_count_method(task):
         return (
             f"needs the count of a batch before its forward, and {name} has no method count(batch); add it, or leave "
             "this setting out"
@@ -142,7 +149,7 @@ class StepFunction:
         for name, buffer in buffers.items():  # a model may replace one instead of writing into it
             if lent[name] is not buffer:
                 buffer.copy_(lent[name].detach())
-        sums = flat_sums(out.sums, self._run.task)
+        sums = flatten_sums(out.sums, self._run.task)
         self.names = list(sums)
         self.trained = [
             self._params[name] for name, grad in zip(params, grads, strict=True) if grad is not None
@@ -278,7 +285,7 @@ class WholeStep:
 def flatten_batch(data: Any) -> Flattened:
     """Return the kind of a batch (all that a graph is specialised on), its tensors, and a function that rebuilds it."""
     is_plain_tuple = type(data) is tuple and all(isinstance(leaf, Tensor) for leaf in data)
-    if is_plain_tuple and not fields_beside(data):
+    if is_plain_tuple and not read_attached_fields(data):
         return tuple([(leaf.shape, leaf.dtype, leaf.stride()) for leaf in data]), list(data), tuple
     tensors: list[Tensor] = []
 

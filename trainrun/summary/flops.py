@@ -26,11 +26,11 @@ from torch.utils.flop_counter import (
 )
 
 from trainrun.data.batch import map_leaves
-from trainrun.interfaces import counts_before
+from trainrun.interfaces import has_count_method
 from trainrun.optimizer.plain_step import unloaded_compiler
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import restore_random_state
 from trainrun.training.components import Components
-from trainrun.training.without_trace import first_batches, run_trial
+from trainrun.training.without_trace import read_first_batches, run_trial
 
 MIN_SECONDS = 10.0  # of training
 MIN_STEPS = 50  # counting takes about one
@@ -62,7 +62,7 @@ def measured_work(run: Components) -> Work | None:
     if run.config.trainer.gradient_checkpointing != "none":
         return None
     try:
-        with kept_random_state():
+        with restore_random_state():
             flops = flops_per_item(run)
             device, dtype = run.parallel.device, dtype_of(run)
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -83,7 +83,7 @@ def data_sheet_flops(name: str, dtype: torch.dtype) -> float:
 
 def flops_per_item(run: Components) -> float:
     """Return the operations per item in the first batch of the first epoch. Raise the model's errors."""
-    batch = map_leaves(first_batches(run.train)[0], lambda leaf: leaf)
+    batch = map_leaves(read_first_batches(run.train)[0], lambda leaf: leaf)
     owners = (run.model, run.task, batch, run.optimizer, *run.hooks.by_key.values())
     return run_trial(partial(count_flops, run, batch), run.parallel.device, *owners)
 
@@ -94,7 +94,9 @@ def count_flops(run: Components, batch: Any) -> float:
         with run.precision.autocast():
             out = run.task.step(run.model, batch)
         out.loss_sum.backward()  # type: ignore[no-untyped-call]
-    items = float(run.task.count(batch) if counts_before(run.task) else run.counting.late(out))
+    items = float(
+        run.task.count(batch) if has_count_method(run.task) else run.counting.read_output_count(out)
+    )
     return float(counted.get_total_flops()) / items if items else math.nan
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.stream_options import count_read_ahead
 from trainrun.interfaces import batch_fields
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import restore_random_state
 from trainrun.timing.phases import Session
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
@@ -93,7 +93,7 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
     useful = positions = 0
     try:
         with (
-            kept_random_state(),
+            restore_random_state(),
             closing(iterate_endlessly(run.train, [state.epoch, state.batches])) as batches,
         ):
             for _ in range(BATCHES):

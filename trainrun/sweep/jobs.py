@@ -19,9 +19,9 @@ from typing import Any
 
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import build_folder_error, read_json, write_json
-from trainrun.folder.seal import check_files, digest_part, key_path, make_key
+from trainrun.folder.seal import check_files, digest_part, find_key_path, make_key
 from trainrun.folder.status import BEST, SWEEP_FILE
-from trainrun.output import counted, masked_words
+from trainrun.output import format_count, mask_arguments
 from trainrun.sweep.options import hide_password, read_options, split_options
 from trainrun.sweep.places.sweep_locks import SweepLocks
 from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_points
@@ -113,7 +113,7 @@ class Sweep:
                 elif self.has_other_key:
                     raise ConfigError(
                         f"output_dir={self.folder}: its workers have another key than you, so none can continue the "
-                        f"jobs of the others; copy the key of the first machine to {key_path()} here"
+                        f"jobs of the others; copy the key of the first machine to {find_key_path()} here"
                     )
             yield
 
@@ -126,7 +126,7 @@ class Sweep:
         """Add the jobs of these settings. Jobs that the sweep has already are not added twice. Raise ConfigError."""
         options, job_words = read_options(split_options(words)[0]), split_options(words)[1]
         dimensions = parse_dimensions(job_words)
-        call = [hide_password(word) for word in masked_words(words)]
+        call = [hide_password(word) for word in mask_arguments(words)]
         others = [other for other in self.calls if identity_of(other) != identity_of(call)]
         searches = [other for other in [*others, call] if identity_of(other)[0] == "optuna"]
         if others and searches:
@@ -137,7 +137,7 @@ class Sweep:
         self.calls = [*others, call]
         if options.kind == "optuna":
             self.search = words
-            self.typed = dict(zip(masked_words(job_words), job_words, strict=True))
+            self.typed = dict(zip(mask_arguments(job_words), job_words, strict=True))
             self._want_points_of_search()
         for point in points_of(words):
             self.add_point(dimensions, point)
@@ -146,12 +146,12 @@ class Sweep:
         """Add the jobs of a point, and return their numbers."""
         varied = varied_keys(dimensions)
         numbers: list[int] = []
-        known = {tuple(sorted(masked_words(job.words))): job.num for job in self.jobs.values()}
+        known = {tuple(sorted(mask_arguments(job.words))): job.num for job in self.jobs.values()}
         for row in rows:
-            num = known.setdefault(tuple(sorted(masked_words(row))), len(self.jobs))
+            num = known.setdefault(tuple(sorted(mask_arguments(row))), len(self.jobs))
             words = [word for word in row if key_of(word) in varied]
             words = words or [word for word in row if not word.startswith("-")][:1]
-            name = file_name_of(masked_words(words)) or "default"
+            name = file_name_of(mask_arguments(words)) or "default"
             job = self.jobs.setdefault(num, Job(num, row, f"{num}-{name}"))
             if sorted(job.words) != sorted(row):  # its secrets are not in the file
                 self.jobs[num] = replace(job, words=row)
@@ -226,8 +226,8 @@ class Sweep:
         if not self.search or self.points_to_come != 0 or (trials and len(self.trials) >= trials):
             return ""
         if self.is_stuck:
-            return f"no other point in {counted(MOST_REPEATED, 'ask')}"
-        return f"the space has {counted(total or 0, 'point')}, and no other is trained"
+            return f"no other point in {format_count(MOST_REPEATED, 'ask')}"
+        return f"the space has {format_count(total or 0, 'point')}, and no other is trained"
 
     def dimensions(self) -> list[Dimension]:
         """Return the space of a search."""
@@ -247,7 +247,7 @@ class Sweep:
 
     def save(self) -> None:
         jobs = [
-            {**vars(job), "words": masked_words(job.words), "result": vars(job.result)}
+            {**vars(job), "words": mask_arguments(job.words), "result": vars(job.result)}
             for job in self.jobs.values()
         ]
         best = best_job(self.points())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from trainrun.config.validate import nearest
+from trainrun.config.validate import suggest_closest_name
 from trainrun.errors import ConfigError
 from trainrun.limits import parse_seconds
 
@@ -97,7 +97,7 @@ def read_options(words: Sequence[str]) -> SweepOptions:
             faults.append(f"{word}: {key} is given twice; leave one out")
             continue
         if key not in READERS:
-            faults.append(f"{key}: no such setting of a sweep.{nearest(key, READERS)}")
+            faults.append(f"{key}: no such setting of a sweep.{suggest_closest_name(key, READERS)}")
             continue
         name, allowed, read = READERS[key]
         try:

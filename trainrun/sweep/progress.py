@@ -24,8 +24,8 @@ from trainrun.live.run_table import (
     open_display,
     terminal_console,
 )
-from trainrun.output import clock as clock_text
-from trainrun.output import duration, fields_that_fit, figure, say
+from trainrun.output import choose_fitting_fields, format_duration, format_number, say
+from trainrun.output import format_clock_time as clock_text
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import best_job
 from trainrun.sweep.results import Job, Result
@@ -68,7 +68,7 @@ class SweepProgress:
             words.append("the best so far")
         left = self.seconds_left()
         if left:
-            words.append(f"about {duration(left)} left")
+            words.append(f"about {format_duration(left)} left")
         self._print_line(job, "; ".join(words))
 
     def print_message(self, text: str) -> None:
@@ -118,7 +118,7 @@ class SweepProgress:
             about = result.error
             if is_best and len(points[0].jobs) > 1:
                 about = f"mean {format_mean(points[0])} of {len(points[0].values)} jobs"
-            value_text = "" if result.value is None else figure(result.value)
+            value_text = "" if result.value is None else format_number(result.value)
             rows.append(RunRow(job.folder, result.state, is_best, value=value_text, about=about))
         return rows
 
@@ -138,7 +138,7 @@ class SweepProgress:
             TIME: elapsed if left is None else f"{elapsed} < {clock_text(left)}",
         }
         fields = [(rank, text) for rank, text in texts.items() if text]
-        shown = fields_that_fit([len(text) for _, text in fields], [rank for rank, _ in fields], width)
+        shown = choose_fitting_fields([len(text) for _, text in fields], [rank for rank, _ in fields], width)
         return "  ".join(fields[number][1] for number in shown)[:width]
 
     def seconds_left(self) -> float | None:

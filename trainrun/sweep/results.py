@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
-from trainrun.folder.run_folder import RunDir, was_ever_saved, write_json
+from trainrun.folder.run_folder import RunDir, has_ever_saved, write_json
 from trainrun.folder.status import read_status
-from trainrun.output import masked_words
-from trainrun.task.metrics.directions import direction_of_name
+from trainrun.output import mask_arguments
+from trainrun.task.metrics.directions import guess_direction
 
 LONG_NUMBER = re.compile(r"(?<![\w.])\d+\.\d{6,}(e[-+]?\d+)?(?![\w.])")
 OUTPUT = "run.out"  # what a job prints
@@ -78,7 +78,7 @@ class Job:
         """Return the settings of the keys that vary; all words where none does."""
         settings = self.settings
         shown = [f"{key}={short_numbers(settings[key])}" for key in keys if key in settings]
-        return " ".join(shown or masked_words(self.words))
+        return " ".join(shown or mask_arguments(self.words))
 
 
 def short_numbers(text: str) -> str:
@@ -88,7 +88,7 @@ def short_numbers(text: str) -> str:
 
 def has_checkpoint(folder: Path) -> bool:
     """Return whether the job saved a checkpoint, even a damaged one: such a job reports it and does not start anew."""
-    return was_ever_saved(RunDir(folder))
+    return has_ever_saved(RunDir(folder))
 
 
 def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any] | None = None) -> Result:
@@ -142,7 +142,7 @@ def apply_objective(result: Result, folder: Path, objective: Sequence[str]) -> R
 
 def objective_sign(name: str) -> int:
     """Return 1 if an objective is better when smaller: one with a minus, or a metric known to be. Else -1."""
-    return 1 if name.startswith("-") or direction_of_name(name) == "min" else -1
+    return 1 if name.startswith("-") or guess_direction(name) == "min" else -1
 
 
 class EvaluationRows:

@@ -21,7 +21,7 @@ from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.config.schema import validation_nodes
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, TrainrunError
 from trainrun.folder.run_folder import RunDir, is_run_folder, remove_new_folder, resolve_folder, write_text
-from trainrun.output import counted, path_to_paste, report_result, say
+from trainrun.output import format_count, format_path_to_paste, report_result, say
 from trainrun.parallel.devices import choose_num_devices
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.forked_job import import_what_jobs_need
@@ -155,7 +155,7 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
         notes = [*notes_on_points(calls), *notes_on_pruner(sweep, options, max(len(places), 1))]
         for note in notes:
             say(f"note: {note}", file=sys.stderr)
-        jobs = counted(num_jobs, "job") if num_jobs else "jobs"
+        jobs = format_count(num_jobs, "job") if num_jobs else "jobs"
         say(f"sweep: {jobs} in {sweep.folder}{about and f', {about}'}", flush=True)
         progress = SweepProgress(sweep, max(len(places), 1))
         until = None if options.max_seconds is None else time.monotonic() + options.max_seconds
@@ -206,7 +206,7 @@ def notes_on_points(calls: list[list[str]]) -> list[str]:
             total = len(points_of(words))  # of an interval with few numbers
         if trials is not None and total is not None and trials > total:
             notes.append(
-                f"sweep.trials={trials}: the space has {counted(total, 'point')}, and no other is trained"
+                f"sweep.trials={trials}: the space has {format_count(total, 'point')}, and no other is trained"
             )
     return notes
 
@@ -218,7 +218,7 @@ def notes_on_pruner(sweep: Sweep, options: SweepOptions, num_places: int) -> lis
         return []
     return [
         f"sweep.pruner={options.pruner}: judges a point by the mean over its {num_jobs} jobs, and "
-        f"{counted(num_places, 'job')} at a time can run; with sweep.jobs={num_jobs} it is judged sooner"
+        f"{format_count(num_places, 'job')} at a time can run; with sweep.jobs={num_jobs} it is judged sooner"
     ]
 
 
@@ -244,7 +244,7 @@ def write_tables(sweep: Sweep) -> None:
     if any(sweep.jobs[num].result.state not in ENDED for num in sweep.wanted) or sweep.num_jobs > len(
         sweep.wanted
     ):
-        say(f"what is not done: trainrun resume {path_to_paste(sweep.folder)}", flush=True)
+        say(f"what is not done: trainrun resume {format_path_to_paste(sweep.folder)}", flush=True)
 
 
 def has_begun(sweep: Sweep) -> bool:

@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 
 from trainrun.errors import ConfigError
-from trainrun.output import figure
+from trainrun.output import format_number
 from trainrun.plots.chart import Chart, Curve
 from trainrun.plots.series import Floats
 from trainrun.sweep.jobs import Sweep
@@ -65,7 +65,7 @@ def parallel_chart(sweep: Sweep, points: Sequence[SweepPoint], keys: Sequence[st
     table = np.stack([*columns, scale_to_unit(means_of(points))], axis=1)
     positions = {"setting": np.arange(len(keys) + 1, dtype=np.float64)}
     curves = [
-        Curve(f"{point.label}: {figure(point.mean)}", positions, line, is_faint=place >= MOST_NAMED)
+        Curve(f"{point.label}: {format_number(point.mean)}", positions, line, is_faint=place >= MOST_NAMED)
         for place, (point, line) in enumerate(zip(points, table, strict=True))
     ]
     return Chart("Parallel coordinates, lowest to highest", curves, log=False, x_names=[*keys, monitor])

@@ -25,10 +25,10 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
-from trainrun.config.argv import CUSTOM, conf_dir, options, user_conf_dirs
-from trainrun.config.messages import explain_unreadable
+from trainrun.config.argv import CUSTOM, find_conf_dir, find_user_conf_dirs, list_options
+from trainrun.config.messages import explain_unparsable_override
 from trainrun.errors import ConfigError
-from trainrun.output import masked_words
+from trainrun.output import mask_arguments
 from trainrun.sweep.options import read_options, split_options
 from trainrun.sweep.points import REPEATED
 
@@ -312,10 +312,10 @@ def parse_choices(word: str) -> list[str]:
             f"{override.get_key_element()}={value}" for value in override.sweep_iterator(format_swept_value)
         ]
     except HydraException as error:
-        raise ConfigError(explain_unreadable(word)) from error
+        raise ConfigError(explain_unparsable_override(word)) from error
     if not values:
         raise ConfigError(f"{word}: holds no value")
-    if len(set(masked_words(values))) < len(set(values)):
+    if len(set(mask_arguments(values))) < len(set(values)):
         key = override.get_key_element()
         raise ConfigError(
             f"{key}=***: values of a secret would stand in the names of folders and in tables; put them into the "
@@ -336,7 +336,7 @@ def expand_glob(word: str, override: Override) -> list[str]:
     """Return a word for each option of a group that a pattern names, as `model=glob(*)`. Raise ConfigError for none."""
     group, pattern = override.key_or_group, override.value()
     assert isinstance(pattern, Glob)
-    names = options(group, [*user_conf_dirs([], Path.cwd()), conf_dir()])
+    names = list_options(group, [*find_user_conf_dirs([], Path.cwd()), find_conf_dir()])
     chosen = [name for name in pattern.filter(names) if name != CUSTOM]
     if not chosen:
         raise ConfigError(f"{word}: names no option of a group; write values, as {group}=one,two")
@@ -354,7 +354,7 @@ def parse_word(word: str) -> Override | None:
         name = re.match(r"[^=]+=(\w+)\(", word)
         if name and name[1] in FORMS:
             raise ConfigError(f"{word}: {name[1]} takes {FORMS[name[1]]}") from error
-        raise ConfigError(explain_unreadable(word)) from error
+        raise ConfigError(explain_unparsable_override(word)) from error
 
 
 def key_of(word: str) -> str:

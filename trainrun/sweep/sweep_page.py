@@ -13,7 +13,7 @@ from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.folder.status import read_status
 from trainrun.monitor.run_lines import doubled_limit
-from trainrun.output import COMMAND, counted, figure, path_to_paste
+from trainrun.output import COMMAND, format_count, format_number, format_path_to_paste
 from trainrun.plots import page
 from trainrun.plots.chart import UNITS, Chart, Curve, charts_html, curve_of
 from trainrun.plots.history import read_config, read_history
@@ -45,7 +45,7 @@ def page_parts(sweep: Sweep) -> list[str]:
     done = sum(job.result.state == "done" for job in jobs)
     parts = [
         page.heading(f"Sweep {sweep.folder.name}", level=1),
-        page.paragraph(f"{done} of {counted(len(jobs), 'job')} done"),
+        page.paragraph(f"{done} of {format_count(len(jobs), 'job')} done"),
     ]
     best = best_job(points)
     if best is not None:
@@ -64,7 +64,7 @@ def page_parts(sweep: Sweep) -> list[str]:
         named = "" if len(jobs) <= MOST_NAMED else f"; the best {MOST_NAMED} have colours"
         parts += [
             page.heading("Curves"),
-            page.paragraph(f"of all {counted(len(jobs), 'job')}{named}"),
+            page.paragraph(f"of all {format_count(len(jobs), 'job')}{named}"),
             curves,
         ]
     return parts
@@ -74,8 +74,8 @@ def describe_best(point: SweepPoint, job: Job) -> str:
     """Return `lr=0.1: val/acc 0.97 (mean 0.965 ± 0.004 of 3 jobs)`."""
     mean = ""
     if len(point.values) > 1 and point.mean is not None and point.half is not None:
-        mean = f" (mean {figure(point.mean)} ± {point.half:.2g} of {counted(len(point.values), 'job')})"
-    return f"{job.folder}: {job.result.monitor} {figure(job.result.value)}{mean}"
+        mean = f" (mean {format_number(point.mean)} ± {point.half:.2g} of {format_count(len(point.values), 'job')})"
+    return f"{job.folder}: {job.result.monitor} {format_number(job.result.value)}{mean}"
 
 
 def command_to_train_longer(sweep: Sweep, job: Job) -> str:
@@ -85,7 +85,7 @@ def command_to_train_longer(sweep: Sweep, job: Job) -> str:
     longer = doubled_limit(read_status(run), config.get("trainer") or {})
     draws = (config.get("monitor") or {}).get("plots") is not False or "monitor.plots" in job.settings
     plots = "" if draws else "monitor.plots=true"
-    return " ".join(filter(None, [COMMAND, "again", path_to_paste(run.root), longer, plots]))
+    return " ".join(filter(None, [COMMAND, "again", format_path_to_paste(run.root), longer, plots]))
 
 
 def link_to_report(sweep: Sweep, job: Job) -> str:

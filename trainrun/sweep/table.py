@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from trainrun.output import masked_words, say
+from trainrun.output import mask_arguments, say
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_jobs
 from trainrun.sweep.results import Job, Result
@@ -134,7 +134,7 @@ def sweep_facts(sweep: Sweep) -> dict[str, Any]:
             "folder": str(sweep.folder / job.folder),
         }
         for job in ranked_jobs(
-            [replace(job, words=tuple(masked_words(job.words))) for job in sweep.jobs.values()]
+            [replace(job, words=tuple(mask_arguments(job.words))) for job in sweep.jobs.values()]
         )
     ]
     means = [

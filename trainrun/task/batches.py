@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from trainrun.errors import DataError, PluginError
-from trainrun.interfaces import IGNORED, TARGET_KEYS, batch_fields, input_key, target_key
+from trainrun.interfaces import IGNORED, TARGET_KEYS, batch_fields, choose_input_key, choose_target_key
 from trainrun.task.dict_batches import assign_arguments, describe_misfit
 from trainrun.tensors import HALF_TYPES
 
@@ -58,7 +58,7 @@ def split_inputs_and_optional_target(batch: Any) -> tuple[Any, Tensor | None]:
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
         return batch[0], batch[1] if len(batch) == 2 else None
     if isinstance(batch, Mapping):
-        input_name, target = input_key(batch), target_key(batch)
+        input_name, target = choose_input_key(batch), choose_target_key(batch)
         inputs = remove_target_fields(batch) if input_name is None else batch[input_name]
         if input_name is not None or inputs:
             return inputs, None if target is None else batch[target]

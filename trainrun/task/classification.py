@@ -27,9 +27,9 @@ from trainrun.task.losses import (
     build_range_error,
     build_weight_count_error,
     check_class_weights,
+    compute_soft_target_step,
     disable_reduction,
     is_summed,
-    step_of_soft_targets,
 )
 
 if TYPE_CHECKING:
@@ -132,12 +132,12 @@ class Classification:
         do not match.
         """
         inputs, target = split_inputs_and_target(batch)
-        return self.step_of_logits(self.logits(model, inputs, batch), target)
+        return self.compute_step_from_logits(self.logits(model, inputs, batch), target)
 
-    def step_of_logits(self, logits: Tensor, target: Tensor) -> StepOutput:
+    def compute_step_from_logits(self, logits: Tensor, target: Tensor) -> StepOutput:
         """Return loss and sums for logits (B, C, ...) and their targets."""
         if target.is_floating_point():
-            return step_of_soft_targets(self, logits, target)
+            return compute_soft_target_step(self, logits, target)
         if not self.checked:
             self._check(logits, target)
         elif logits.ndim != target.ndim + 1:
@@ -146,16 +146,16 @@ class Classification:
         if target.dtype is not torch.int64:
             target = target.long()
         loss = self.loss_sum(logits, target)
-        sums, rows = self.measured(logits, target)
+        sums, rows = self.measure_metrics(logits, target)
         return StepOutput(loss, {"acc": lambda: self._count_correct(logits, target), **sums}, rows=rows)
 
-    def measured(self, logits: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def measure_metrics(self, logits: Tensor, target: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the sums and rows for the metrics of an evaluation. logits: (B, C, ...); target: (B, ...)."""
         if self.metrics is None or torch.is_grad_enabled():
             return {}, {}
-        return self.metrics.measure(*self.real(logits, target))
+        return self.metrics.measure(*self.select_counted_items(logits, target))
 
-    def real(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def select_counted_items(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits (N, C) and targets (N,) of the items that are not ignored."""
         logits, target = logits.movedim(1, -1).flatten(0, -2), target.flatten()
         real = (target >= 0) & (target < logits.shape[1])
@@ -219,7 +219,7 @@ class Classification:
         if real.numel():
             self._check_range(int(real.min()), int(real.max()), logits.shape[1], target.ndim)
         if self.metrics is not None:
-            self.metrics.check(*self.real(logits, target))
+            self.metrics.check(*self.select_counted_items(logits, target))
         self.check_weights(logits)
         if isinstance(self.loss, nn.Module):
             self.loss.to(logits)  # class weights follow the model's device and number type

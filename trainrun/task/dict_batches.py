@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainrun.errors import PluginError
-from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, input_key
-from trainrun.user_code import is_of_torch
+from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, choose_input_key
+from trainrun.user_code import is_raised_by_torch
 
 NOT_ITS = ("target_weight", "index")  # of the loss, and of a teacher: also not to a forward that takes any
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -40,7 +40,7 @@ def assign_arguments(
     if not fields or (isinstance(inputs, Mapping) and not takes_every_field(model, inputs)):
         return split_positional_inputs(model, inputs), {}
     if isinstance(inputs, Mapping):
-        input_name = input_key(fields)
+        input_name = choose_input_key(fields)
         return select_dict_arguments(model, fields[input_name] if input_name else inputs, fields)
     args, named = select_dict_arguments(model, inputs, {"inputs": inputs, **fields})
     return (split_positional_inputs(model, inputs) if args else args), named
@@ -67,7 +67,7 @@ def select_dict_arguments(
             "argument segment_ids to keep them apart (see trainrun.tensors.segment_mask); "
             "add one, or use data.padding=bucket"
         )
-    input_name = input_key(batch)
+    input_name = choose_input_key(batch)
     other_fields = {key: value for key, value in fields.items() if key not in (*TARGET_KEYS, input_name)}
     if input_name is None:
         return _assign_named_inputs(model, inputs, other_fields)
@@ -154,7 +154,7 @@ def describe_misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception)
         wrong = inputs[(inputs < 0) | (inputs >= size)]
         return f"model.vocab_size={size}: the data has token {int(wrong[0])}" if wrong.numel() else ""
     built_for, input_shape = getattr(model, "in_shape", None), tuple(inputs.shape[1:])
-    if built_for in (None, input_shape) or not is_of_torch(error) or not OF_SHAPES.search(message):
+    if built_for in (None, input_shape) or not is_raised_by_torch(error) or not OF_SHAPES.search(message):
         return ""
     message = message.splitlines()[0]
     return f"model.in_shape={list(built_for)}: a sample of the data has the shape {list(input_shape)} ({message})"

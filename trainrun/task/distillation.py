@@ -59,7 +59,7 @@ class Teacher:
             logits = extract_output_tensor(run_model(self.network, inputs, batch))
         return {name: output.clone() for name, output in {LOGITS: logits, **seen}.items()}
 
-    def mark(self) -> str:
+    def hash_weights(self) -> str:
         """Return a hash of the teacher's weights."""
         digest = hashlib.sha256()
         for name, value in self.network.state_dict().items():
@@ -117,7 +117,7 @@ class Distillation:
         """Set the teacher. answers: its answers to all samples, by sample number, if computed already; then it is
         not kept.
         """
-        self.mark, self.answers = teacher.mark(), answers
+        self.mark, self.answers = teacher.hash_weights(), answers
         self.teacher = None if answers else teacher
 
     def step(self, model: nn.Module, batch: Any) -> StepOutput:
@@ -130,7 +130,7 @@ class Distillation:
         answers = self.answer_batch(batch)
         with collect_outputs(model, list(self.hidden)) as seen:
             logits = self.hard.logits(model, inputs, batch)
-        out = self.hard.step_of_logits(logits, target)
+        out = self.hard.compute_step_from_logits(logits, target)
         soft, near = self.terms(logits, seen, answers, target)
         loss = self.alpha * soft + (1 - self.alpha) * out.loss_sum + self.hidden_weight * near
         parts = {"soft": soft.detach(), "hard": out.loss_sum.detach()}
@@ -165,12 +165,12 @@ class Distillation:
         near = soft.new_zeros(())
         for name, other in self.hidden.items():
             each = measure_distance(
-                self._output(seen, name), answers[other], f"task.hidden={{{name}: {other}}}"
+                self._find_student_output(seen, name), answers[other], f"task.hidden={{{name}: {other}}}"
             )
             near = near + (each * items.reshape(len(each), -1).sum(1)).sum()
         return (soft * items).sum(), near
 
-    def _output(self, seen: Answers, name: str) -> Tensor:
+    def _find_student_output(self, seen: Answers, name: str) -> Tensor:
         if name not in seen:
             raise ConfigError(f"task.hidden: the student's layer {name} was not called in its forward")
         return seen[name]

@@ -91,7 +91,9 @@ class LanguageModeling:
             check_tokens(logits, target)
             self.checked = True
         loss = cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED, reduction="sum")
-        return StepOutput(loss, {**self.bits(loss), "acc": lambda: count_correct(logits, target)})
+        return StepOutput(
+            loss, {**self.build_bits_per_byte(loss), "acc": lambda: count_correct(logits, target)}
+        )
 
     def step_in_chunks(self, model: nn.Module, batch: Any, layer: nn.Linear, chunks: int) -> StepOutput:
         tokens, target = self.split_batch(batch)
@@ -103,10 +105,14 @@ class LanguageModeling:
         loss = compute_chunked_loss(states, target, head, chunks)
         seen = states.detach()
         return StepOutput(
-            loss, {**self.bits(loss), "acc": lambda: count_correct_in_chunks(seen, target, head, chunks)}
+            loss,
+            {
+                **self.build_bits_per_byte(loss),
+                "acc": lambda: count_correct_in_chunks(seen, target, head, chunks),
+            },
         )
 
-    def bits(self, loss: Tensor) -> dict[str, Callable[[], Tensor]]:
+    def build_bits_per_byte(self, loss: Tensor) -> dict[str, Callable[[], Tensor]]:
         factor = self.nats_to_bits
         return {} if factor is None else {"bpb": lambda: loss.detach() * factor}
 

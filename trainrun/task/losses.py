@@ -58,13 +58,13 @@ def list_arguments(loss: Any) -> Mapping[str, Any]:
         signature.bind(None, None)
     except TypeError as error:
         raise PluginError(
-            f"task.loss: {loss_name(loss)} is called with (output, target): {error}; for another call write a task of "
-            "your own (task._target_=...)"
+            f"task.loss: {read_loss_name(loss)} is called with (output, target): {error}; for another call write a "
+            "task of your own (task._target_=...)"
         ) from error
     return signature.parameters
 
 
-def loss_name(loss: Any) -> str:
+def read_loss_name(loss: Any) -> str:
     inner = loss.func if isinstance(loss, partial) else loss
     return str(getattr(inner, "__name__", type(inner).__name__))
 
@@ -77,7 +77,7 @@ def is_summed(loss: Any) -> bool:
 
 def build_mean_loss_error(loss: Any) -> PluginError:
     """Return the error for a loss whose single number may be a mean."""
-    name = loss_name(loss)
+    name = read_loss_name(loss)
     return PluginError(
         f"task.loss: {name} gives one number, which may be a mean; trainrun adds up sums over micro-batches "
         "and ranks, and divides once. Return one number per item (task.loss.reduction=none, where it takes that), or "
@@ -137,7 +137,7 @@ def check_soft(logits: Tensor, target: Tensor) -> None:
         )
 
 
-def step_of_soft_targets(task: Any, logits: Tensor, target: Tensor) -> StepOutput:
+def compute_soft_target_step(task: Any, logits: Tensor, target: Tensor) -> StepOutput:
     """Return loss and sums for logits and probabilities, both (B, C). task: a `Classification`."""
     if not task.checked_soft:  # of the first such batch only: it waits for the device
         check_soft(logits, target)
@@ -147,7 +147,7 @@ def step_of_soft_targets(task: Any, logits: Tensor, target: Tensor) -> StepOutpu
                 f"task.ignore_index={IGNORED}"
             )
         if task.metrics is not None:
-            task.metrics.check(*task.real(logits, target.argmax(1)))
+            task.metrics.check(*task.select_counted_items(logits, target.argmax(1)))
         task.check_weights(logits)
         if isinstance(task.loss, nn.Module):
             task.loss.to(logits)
@@ -156,7 +156,7 @@ def step_of_soft_targets(task: Any, logits: Tensor, target: Tensor) -> StepOutpu
         raise build_dimension_error(logits, f"{tuple(target.shape)}, as the targets are")
     target = target.to(logits.dtype)
     loss = task.loss_sum(logits, target)
-    sums, rows = task.measured(logits, target.argmax(1))
+    sums, rows = task.measure_metrics(logits, target.argmax(1))
     return StepOutput(loss, {"acc": lambda: (logits.argmax(1) == target.argmax(1)).sum(), **sums}, rows=rows)
 
 

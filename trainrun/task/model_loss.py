@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import DataError, PluginError
-from trainrun.interfaces import IGNORED, TARGET_KEYS, StepOutput, input_key
-from trainrun.seeding import evaluating
+from trainrun.interfaces import IGNORED, TARGET_KEYS, StepOutput, choose_input_key
+from trainrun.seeding import evaluation_mode
 from trainrun.task.batches import describe_form
 from trainrun.task.dict_batches import select_fields, unwrap_model
 from trainrun.tensors import HALF_TYPES
@@ -100,7 +100,7 @@ def detect_loss_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
     them. The model is unchanged afterwards.
     """
     labels = find_labels(batch)
-    with evaluating(model), torch.autocast(find_batch_device(batch), enabled=False):
+    with evaluation_mode(model), torch.autocast(find_batch_device(batch), enabled=False):
         pair = build_probe(batch, labels)
         parts = [copy_rows(pair, [0]), copy_rows(pair, [1])]
         both, *means = (float(compute_model_loss(model, part)) for part in (pair, *parts))
@@ -120,7 +120,7 @@ def detect_loss_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
             f"task.count=auto: the loss {both:.6g} of two rows, {means[0]:.6g} and {means[1]:.6g} of each, may be the "
             f"mean over {' or '.join(fitting) or 'none of ' + ', '.join(rules)}; {WAY_OUT}"
         )
-    if fitting == ["labels"] and labels is not None and labels_equal_inputs(batch, labels[1]):
+    if fitting == ["labels"] and labels is not None and has_inputs_as_labels(batch, labels[1]):
         raise DataError(
             f"data: {labels[0]} are the tokens of the inputs, and {type(model).__name__} does not shift them: it would "
             "learn to copy; give other labels, or task.count=labels if that is meant"
@@ -166,8 +166,8 @@ def copy_rows(batch: Mapping[str, Any], indices: list[int]) -> dict[str, Any]:
     }
 
 
-def labels_equal_inputs(batch: Mapping[str, Any], labels: Tensor) -> bool:
-    input_name = input_key(batch)
+def has_inputs_as_labels(batch: Mapping[str, Any], labels: Tensor) -> bool:
+    input_name = choose_input_key(batch)
     inputs = None if input_name is None else batch[input_name]
     real = labels != IGNORED
     if not isinstance(inputs, Tensor) or inputs.shape != labels.shape:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from trainrun.errors import ConfigError, DataError, PluginError
-from trainrun.interfaces import IGNORED, StepInfo, StepOutput, batch_by_name, batch_fields
+from trainrun.interfaces import IGNORED, StepInfo, StepOutput, batch_fields, convert_batch_to_dict
 from trainrun.limits import Count, NotNegative, PositiveFraction
 from trainrun.task.batches import describe_form, run_model, split_inputs_and_optional_target
 from trainrun.task.dict_batches import unwrap_model
@@ -130,7 +130,7 @@ class Vae:
         if not isinstance(inputs, Tensor) or inputs.ndim != 4 or inputs.shape[1] not in (1, 3):
             return {}
         if isinstance(noise := batch_fields(batch).get("noise"), Tensor):
-            batch = {**batch_by_name(batch), "noise": torch.zeros_like(noise)}
+            batch = {**convert_batch_to_dict(batch), "noise": torch.zeros_like(noise)}
         rebuilt = run_model(model, inputs, batch)[0].float()
         inputs = inputs.float()
         if self.likelihood == "bernoulli":
@@ -158,7 +158,7 @@ class Vae:
         else:
             each = 0.5 * (rebuilt - inputs).square()
         return BoundTerms(
-            each.flatten(1).sum(1), kl_divergence(mean, log_var), mean, log_var, each[0].numel()
+            each.flatten(1).sum(1), compute_kl_divergence(mean, log_var), mean, log_var, each[0].numel()
         )
 
     def has_token_inputs(self, inputs: Any) -> bool:
@@ -170,7 +170,7 @@ class Vae:
         if not self.checked:
             self._with_last = has_next_tokens(batch)
         tokens, mask = split_tokens_and_mask(batch, self._with_last)
-        named = {**batch_by_name(batch), "attention_mask": mask}
+        named = {**convert_batch_to_dict(batch), "attention_mask": mask}
         output = run_model(model, tokens, named)
         if not self.checked:
             check_token_output(output, tokens)
@@ -180,10 +180,10 @@ class Vae:
         each = cross_entropy(
             logits.transpose(1, 2), tokens.long().masked_fill(~mask, IGNORED), reduction="none"
         )
-        return BoundTerms(each.sum(1), kl_divergence(mean, log_var), mean, log_var, 0, mask.sum())
+        return BoundTerms(each.sum(1), compute_kl_divergence(mean, log_var), mean, log_var, 0, mask.sum())
 
 
-def kl_divergence(mean: Tensor, log_var: Tensor) -> Tensor:
+def compute_kl_divergence(mean: Tensor, log_var: Tensor) -> Tensor:
     """Return KL(N(mean, exp(log_var)) || N(0, 1)) of each dimension."""
     return 0.5 * (mean.square() + log_var.exp() - log_var - 1)
 

@@ -20,9 +20,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from trainrun.errors import ANY_FAULT, TrainrunError
 from trainrun.folder.run_folder import RunDir
-from trainrun.instantiate import build
+from trainrun.instantiate import build_node
 from trainrun.interfaces import RunFacts
-from trainrun.output import counted
+from trainrun.output import format_count
 
 MAX_WAITING_ROWS = 10_000  # an hour or more of a usual run
 CLOSE_SECONDS = 8.0  # how long the end of a run waits for a service
@@ -128,7 +128,9 @@ class Sender:
                 self._reason = self._reason or f"no answer within {self._close_seconds:g} s"
             if self._finished and not num_lost:
                 return ""
-            missing = f"{counted(num_lost, 'row')} not sent" if num_lost else "the last rows may be missing"
+            missing = (
+                f"{format_count(num_lost, 'row')} not sent" if num_lost else "the last rows may be missing"
+            )
             return (
                 f"{self._key}: {missing} ({self._reason}); to send all rows again: "
                 f"trainrun report {quote(str(self._run.root))} --to {self._name}"
@@ -186,7 +188,7 @@ def send_all(
     sent_rows = [row for row in rows if row["kind"] in SENT_KINDS]
     last: Mapping[str, Any] = sent_rows[-1] if sent_rows else {"step": 0, "time": 0.0}
     sent_rows += picture_rows(run, last["step"], last["time"])
-    service = build(dict(node), f"monitor.{name}")
+    service = build_node(dict(node), f"monitor.{name}")
     if not isinstance(service, Service):
         raise TrainrunError(
             f"--to {name}: {node.get('_target_')} is no service; it has no open, scalars, finish"

@@ -31,7 +31,7 @@ from trainrun.interfaces import (
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.optimizer.build_optimizer import named_optimizer_state
 from trainrun.scheduler.schedule import Schedule
-from trainrun.seeding import evaluating, random_state
+from trainrun.seeding import evaluation_mode, read_random_state
 from trainrun.timing.phases import OPTIMIZER, RUNNER, PhaseTimer
 from trainrun.train_state import OF_THIS_RANK, TrainState
 from trainrun.training.named_optimizers import collect_optimizer_states, refuse_single_update
@@ -110,7 +110,7 @@ class Components:
         """
         if self.own_step is not None and self.parallel.world_size > 1 and closure is None:
             self.parallel.exchange()
-        self.show_gradients()
+        self.call_gradient_hooks()
         self.phases.open(OPTIMIZER)
         rates = (
             self.schedule.rates if self.triggers.log else None
@@ -132,7 +132,7 @@ class Components:
         self.phases.open(RUNNER)
         return grad
 
-    def show_gradients(self) -> None:
+    def call_gradient_hooks(self) -> None:
         """Call the hooks `on_gradients` before each update."""
         for look in self.hooks.on_gradients:
             look(self)
@@ -181,7 +181,7 @@ class Components:
         shared = {
             "model": self.held.state_dict(),
             "ema": {} if self.ema is None else self.ema.state_dict(),
-            "optimizer": self._optimizer_state(),
+            "optimizer": self._collect_optimizer_state(),
             "trained": self.trained.state_dict(),
             "schedule": self.schedule.state_dict(),
             "precision": self.precision.state_dict(),
@@ -189,7 +189,7 @@ class Components:
             "train": saved,
             "stream": self.stream(),
         }
-        rank_tree: dict[str, Any] = {"random": random_state(), "train": rank_state}
+        rank_tree: dict[str, Any] = {"random": read_random_state(), "train": rank_state}
         if task_state := self.task_calls.state_dict():
             (rank_tree if self.parallel.rank else shared)["task"] = task_state
         if states := self.hooks.state_dict():
@@ -200,7 +200,7 @@ class Components:
             rank_tree["source"] = {"stands": stands}
         return shared, rank_tree
 
-    def _optimizer_state(self) -> dict[str, Any]:
+    def _collect_optimizer_state(self) -> dict[str, Any]:
         if self.optimizers:
             return collect_optimizer_states(self.optimizers, self.held)
         return named_optimizer_state(self.optimizer, self.held)
@@ -220,7 +220,7 @@ class Components:
         afterwards.
         """
         averaged = nullcontext() if self.ema is None else self.ema.in_model()
-        with averaged, evaluating(self.model):
+        with averaged, evaluation_mode(self.model):
             yield self.model
 
 

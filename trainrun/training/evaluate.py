@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from trainrun.data.batch import map_leaves
 from trainrun.errors import PluginError
 from trainrun.interfaces import Batches, MicroBatch, Parallel
-from trainrun.sums import LOSS, add_flat_sums, check_names, flat_sums, metrics_of, over_ranks, rows_over_ranks
+from trainrun.sums import (
+    LOSS,
+    add_flat_sums,
+    check_metric_names,
+    compute_metrics,
+    flatten_sums,
+    gather_rows,
+    sum_all_ranks,
+)
 from trainrun.timing.phases import LOGGING
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
@@ -51,14 +59,14 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
     rows: dict[str, list[Tensor]] = {}
     items, started, problem = 0, perf_counter(), ""
     with run.evaluating() as model:
-        run.task_calls.evaluation_starts(model, split)
+        run.task_calls.start_evaluation(model, split)
         try:
             for number, batch in enumerate(
                 iterate_even_batches(run.parallel, batches, run.triggers.is_interrupted), start=1
             ):
                 run.monitors.on_validation_batch(number, batches.num_batches)
                 problem = problem or batch.whole
-                run.task_calls.evaluation_sees(model, batch.data)
+                run.task_calls.see_evaluation_batch(model, batch.data)
                 for found, kept, late in run.retry.compute_in_pieces(
                     batch, lambda piece: compute_sums(run, model, piece)
                 ):
@@ -69,15 +77,17 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
                 items = items + batch.counted_by(task)
         except EvaluationStopped:
             return {}
-        run.task_calls.evaluation_ends(model)
+        run.task_calls.end_evaluation(model)
     answers = run.parallel.gather((list(rows), problem))
     if len({problem for _, problem in answers}) > 1:
         from trainrun.data.same_samples import check_same
 
         check_same([problem for _, problem in answers], f"data.{split.replace('/', '.')}")
-    totals, (count,) = over_ranks(run.parallel, sums, [float(items)])  # waits for the device
-    joined = rows_over_ranks(run.parallel, rows, list(dict.fromkeys(chain(*(names for names, _ in answers)))))
-    metrics = {f"{split}/{name}": value for name, value in metrics_of(totals, count, task, joined).items()}
+    totals, (count,) = sum_all_ranks(run.parallel, sums, [float(items)])  # waits for the device
+    joined = gather_rows(run.parallel, rows, list(dict.fromkeys(chain(*(names for names, _ in answers)))))
+    metrics = {
+        f"{split}/{name}": value for name, value in compute_metrics(totals, count, task, joined).items()
+    }
     return metrics | {f"{split}/seconds": perf_counter() - started}
 
 
@@ -141,6 +151,6 @@ def compute_sums(
             f"task: {type(run.task).__name__}.step() differentiates in a validation, where torch records no gradients; "
             "compute what it differentiates inside `with torch.enable_grad():`"
         ) from error
-    check_names(out.sums, run.task)
+    check_metric_names(out.sums, run.task)
     rows = {name: values.detach().cpu() for name, values in getattr(out, "rows", {}).items()}
-    return flat_sums({LOSS: out.loss_sum, **out.sums}, run.task), rows, run.counting.late(out)
+    return flatten_sums({LOSS: out.loss_sum, **out.sums}, run.task), rows, run.counting.read_output_count(out)

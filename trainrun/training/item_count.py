@@ -38,7 +38,7 @@ class CountedAfter:
         self._task, self._model, self._parallel, self._phases = task, model, parallel, phases
         self.expected = 2.0 ** round(math.log2(num_samples))
 
-    def late(self, out: StepOutput) -> Any:
+    def read_output_count(self, out: StepOutput) -> Any:
         if out.count is None:
             raise PluginError(
                 f"task: {type(self._task).__name__} has no method count(batch), and its step() gave no count=; "
@@ -46,7 +46,7 @@ class CountedAfter:
             )
         return out.count
 
-    def settle(self, found: Gradients) -> Gradients:
+    def divide_gradients(self, found: Gradients) -> Gradients:
         items = float(found.items)  # the host waits where the task counts on a device
         if not items.is_integer() or items < 0:
             raise PluginError(
@@ -69,6 +69,6 @@ def divide_by_output_counts(accumulate: Accumulate) -> Accumulate:
 
     def accumulate_and_divide(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
         assert isinstance(run.counting, CountedAfter)
-        return run.counting.settle(accumulate(run, micro_batches))
+        return run.counting.divide_gradients(accumulate(run, micro_batches))
 
     return accumulate_and_divide

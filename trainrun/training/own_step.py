@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainrun.errors import ConfigError, PluginError
-from trainrun.instantiate import bind_faults, build, locate
+from trainrun.instantiate import build_node, check_node_arguments, import_target
 from trainrun.interfaces import NOT_AGREED, MicroBatch, StepReport, Task
 from trainrun.timing.phases import FORWARD, RUNNER
 from trainrun.training.components import Components, Step
@@ -26,14 +26,14 @@ def build_own_step(node: Mapping[str, Any]) -> Any:
     """Return the function or object that the config names instead of `train_step`. Raise ConfigError for wrong
     arguments.
     """
-    target = locate(node["_target_"], "step")
+    target = import_target(node["_target_"], "step")
     is_class = inspect.isclass(target)
-    if faults := bind_faults(node, "step", [] if is_class else ["run", "micro_batches"]):
+    if faults := check_node_arguments(node, "step", [] if is_class else ["run", "micro_batches"]):
         raise ConfigError(*faults)
     if is_class:
-        own_step = build(node, "step")
+        own_step = build_node(node, "step")
     else:
-        own_step = build({**node, "_partial_": True}, "step") if len(node) > 1 else target
+        own_step = build_node({**node, "_partial_": True}, "step") if len(node) > 1 else target
     if not callable(own_step):
         raise PluginError(
             f"step._target_={node['_target_']}: must be a function (run, micro_batches) -> StepReport, or a class "
@@ -93,9 +93,9 @@ class OwnStep:
             if not run.optimizers:
                 run.schedule.step()
             return StepReport([torch.zeros((), device=run.parallel.device)], 0)
-        FillIn.asked = False
-        report = self._step(run, [batch if batch.real else FillIn(*batch) for batch in micro_batches])
-        if not FillIn.asked:
+        UncountedBatch.asked = False
+        report = self._step(run, [batch if batch.real else UncountedBatch(*batch) for batch in micro_batches])
+        if not UncountedBatch.asked:
             raise PluginError(
                 f"step: {self._name} does not ask for batch.real: where it is false the samples are those of another "
                 "rank, which count nothing here; multiply the loss and the number of items by it"
@@ -103,7 +103,7 @@ class OwnStep:
         return report
 
 
-class FillIn(MicroBatch):
+class UncountedBatch(MicroBatch):
     """A micro-batch that counts no items, and records whether user code reads `real`."""
 
     asked = False
@@ -113,5 +113,5 @@ class FillIn(MicroBatch):
 
     @property
     def real(self) -> bool:
-        FillIn.asked = True
+        UncountedBatch.asked = True
         return False

@@ -19,28 +19,28 @@ from trainrun.timing import phases
 from trainrun.train_state import TrainState
 from trainrun.training.checks.task_pictures import save_pictures
 from trainrun.training.checks.unsaved_state import UnsavedState
-from trainrun.training.trained_parameters import WatchGradients
+from trainrun.training.trained_parameters import GradientCheck
 from trainrun.training.triggers import STOP_INTERRUPT
 
 if TYPE_CHECKING:
     from trainrun.training.checks.unsaved_state import UnsavedState
-    from trainrun.training.trained_parameters import WatchGradients
+    from trainrun.training.trained_parameters import GradientCheck
 
 HOOKS = ("on_epoch_start", "on_epoch_end", "on_validation_start", "on_validation_end", "pictures")
 TRAINING, EVALUATION = 7, 8  # what seeds are derived from, besides the place
 
 
-class Place:
+class RunPosition:
     """The position of the run (step, epoch, micro-batch), from which the `StepInfo` for tasks and hooks is built."""
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
         self._seed, self._rank, self.device = seed, rank, device
         self.step = self.epoch = self.batches = self.calls = 0
 
-    def set_position(self, state: TrainState | Place) -> None:
+    def set_position(self, state: TrainState | RunPosition) -> None:
         self.step, self.epoch, self.batches, self.calls = state.step, state.epoch, state.batches, 0
 
-    def info(self, hook: str = "") -> StepInfo:
+    def build_info(self, hook: str = "") -> StepInfo:
         """Return the `StepInfo` for the next call of `step`, or for a hook."""
         training, call = torch.is_grad_enabled(), self.calls
         self.calls += not hook
@@ -53,14 +53,14 @@ class Place:
         return StepInfo(self.step, self.epoch, first, training, generator)
 
 
-class Informed:
+class StepWithInfo:
     """A step with arguments model and batch that passes `info` to the task's `step`."""
 
-    def __init__(self, step: Callable[..., Any], place: Place) -> None:
+    def __init__(self, step: Callable[..., Any], place: RunPosition) -> None:
         self._step, self._place = step, place
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        return self._step(model, batch, info=self._place.info())
+        return self._step(model, batch, info=self._place.build_info())
 
 
 class TaskCalls:
@@ -72,14 +72,19 @@ class TaskCalls:
     """
 
     def __init__(
-        self, task: Any, model: nn.Module, place: Place, pictures: Path | None, makes_pictures: bool = False
+        self,
+        task: Any,
+        model: nn.Module,
+        place: RunPosition,
+        pictures: Path | None,
+        makes_pictures: bool = False,
     ) -> None:
         self._task, self._model, self.place, self._pictures = task, model, place, pictures
         self._makes_pictures = makes_pictures
         self._name = type(task).__name__
         self._hooks = {name: getattr(task, name) for name in HOOKS if callable(getattr(task, name, None))}
         self._unsaved: UnsavedState | None = None
-        self._watching: list[UnsavedState | WatchGradients] = []  # what has not seen all yet
+        self._watching: list[UnsavedState | GradientCheck] = []  # what has not seen all yet
         self._trains = self._unseen = False
         self.after_user_code: Callable[[], None] = _do_nothing  # of the run, once it is built
         self.unsaved_before: list[str] = []  # state that the checkpoint of a resume does not hold
@@ -88,11 +93,11 @@ class TaskCalls:
         self.informed = wants_info(task)
         if self.informed:
             try:
-                object.__setattr__(task, "step", Informed(task.step, place))
+                object.__setattr__(task, "step", StepWithInfo(task.step, place))
             except AttributeError as error:
                 raise PluginError(f"task: {self._name}: takes info, so it must not have __slots__") from error
 
-    def start(self, state: TrainState | Place) -> None:
+    def start(self, state: TrainState | RunPosition) -> None:
         """Set the position before the first step or validation of a session, or before an evaluation of a
         checkpoint.
         """
@@ -104,7 +109,7 @@ class TaskCalls:
         packages = {type(part).__module__.partition(".")[0] for part in parts}
         if packages - {"builtins", "torch", "trainrun"}:
             self._unsaved = UnsavedState(run, self.unsaved_before)
-            self._watching = [self._unsaved, WatchGradients(run)]
+            self._watching = [self._unsaved, GradientCheck(run)]
 
     def before_step(self, state: TrainState) -> None:
         self._trains = True
@@ -120,12 +125,12 @@ class TaskCalls:
             self._call("on_epoch_end", self._model)
         self.place.set_position(state)
 
-    def evaluation_starts(self, model: nn.Module, split: str) -> None:
+    def start_evaluation(self, model: nn.Module, split: str) -> None:
         self.place.calls = 0
         self._unseen = self._trains and split.startswith("val") and "pictures" in self._hooks
         self._call("on_validation_start", model)
 
-    def evaluation_sees(self, model: nn.Module, batch: Any) -> None:
+    def see_evaluation_batch(self, model: nn.Module, batch: Any) -> None:
         """Let the task make images from the first batch of an evaluation. Called for each batch."""
         if self._unseen and self._makes_pictures:
             self._unseen = False
@@ -133,21 +138,21 @@ class TaskCalls:
             if self._pictures is not None:
                 save_pictures(self._pictures, pictures, self._name)
 
-    def evaluation_ends(self, model: nn.Module) -> None:
+    def end_evaluation(self, model: nn.Module) -> None:
         """Call `on_validation_end` after a complete evaluation."""
         self._call("on_validation_end", model)
 
     def _call(self, name: str, model: nn.Module) -> None:
         hook = self._hooks.get(name)
         if hook is not None:
-            hook(model, self.place.info(name))
+            hook(model, self.place.build_info(name))
             self.after_user_code()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the task's `state`, and under `anew` the lines about state that no checkpoint holds; {} without
         both.
         """
-        lines = self._unsaved.lines() if self._unsaved is not None else []
+        lines = self._unsaved.list_changes() if self._unsaved is not None else []
         return collect_state(self._task, self.place.device) | ({"anew": lines} if lines else {})
 
 

@@ -51,7 +51,7 @@ def accumulate_gradients(run: Components, micro_batches: list[MicroBatch]) -> Gr
             # ranks average: items is a mean; 0 where no target counts, and then no loss does, or where it comes late
             precision.backward(loss, batch.real / (agreed.items or counting.expected))
         losses.append(out.loss_sum.detach() if batch.real else torch.zeros_like(out.loss_sum))
-        items = items + counting.late(out) * batch.real
+        items = items + counting.read_output_count(out) * batch.real
     return Gradients(losses, items, agreed, sums)
 
 
@@ -81,7 +81,7 @@ class CountedBefore:
     def __init__(self, task: Any) -> None:
         self._task = task
 
-    def late(self, out: StepOutput) -> int:
+    def read_output_count(self, out: StepOutput) -> int:
         if out.count is not None:
             raise PluginError(
                 f"task: {type(self._task).__name__} has a method count(batch), and its step() gave count= too; "

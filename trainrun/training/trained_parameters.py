@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainrun.errors import PluginError
-from trainrun.output import short_list
+from trainrun.output import format_short_list
 
 
 class TrainedParameters:
@@ -45,8 +45,8 @@ class TrainedParameters:
         names = [name for name in self.list_without_optimizer() if named[name] in added]
         if names:
             raise PluginError(
-                f"model: no optimizer has {short_list(names)}, because the model got them after the optimizer was "
-                "built. Make such parameters in __init__ or in a transform (nn.LazyLinear gets its size before the "
+                f"model: no optimizer has {format_short_list(names)}, because the model got them after the optimizer "
+                "was built. Make such parameters in __init__ or in a transform (nn.LazyLinear gets its size before the "
                 "first step), or copy new values into the parameters that are there"
             )
         present = set(self._held.parameters())
@@ -72,7 +72,7 @@ class TrainedParameters:
                 param.requires_grad_(state[name])
 
 
-class WatchGradients:
+class GradientCheck:
     """A check of the first steps of a session, up to the first log point. run: `Components`.
 
     A parameter that was created in the first forward is refused. One that is in no optimizer, or that got no
@@ -97,7 +97,7 @@ class WatchGradients:
         run.trained.check()
         self._without_optimizer = run.trained.list_without_optimizer()
         if self._without_optimizer:
-            names = short_list(self._without_optimizer)
+            names = format_short_list(self._without_optimizer)
             run.monitors.note(
                 f"model: no optimizer has {names}, so nothing trains them; if that is meant, set requires_grad=False"
             )
@@ -117,10 +117,10 @@ class WatchGradients:
         steps = "the first step" if self._steps == 1 else f"the first {self._steps} steps"
         if any(each != by_rank[0] for each in by_rank):
             message = "; ".join(
-                f"on rank {rank} {short_list(each)}" for rank, each in enumerate(by_rank) if each
+                f"on rank {rank} {format_short_list(each)}" for rank, each in enumerate(by_rank) if each
             )
         else:
-            message = short_list(names)
+            message = format_short_list(names)
         if message:
             run.monitors.note(
                 f"model: no gradient in {steps} for {message}: the loss does not depend on them; leave them out of the "

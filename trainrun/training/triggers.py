@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trainrun.errors import ConfigError
-from trainrun.output import counted
+from trainrun.output import format_count
 from trainrun.runtime.signals import StopFlag
-from trainrun.train_state import SAVE_NOW, TrainState, watched_value
+from trainrun.train_state import SAVE_NOW, TrainState, read_watched_value
 
 STOP_TIME, STOP_INTERRUPT, STOP_TERMINATE = 1, 2, 3  # requests of a rank; the largest wins
 
@@ -31,20 +31,20 @@ class Lengths:
     tokens_per_sample: int | None = None
     world_size: int = 1
 
-    def last_step(self, state: TrainState) -> tuple[int, int]:
+    def locate_last_step(self, state: TrainState) -> tuple[int, int]:
         """Return the epoch of the last step, and the step's number in this epoch, both counted from 0."""
         if state.batches:
             return state.epoch, math.ceil(state.batches / self.accumulate) - 1
         return state.epoch - 1, (self.steps_per_epoch or 1) - 1
 
-    def done(self, state: TrainState, unit: str) -> tuple[float, float]:
+    def measure_position(self, state: TrainState, unit: str) -> tuple[float, float]:
         """Return the position before and after the last step, in steps, epochs, samples or tokens."""
         if unit == "step":
             return state.step - 1, state.step
         if unit == "token":
             before = round((state.items - state.step_items) * self.world_size)
             return before, round(state.items * self.world_size)
-        epoch, number = self.last_step(state)
+        epoch, number = self.locate_last_step(state)
         if unit == "epoch":
             size = self.steps_per_epoch or 1
             return epoch + number / size, epoch + (number + 1) / size
@@ -53,7 +53,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Every:
+class Interval:
     """An interval in steps, samples, tokens or epochs. In epochs it is a fraction of one or a whole number."""
 
     amount: float
@@ -66,9 +66,9 @@ class Every:
             return False
         if self.unit == "epoch" and self.amount >= 1:
             return state.batches == 0 and state.epoch % int(self.amount) == 0
-        before, after = self.lengths.done(state, self.unit)
+        before, after = self.lengths.measure_position(state, self.unit)
         if self.unit == "epoch":  # from the beginning of each epoch
-            epoch, _ = self.lengths.last_step(state)
+            epoch, _ = self.lengths.locate_last_step(state)
             before, after = before - epoch + 1e-9, after - epoch + 1e-9
         return after // self.amount > before // self.amount
 
@@ -76,7 +76,7 @@ class Every:
         """Return whether the run has reached this length."""
         if self.unit == "epoch" and (self.lengths.steps_per_epoch is None or state.step == 0):
             return state.epoch >= self.amount
-        return state.step > 0 and self.lengths.done(state, self.unit)[1] + 1e-9 >= self.amount
+        return state.step > 0 and self.lengths.measure_position(state, self.unit)[1] + 1e-9 >= self.amount
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RunLimits:
     max_steps: int | None
     max_epochs: int | None
     max_seconds: float | None
-    duration: Every | None = None
+    duration: Interval | None = None
     said: str = ""
 
 
@@ -104,7 +104,7 @@ class Intervals:
     """
 
     lengths: Lengths
-    val: Every | None
+    val: Interval | None
     every_n_epoch: int
     log_every: int | None
     total_steps: int | None
@@ -226,7 +226,7 @@ class Triggers:
             state.best_step, state.best_metric = best or (-1, None)
             if state.step == state.validated_step:
                 self._record_best(
-                    state, watched_value(state.last_metrics, self.best.metric or "", self.best.named)
+                    state, read_watched_value(state.last_metrics, self.best.metric or "", self.best.named)
                 )
         if state.watched_by not in ("", watched_by):
             state.watched_metric, state.bad_validations, state.early_stop = None, 0, ""
@@ -250,7 +250,7 @@ class Triggers:
         validate = self.validation_due(state)
         # where a row was made the device has its answer ready
         waits = validate or state.save_request == SAVE_NOW or rhythm.log_due(state.step)
-        self.check(state, waits)
+        self.check_can_continue(state, waits)
         if state.stop_request == STOP_INTERRUPT:
             state.stop_reason = "interrupted by Ctrl-C"
         elif state.stop_request == STOP_TERMINATE:
@@ -272,7 +272,7 @@ class Triggers:
             return Due(self.validation_due(state), True, self.log)
         return Due(validate, False, self.log)
 
-    def check(self, state: TrainState, wait: bool) -> None:
+    def check_can_continue(self, state: TrainState, wait: bool) -> None:
         """Raise TrainingError or RollBack if training cannot continue. `wait` allows a wait for the device."""
         failure = self._failure(wait)
         if failure or state.bad is not None:
@@ -387,7 +387,7 @@ class Triggers:
             worse = f"{abs(value - best):.5g} worse than its best {best:.5g}"
             return f"early stopping: {watch.metric}={value:.5g} is {worse}"
         if state.bad_validations >= watch.patience:
-            times = counted(state.bad_validations, "validation")
+            times = format_count(state.bad_validations, "validation")
             return f"early stopping: {watch.metric} has not improved in {times}"
         return ""
 
@@ -396,4 +396,4 @@ def _find_metric(metrics: dict[str, float], tracker: MetricTracker, key: str) ->
     if (name := tracker.metric or "") not in metrics:
         names = ", ".join(names for names in metrics if not names.endswith("/seconds"))
         raise ConfigError(f"{key}={name}: no such metric; there are {names}")
-    return watched_value(metrics, name, tracker.named)
+    return read_watched_value(metrics, name, tracker.named)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.runtime.child_process import LIMIT_SECONDS, can_fork, run_in_child
 from trainrun.runtime.machine import read_free_bytes
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import restore_random_state
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class NoTrial(Exception):
     """The error that a trial was not made because its effects could not be undone."""
 
 
-def first_batches(batches: Batches, count: int = 1, epoch: int = 0, start: int = 0) -> list[Any]:
+def read_first_batches(batches: Batches, count: int = 1, epoch: int = 0, start: int = 0) -> list[Any]:
     """Return the data of `count` batches from `start` on. Close the files that were opened to read them."""
     opened = batches.epoch(epoch, start)
     try:
@@ -84,7 +84,7 @@ def run_trial(
     if any(is_sharded(owner) for owner in owners):
         raise NoTrial("the ranks exchange weights in each forward")
     if device.type == "cpu" and can_fork():
-        return run_in_child(functools.partial(_without_ranks, work), limit_seconds)
+        return run_in_child(functools.partial(_run_without_ranks, work), limit_seconds)
     with restore_state(owners, device):
         return work()
 
@@ -97,7 +97,7 @@ def is_sharded(owner: Any) -> bool:
     )
 
 
-def _without_ranks(work: Callable[[], T]) -> T:
+def _run_without_ranks(work: Callable[[], T]) -> T:
     """Run the work as the only rank: a forked process cannot exchange anything with other ranks."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.GroupMember.WORLD = None
@@ -110,19 +110,19 @@ def restore_state(owners: Iterable[Any], device: torch.device) -> Iterator[None]
 
     Raise NoTrial if the device's memory does not suffice for a copy.
     """
-    kept_state = _KeptState()
-    kept_state.keep(owners)
-    if 2 * kept_state.num_bytes > read_free_bytes(device):
+    record = _StateRecord()
+    record.record_objects(owners)
+    if 2 * record.num_bytes > read_free_bytes(device):
         raise NoTrial("the model fills the memory")
-    kept_state.copy_memory()
-    with kept_random_state():
+    record.copy_memory()
+    with restore_random_state():
         try:
             yield
         finally:
-            kept_state.put_back()
+            record.restore_all()
 
 
-class _KeptState:
+class _StateRecord:
     """A record of what objects hold: the memory of their tensors, and the contents of their containers and
     attributes.
 
@@ -138,7 +138,7 @@ class _KeptState:
     def num_bytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages.values())
 
-    def keep(self, owners: Iterable[Any]) -> None:
+    def record_objects(self, owners: Iterable[Any]) -> None:
         """Record everything that can be reached from the owners."""
         waiting = list(owners)
         while waiting:
@@ -155,14 +155,14 @@ class _KeptState:
             contents = storage.clone()  # type: ignore[no-untyped-call]
             self._undo.append(functools.partial(storage.copy_, contents))
 
-    def put_back(self) -> None:
+    def restore_all(self) -> None:
         for undo in reversed(self._undo):
             undo()
 
     def _record_value(self, value: Any) -> Iterable[Any]:
         """Record how to restore the value. Return the objects that it holds."""
         if isinstance(value, Tensor):
-            return self._note_tensor(value)
+            return self._record_tensor(value)
         if isinstance(value, torch.Generator):
             self._undo.append(functools.partial(value.set_state, value.get_state()))
             return ()
@@ -170,14 +170,14 @@ class _KeptState:
             self._undo.append(functools.partial(value.setstate, value.getstate()))
             return ()
         if type(value).__module__.partition(".")[0] == "numpy":
-            return self._note_numpy(value)
-        held = [*self._note_container(value), *self._note_function(value), *self._note_slots(value)]
+            return self._record_numpy(value)
+        held = [*self._record_container(value), *self._record_function(value), *self._record_slots(value)]
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             held.append(attributes)
         return held
 
-    def _note_tensor(self, tensor: Tensor) -> Iterable[Any]:
+    def _record_tensor(self, tensor: Tensor) -> Iterable[Any]:
         if tensor.layout is torch.strided and not tensor.is_meta and not nn.parameter.is_lazy(tensor):
             storage = tensor.untyped_storage()
             self._storages.setdefault(storage.data_ptr(), storage)
@@ -193,7 +193,7 @@ class _KeptState:
         self._undo.append(restore_tensor)
         return [gradient, vars(tensor)]
 
-    def _note_numpy(self, value: Any) -> Iterable[Any]:
+    def _record_numpy(self, value: Any) -> Iterable[Any]:
         generator = getattr(value, "bit_generator", None)
         if generator is not None:
             self._undo.append(functools.partial(setattr, generator, "state", generator.state))
@@ -203,7 +203,7 @@ class _KeptState:
             self._undo.append(functools.partial(value.__setitem__, ..., value.copy()))
         return ()
 
-    def _note_container(self, value: Any) -> Iterable[Any]:
+    def _record_container(self, value: Any) -> Iterable[Any]:
         if isinstance(value, tuple | frozenset):
             return value
         if not isinstance(value, dict | list | set | deque | bytearray):
@@ -218,7 +218,7 @@ class _KeptState:
         self._undo.append(refill)
         return contents.values() if isinstance(contents, dict) else contents
 
-    def _note_function(self, value: Any) -> Iterable[Any]:
+    def _record_function(self, value: Any) -> Iterable[Any]:
         """Record how to restore a closure cell. Return the objects that a function, method or partial refers to."""
         if isinstance(value, types.CellType):
             try:
@@ -233,7 +233,7 @@ class _KeptState:
             return [value.__self__, value.__func__]
         return value.__closure__ or () if isinstance(value, types.FunctionType) else ()
 
-    def _note_slots(self, value: Any) -> Iterable[Any]:
+    def _record_slots(self, value: Any) -> Iterable[Any]:
         held = []
         classes = [cls for cls in type(value).__mro__ if "__slots__" in vars(cls)]
         for member in (class_member for cls in classes for class_member in vars(cls).values()):

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import nn
 
-from trainrun.patterns import Patterns, matching
+from trainrun.patterns import Patterns, match_names
 
 
 class Frozen:
@@ -24,7 +24,7 @@ class Frozen:
 
     def __init__(self, model: nn.Module, patterns: Patterns, norms: bool = False) -> None:
         parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one has all its names
-        names = matching(parameters, patterns, "model.freeze")
+        names = match_names(parameters, patterns, "model.freeze")
         chosen = {parameters[name]: name for name in names}
         # by name: `parallel=fsdp` puts other parameters in their places
         self.sizes = {name: param.numel() for param, name in chosen.items() if param.requires_grad}
@@ -67,7 +67,7 @@ def norms_of(model: nn.Module, patterns: Patterns, frozen: set[str]) -> list[str
 
 def is_named(name: str, patterns: Patterns) -> bool:
     try:
-        return bool(matching([name], patterns, ""))
+        return bool(match_names([name], patterns, ""))
     except ValueError:
         return False
 

@@ -17,7 +17,7 @@ from torch.nn.functional import dropout as dropped
 from torch.nn.functional import linear
 
 from trainrun.limits import BelowOne, Count, Positive
-from trainrun.patterns import Patterns, matching
+from trainrun.patterns import Patterns, match_names
 
 
 class LoraLinear(nn.Module):
@@ -71,7 +71,7 @@ def lora(
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     model.requires_grad_(False)
-    others = [named[name] for name in matching(named, train, "train")]
+    others = [named[name] for name in match_names(named, train, "train")]
     # Subclasses are left alone: that of nn.MultiheadAttention is never called, its weights are read. So are layers
     # whose weight is another's too, as that of an embedding: merged, the other would change with it.
     used = Counter(map(id, named.values()))
@@ -80,7 +80,7 @@ def lora(
         for name, layer in model.named_modules()
         if type(layer) is nn.Linear and used[id(layer.weight)] == 1
     }
-    for name in matching(layers, target, "target", "linear layer with weights of its own"):
+    for name in match_names(layers, target, "target", "linear layer with weights of its own"):
         model = _replace_layer(model, name, LoraLinear(layers[name], rank, alpha, dropout))
     for param in others:  # a bias beside its layer's matrices too
         param.requires_grad_(True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainrun.runtime.held_state import format_state
 from trainrun.runtime.held_state import list_unsaved_attributes as own_attributes
-from trainrun.training.checks.unsaved_state import ids_of_saved_parts, saves_all
+from trainrun.training.checks.unsaved_state import collect_saved_ids, saves_all
 from trainrun.training.components import Components
 
 KEPT = ("state", "param_groups", "defaults", "step")  # of an optimizer, or the task's own function
@@ -21,7 +21,7 @@ def unsaved_texts(run: Components) -> dict[str, str]:
         owners["task"] = run.task
     if type(run.optimizer).__module__.partition(".")[0] != "torch":
         owners["optimizer"] = run.optimizer
-    saved_ids = ids_of_saved_parts(run.model)
+    saved_ids = collect_saved_ids(run.model)
     texts = {
         f"{owner_name}.{name}": format_state(value, saved_ids)
         for owner_name, owner in owners.items()

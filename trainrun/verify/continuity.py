@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from trainrun.assemble.data_pipeline import build_sources, open_split
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import TrainrunError
@@ -20,7 +20,7 @@ from trainrun.parallel.single import Single
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
-from trainrun.training.without_trace import first_batches
+from trainrun.training.without_trace import read_first_batches
 from trainrun.verify.certificate import (
     FAIL,
     PASS,
@@ -130,10 +130,10 @@ def check_engines(config: RunConfig) -> Certificate:
 def _read_batches(config: RunConfig, engine: str, workers: int) -> list[Any]:
     seed_everything(derive_seed(config.seed or 0))  # data may be drawn as it is built
     options = {"data.engine": engine, "data.num_workers": workers, "data.num_threads": 2}
-    stream = _open_training(with_values(config, options))
+    stream = _open_training(replace_values(config, options))
     try:
-        batches = first_batches(stream, FEW_BATCHES) + first_batches(stream, FEW_BATCHES, start=1)
-        return batches + first_batches(stream, epoch=1)
+        batches = read_first_batches(stream, FEW_BATCHES) + read_first_batches(stream, FEW_BATCHES, start=1)
+        return batches + read_first_batches(stream, epoch=1)
     finally:
         stream.close()
 
@@ -214,7 +214,7 @@ def check_rounding(trials: Trials) -> Certificate:
     def losses(about: str, other: str) -> list[float]:
         def change(config: RunConfig) -> RunConfig:
             loop = stopping_loop(DRIFT_STEPS, evaluation_mode=True)
-            return with_values(config, {"precision.mode": other, "loop": loop})
+            return replace_values(config, {"precision.mode": other, "loop": loop})
 
         return [row["train/loss"] for row in trials.run(about, change).rows if "train/loss" in row]
 

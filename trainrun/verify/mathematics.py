@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.data.batch import map_leaves
 from trainrun.errors import TrainrunError
 from trainrun.instantiate import named_nodes
-from trainrun.interfaces import batch_fields, counts_before
-from trainrun.seeding import random_state
+from trainrun.interfaces import batch_fields, has_count_method
+from trainrun.seeding import read_random_state
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import BATCH_NORMS
 from trainrun.verify.certificate import (
@@ -99,10 +99,10 @@ def _run_part(
         config = config_in_float64(config, steps, batch_size, accumulate)
         if samples is not None:
             source = next(iter(named_nodes(config.data.train).values()), config.data.train)
-            config = with_values(config, {"data.train": first_samples_node(source, samples, "train")})
+            config = replace_values(config, {"data.train": first_samples_node(source, samples, "train")})
         if num_ranks > 1:
             mode = "ddp" if config.parallel.mode == "single" else config.parallel.mode
-            config = with_values(config, {"parallel.mode": mode, "parallel.devices": num_ranks})
+            config = replace_values(config, {"parallel.mode": mode, "parallel.devices": num_ranks})
         return config
 
     try:
@@ -136,9 +136,9 @@ def check_sums(components: Components, batch: Any) -> Certificate:
 
 def uses_random_numbers(components: Components, batch: Any) -> bool:
     """Return whether a step draws random numbers even in evaluation mode."""
-    before = random_state()
+    before = read_random_state()
     _compute_step(components, batch)
-    return bool(different_leaves(before, random_state()))
+    return bool(different_leaves(before, read_random_state()))
 
 
 def _is_additive_in_training(components: Components, batch: Any) -> bool:
@@ -185,8 +185,8 @@ def _compute_step(components: Components, batch: Any, training: bool = False) ->
         out = components.task.step(components.wrapped, batch)
     count = (
         components.task.count(batch)
-        if counts_before(components.task)
-        else float(components.counting.late(out))
+        if has_count_method(components.task)
+        else float(components.counting.read_output_count(out))
     )
     return float(out.loss_sum), count
 

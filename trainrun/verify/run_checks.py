@@ -13,17 +13,17 @@ from typing import TypeVar
 import torch
 
 from trainrun.assemble.assemble import RunContext, build_components
-from trainrun.config.schema import RunConfig, validation_nodes, with_values
+from trainrun.config.schema import RunConfig, replace_values, validation_nodes
 from trainrun.errors import ConfigError, TrainrunError
 from trainrun.folder.run_folder import RunDir
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runtime.signals import StopFlag
-from trainrun.seeding import derive_seed, kept_random_state, seed_everything
+from trainrun.seeding import derive_seed, restore_random_state, seed_everything
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
-from trainrun.training.without_trace import first_batches
-from trainrun.user_code import line_of
+from trainrun.training.without_trace import read_first_batches
+from trainrun.user_code import format_user_line
 from trainrun.verify import continuity, mathematics
 from trainrun.verify.certificate import FAIL, NONE, Certificate, NotApplicable
 from trainrun.verify.subject_changes import first_samples_node
@@ -42,7 +42,7 @@ def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator
     Raise the errors that a run with these settings would raise before its first step.
     """
     trial_config(config)  # raises where there is nothing to verify
-    with TemporaryDirectory(prefix="trainrun-", ignore_cleanup_errors=True) as name, kept_random_state():
+    with TemporaryDirectory(prefix="trainrun-", ignore_cleanup_errors=True) as name, restore_random_state():
         folder = Path(name)
         trials = Trials(config, folder, progress)
         _ = trials.pilot  # what these words cannot do is said before the first line of a table
@@ -56,7 +56,7 @@ def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator
             except TrainrunError as error:
                 yield Certificate(title, FAIL, "-", str(error))
             except Exception as error:  # of the user's code, mostly: the other checks still say something
-                text = " ".join(str(error).split())[:300] + line_of(error)
+                text = " ".join(str(error).split())[:300] + format_user_line(error)
                 if OF_TYPES.search(text):
                     yield Certificate(title, NONE, "-", f"{mathematics.NO_DOUBLES}: {text}")
                 else:
@@ -69,7 +69,7 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
 
     def first_batch(run: Components) -> object:
         try:
-            return first_batches(run.train)[0]
+            return read_first_batches(run.train)[0]
         finally:
             run.train.close()
 
@@ -121,7 +121,7 @@ def build_exact_run(config: RunConfig, folder: Path, val_batch_size: int | None)
             name.removeprefix("val/"): first_samples_node(node, FEW_SAMPLES, "val")
             for name, node in nodes.items()
         }
-        changed = with_values(changed, {
+        changed = replace_values(changed, {
             "data.val": few["val"] if "val" in nodes else few, "data.val_batch_size": val_batch_size,
             "trainer.limit_val_batches": 1.0,
         })  # fmt: skip
@@ -132,7 +132,7 @@ def build_exact_run(config: RunConfig, folder: Path, val_batch_size: int | None)
 
 
 def build_own_parts(config: RunConfig, folder: Path) -> Components:
-    changed = with_values(trial_config(config), {"checkpoint.enabled": False})
+    changed = replace_values(trial_config(config), {"checkpoint.enabled": False})
     return build_parts(
         changed, folder, choose_device(config.parallel.accelerator, devices=config.parallel.devices)
     )
@@ -142,9 +142,9 @@ def check_own_update(config: RunConfig, folder: Path) -> Certificate:
     """Check the user's optimizer on the user's weights, in float32 and without clipping."""
     changes = {"precision.mode": "32-true", "precision.fp8": False}
     changes |= {"trainer.gradient_clip_val": None, "trainer.ema.enabled": False}
-    run = build_own_parts(with_values(config, changes), folder)
+    run = build_own_parts(replace_values(config, changes), folder)
     try:
-        return mathematics.check_update(run, first_batches(run.train)[0])
+        return mathematics.check_update(run, read_first_batches(run.train)[0])
     finally:
         run.train.close()
 

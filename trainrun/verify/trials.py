@@ -20,7 +20,7 @@ from typing import Any
 from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.config.compose import Composition
 from trainrun.config.saved_config import load_config
-from trainrun.config.schema import RunConfig, with_values
+from trainrun.config.schema import RunConfig, replace_values
 from trainrun.config.validate import check_config
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, TrainingError
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, write_json
@@ -179,7 +179,7 @@ def trial_config(config: RunConfig) -> RunConfig:
         if getattr(config, key):
             raise ConfigError(f"{key}: is your own, so there is nothing to compare it with; leave it out")
     silent = ("verbose", "progress_bar", "hardware", "plots")
-    return with_values(config, {
+    return replace_values(config, {
         **{f"monitor.{name}": False for name in silent},
         "monitor.metrics_file": True, "monitor.log_every_n_steps": 1, "monitor.listeners": {},
         "checkpoint.enabled": True, "checkpoint.save_last": True, "checkpoint.mirror": None,
@@ -192,7 +192,7 @@ def trial_config(config: RunConfig) -> RunConfig:
 
 def config_in_float64(config: RunConfig, steps: int, batch_size: int, accumulate: int) -> RunConfig:
     """Return a config of plain gradient descent in float64 on one CPU, where results may differ only by rounding."""
-    return with_values(config, {
+    return replace_values(config, {
         "precision.mode": "64-true", "precision.fp8": False,
         "parallel.mode": "single", "parallel.accelerator": "cpu",
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.01},

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from trainrun.config.compose import compose_run
 from trainrun.errors import EXIT_DONE, EXIT_FAILED
-from trainrun.output import redraw, report_result, say
+from trainrun.output import redraw_line, report_result, say
 
 USAGE = """usage: trainrun verify [group=option ...] [key=value ...]
 
@@ -35,14 +35,14 @@ def main(argv: list[str]) -> int:
 
     def progress(about: str) -> None:
         if terminal:
-            redraw(f"  {about} ...")
+            redraw_line(f"  {about} ...")
 
     failed, checks = 0, []
     for certificate in certificates(config, progress):
         failed += certificate.state == "FAIL"
         checks.append(asdict(certificate))
         if terminal:
-            redraw()
+            redraw_line()
         say(
             f"{certificate.state:<5} {certificate.name:<18} {certificate.measured:<14} {certificate.text}",
             flush=True,

@@ -19,7 +19,7 @@ import psutil
 from trainrun.folder.run_folder import RunDir, is_run_folder, write_text
 from trainrun.live.follow import Follower
 from trainrun.monitor.run_lines import devices_line, phases_line
-from trainrun.output import SPEEDS, figure
+from trainrun.output import SPEEDS, format_number
 from trainrun.plots import page
 from trainrun.plots.chart import charts_html
 from trainrun.plots.report import setup_rows
@@ -65,7 +65,8 @@ def live_page(told: Follower, goes_on: bool) -> str:
         page.beside(
             [
                 page.pairs(
-                    "Now", [(SPEEDS.get(name, name), figure(value)) for name, value in told.latest.items()]
+                    "Now",
+                    [(SPEEDS.get(name, name), format_number(value)) for name, value in told.latest.items()],
                 ),
                 page.pairs("Set-up", setup_rows(told.facts)),
             ]

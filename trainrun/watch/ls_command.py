@@ -19,7 +19,7 @@ from trainrun.errors import EXIT_DONE, ConfigError, DataError
 from trainrun.folder.run_folder import RunDir, resolve_folder, write_text
 from trainrun.folder.status import is_sweep, read_status
 from trainrun.live.follow import is_writer_alive
-from trainrun.output import counted, duration, figure, report_result, say
+from trainrun.output import format_count, format_duration, format_number, report_result, say
 from trainrun.plots import page
 from trainrun.plots.compare import differing_keys, text_table
 from trainrun.plots.history import flat, read_config
@@ -254,11 +254,15 @@ def table_rows(listed: list[Listed]) -> list[list[str]]:
     rows = []
     for one in listed:
         status = one.status
-        best = f"{status['monitor']} {figure(status['value'])}" if status.get("value") is not None else "-"
+        best = (
+            f"{status['monitor']} {format_number(status['value'])}"
+            if status.get("value") is not None
+            else "-"
+        )
         given = [f"{key}={value}" for key, value in one.settings.items() if key in differing]
         rows.append([
             one.name, one.state, age_text(now - one.changed), best, " ".join(given) or "-",
-            duration(one.seconds) if one.seconds else "-",
+            format_duration(one.seconds) if one.seconds else "-",
         ])  # fmt: skip
     return rows
 
@@ -289,7 +293,7 @@ def fit_width(rows: list[list[str]], width: int | None) -> list[list[str]]:
 def write_run_list(folder: Path, listed: list[Listed], rows: list[list[str]]) -> Path:
     """Write the table as a page with links to reports and sweep pages. Return its path."""
     links = [one.page.relative_to(folder).as_posix() if one.page.is_file() else "" for one in listed]
-    title = f"{counted(len(listed), 'run')} in {folder}"
+    title = f"{format_count(len(listed), 'run')} in {folder}"
     write_text(
         folder / PAGE, page.page(title, [page.heading(title, level=1), page.table(COLUMNS, rows, links)])
     )

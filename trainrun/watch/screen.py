@@ -26,7 +26,7 @@ from trainrun.live.run_table import (
     sparkline,
 )
 from trainrun.monitor.run_lines import devices_line, phases_line
-from trainrun.output import figure, printable, quantity, readings, speed_in
+from trainrun.output import find_throughput, format_metrics, format_number, format_quantity, make_printable
 from trainrun.plots.compare import differing_keys
 
 FOLDERS = ("output_dir", "hydra.")  # settings that say where a run lies
@@ -51,17 +51,19 @@ class RunView:
 
     def draw(self, console: Console) -> RenderableType:
         told = self.follower
-        head = Text(f"{printable(told.facts.get('name') or told.run.root.name)}  ", "bold")
+        head = Text(f"{make_printable(told.facts.get('name') or told.run.root.name)}  ", "bold")
         head.append(self.state, COLORS.get(self.state, "")).append(f"  {told.place()}")
         table = Table.grid(padding=(0, 2))
         for name in [name for name in told.curves if name.startswith(("train/", "val")) and _shown(name)]:
             values = [point.value for point in told.curves[name]]
-            table.add_row(Text(printable(name)), Text(sparkline(values), "cyan"), Text(figure(values[-1])))
-        parts: list[RenderableType] = [head, *([Text(printable(told.why))] if told.why else []), table]
+            table.add_row(
+                Text(make_printable(name)), Text(sparkline(values), "cyan"), Text(format_number(values[-1]))
+            )
+        parts: list[RenderableType] = [head, *([Text(make_printable(told.why))] if told.why else []), table]
         parts += [
             Text(line, "dim") for line in (phases_line(told.seconds), devices_line(told.hardware)) if line
         ]
-        parts += [Text(printable(note)) for note in told.notes]
+        parts += [Text(make_printable(note)) for note in told.notes]
         return Group(*parts)
 
     def lines(self) -> Iterator[str]:
@@ -80,11 +82,14 @@ class RunView:
     def numbers(self) -> list[str]:
         """Return the latest numbers: `train/loss 0.2`, `val/acc 0.97`, `70k samples/s`, `data 3 %`."""
         latest = self.follower.latest
-        speed, waiting = speed_in(latest), self.follower.share_waiting
+        speed, waiting = find_throughput(latest), self.follower.share_waiting
         names = [name for name in latest if name.startswith(("train/", "val")) and _shown(name)]
         names.sort(key=lambda name: name.startswith("train/"))  # what runs are compared by comes first
         shown = {name: latest[name] for name in names}
-        found = [*readings(shown), *([] if speed is None else [f"{quantity(speed[0])} {speed[1]}"])]
+        found = [
+            *format_metrics(shown),
+            *([] if speed is None else [f"{format_quantity(speed[0])} {speed[1]}"]),
+        ]
         return found + ([] if waiting is None else [f"waits for data {100 * waiting:.0f} %"])
 
 

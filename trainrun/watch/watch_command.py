@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from trainrun.cli.run_arguments import Parser, add_trust
+from trainrun.cli.run_arguments import Parser, add_trust_option
 from trainrun.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from trainrun.folder.run_folder import RunDir, resolve_folder
 from trainrun.folder.seal import check_files
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
         help="the folder of a run or a sweep; several runs are a table, and what is no run is skipped",
     )  # fmt: skip
     parser.add_argument("--every", metavar="TIME", default="1s", help="between looks (default: 1s)")
-    add_trust(parser)
+    add_trust_option(parser)
     words = parser.parse_args(argv)
     try:
         every = words.every

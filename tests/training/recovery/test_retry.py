@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainrun.data.split_batch import count_rows, split_micro_batch
 from trainrun.interfaces import MicroBatch, StepOutput
 from trainrun.parallel.single import Single
-from trainrun.seeding import random_state, set_random_state
+from trainrun.seeding import read_random_state, set_random_state
 from trainrun.training.evaluate import compute_sums
 from trainrun.training.recovery.nonfinite import count_nonfinite
 from trainrun.training.recovery.oom import (
@@ -119,7 +119,7 @@ def test_random_states_are_as_at_the_start_of_the_window(
     retry = OomRetry("split", nn.Linear(3, 3), Squares(), SINGLE, lambda text: None)
     for _ in range(earlier_windows):
         retry.run(windows(), failing(100, draw if draws_earlier else len))
-    before = random_state()
+    before = read_random_state()
     if not draws_earlier and earlier_windows in (2, 5):
         with pytest.raises(torch.OutOfMemoryError, match="the first random numbers of .* were drawn"):
             retry.run(windows(), failing(4, draw))

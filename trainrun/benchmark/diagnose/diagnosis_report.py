@@ -16,7 +16,7 @@ from trainrun.benchmark.remedies import Remedy
 from trainrun.benchmark.run_overrides import progress_line, relative_path
 from trainrun.errors import EXIT_DONE
 from trainrun.folder.run_folder import write_json
-from trainrun.output import duration, masked_words, quantity, report_result, say
+from trainrun.output import format_duration, format_quantity, mask_arguments, report_result, say
 
 TITLES = {"dispatch": "calls of a small batch", "threads": "other threads"}
 
@@ -37,9 +37,10 @@ def lines_of(diagnosis: Diagnosis) -> list[str]:
     info, conclusion = diagnosis.info, reach_verdict(diagnosis)
     ranks = f", {info.world_size} ranks" if info.world_size > 1 else ""
     lines = [
-        f"measured  {quantity(diagnosis.speed)} {info.unit}/s ({info.device}, threads: {info.num_threads}{ranks}), "
-        f"torch {torch.__version__}; a step with its validation and checkpoints {short_time(diagnosis.step_seconds)}",
-        f"loading   {quantity(diagnosis.load_speed)} {info.unit}/s alone, without training",
+        f"measured  {format_quantity(diagnosis.speed)} {info.unit}/s ({info.device}, threads: "
+        f"{info.num_threads}{ranks}), torch {torch.__version__}; a step with its validation and checkpoints "
+        f"{short_time(diagnosis.step_seconds)}",
+        f"loading   {format_quantity(diagnosis.load_speed)} {info.unit}/s alone, without training",
     ]
     lines += ["", f"{'if this were free':<22} {'faster by':>10}   {'95 % of the turns':<24} measured with"]
     lines += [row(what_if) for what_if in sorted(diagnosis.what_ifs, key=lambda what_if: -what_if.gain.value)]
@@ -82,7 +83,7 @@ def percent_faster(ratio: float) -> str:
 
 def short_time(seconds: float) -> str:
     """Format seconds as `0.71 ms`, `12 ms` or `1.3 s`."""
-    return f"{1e3 * seconds:.3g} ms" if seconds < 0.95 else duration(seconds)
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.95 else format_duration(seconds)
 
 
 def as_json(diagnosis: Diagnosis, overrides: list[str]) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def as_json(diagnosis: Diagnosis, overrides: list[str]) -> dict[str, Any]:
         for each in conclusion.causes
     ]
     return {
-        "words": masked_words(overrides),
+        "words": mask_arguments(overrides),
         "verdict": {"first": conclusion.first, "text": conclusion.text, "causes": causes},
         "unit": diagnosis.info.unit,
         "items_per_second": diagnosis.speed,

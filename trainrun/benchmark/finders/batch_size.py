@@ -25,11 +25,11 @@ from trainrun.benchmark.run_overrides import (
 )
 from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerProcess
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainingError
-from trainrun.output import quantity, say
+from trainrun.output import format_quantity, say
 from trainrun.parallel.devices import count_gpus
 from trainrun.plots.compare import text_table
 from trainrun.runtime.machine import read_host_memory
-from trainrun.scheduler.build_schedule import scaled_lr
+from trainrun.scheduler.build_schedule import scale_learning_rate
 from trainrun.timing.paired import PROCESS_SPREAD, Comparison, Rules, compare_in_turns
 
 if TYPE_CHECKING:
@@ -195,12 +195,12 @@ def format_attempt(finder: BatchFinder, speeds: Comparison, attempt: Attempt) ->
     rates, lr = ["", ""], (finder.config.optimizer or {}).get("lr")
     if isinstance(lr, int | float):
         sizes = global_batch(finder, attempt.size), global_batch(finder, base)
-        rates = [f"{scaled_lr(lr, rule, *sizes)[0]:.3g}" for rule in ("linear", "sqrt")]
+        rates = [f"{scale_learning_rate(lr, rule, *sizes)[0]:.3g}" for rule in ("linear", "sqrt")]
     ratio = "1.00x" if attempt.size == base else ""
     if speeds.pairs.get(name):
         measured = speeds.ratio(name)
         ratio = f"{measured.value:.2f}x ({measured.turns()})"
     speed = speeds.speeds(str(base)).get(name)
-    shown_speed = f"{quantity(speed)} {attempt.unit}/s" if speed else "not measured"
+    shown_speed = f"{format_quantity(speed)} {attempt.unit}/s" if speed else "not measured"
     mine = "yours" if attempt.size == base else ""
     return [name, f"{attempt.peak_bytes / 1e9:.2f} GB", shown_speed, ratio, *rates, mine]

@@ -15,9 +15,9 @@ from trainrun.benchmark.tune.preset_file import host_preset, preset_path, write_
 from trainrun.benchmark.tune.techniques import TechniqueTable, measure_table
 from trainrun.benchmark.tune.tuner import Tuner, Tuning
 from trainrun.benchmark.worker_process import WorkerPool
-from trainrun.config.tuned_settings import machine
+from trainrun.config.tuned_settings import describe_machine
 from trainrun.errors import EXIT_DONE
-from trainrun.output import masked_words, say
+from trainrun.output import mask_arguments, say
 
 
 def search_settings(wish: Namespace, typed: list[str], budget: float, folder: Path) -> int:
@@ -79,5 +79,5 @@ def report_table(typed: list[str], table: TechniqueTable, budget: float, folder:
 
 
 def print_head(typed: list[str], seconds: float, budget: float) -> None:
-    head = f"trainrun autotune {shlex.join(masked_words(typed))}".rstrip()
-    say(f"{head} | {machine()} | {seconds:.0f} s of {budget:.0f} s")
+    head = f"trainrun autotune {shlex.join(mask_arguments(typed))}".rstrip()
+    say(f"{head} | {describe_machine()} | {seconds:.0f} s of {budget:.0f} s")

@@ -13,10 +13,10 @@ import yaml
 
 from trainrun.benchmark.run_overrides import compose_again, override_key, replace_overrides
 from trainrun.benchmark.tune.tuner import Tuning
-from trainrun.config.tuned_settings import MARK, fingerprint_line
+from trainrun.config.tuned_settings import MARK, format_preset_conditions
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import write_text
-from trainrun.output import masked_words
+from trainrun.output import mask_arguments
 
 PLAIN: Final = re.compile(r"(?:[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|true|false|null)\Z")
 
@@ -53,7 +53,7 @@ def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: 
     ).strip('"')
     old = path.read_text(encoding="utf-8") if path.is_file() else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, preset_text(typed, tuning, before, fingerprint_line(wanted, working_dir)))
+    write_text(path, preset_text(typed, tuning, before, format_preset_conditions(wanted, working_dir)))
     if compose_again(use) == wanted:
         return WrittenPreset(path, use)
     if old is None:  # an experiment of the user's sets one of the keys itself, and comes after a preset
@@ -65,7 +65,7 @@ def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: 
 
 def preset_text(typed: Sequence[str], tuning: Tuning, before: str, fingerprint: str) -> str:
     assert tuning.claim is not None
-    claim, settings = tuning.claim, " ".join(masked_words(typed)) or "(no settings)"
+    claim, settings = tuning.claim, " ".join(mask_arguments(typed)) or "(no settings)"
     head = [
         "# @package _global_",
         f"# Written by `trainrun autotune` on {datetime.now():%Y-%m-%d %H:%M}: {tuning.unit}/s {claim.value:.2f}x "

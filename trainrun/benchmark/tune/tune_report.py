@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from trainrun.benchmark.tune.techniques import Row, TechniqueTable, is_untried
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuning
-from trainrun.output import quantity
+from trainrun.output import format_quantity
 from trainrun.plots.compare import text_table
 from trainrun.timing.paired import PROCESS_SPREAD, Ratio
 
@@ -31,7 +31,7 @@ def as_plain(value: Any) -> Any:
 
 def tuning_lines(tuning: Tuning) -> list[str]:
     """Return the diagnoses, the trials in their order, the gains that are the user's decision, and the claim."""
-    lines = [f"your settings: {quantity(tuning.speed)} {tuning.unit}/s; {tuning.diagnoses[0]}"]
+    lines = [f"your settings: {format_quantity(tuning.speed)} {tuning.unit}/s; {tuning.diagnoses[0]}"]
     for (cause, promised), trials in groupby(tuning.trials, lambda trial: (trial.cause, trial.promised)):
         without = "" if promised is None else f" (without it {promised:.2f}x)"
         lines += [f"{cause}{without}:", *map(trial_line, trials)]
@@ -54,7 +54,7 @@ def trial_line(trial: Trial) -> str:
 
 
 def table_lines(table: TechniqueTable) -> list[str]:
-    lines = [f"your settings: {quantity(table.speed)} {table.unit}/s"]
+    lines = [f"your settings: {format_quantity(table.speed)} {table.unit}/s"]
     lines.append(text_table(TABLE_HEAD, [technique_row(row) for row in table.rows]))
     reasons = {row.trial.cause: row.trial.reason for row in table.rows}
     lines += [f"{title}: {reason}" for title, reason in reasons.items() if len(reason) > LONGEST_REASON]

@@ -28,7 +28,7 @@ from trainrun.benchmark.run_overrides import (
 )
 from trainrun.benchmark.worker_process import WorkerFailed
 from trainrun.errors import ConfigError
-from trainrun.output import counted
+from trainrun.output import format_count
 from trainrun.timing.paired import (
     PROCESS_SPREAD,
     Ratio,
@@ -107,14 +107,14 @@ class Tuning:
     @property
     def verdict(self) -> str:
         late = sum(trial.reason == NO_TIME for trial in self.trials)
-        rest = f"; not tried for lack of time: {counted(late, 'setting')} (--budget)" if late else ""
+        rest = f"; not tried for lack of time: {format_count(late, 'setting')} (--budget)" if late else ""
         if not any(trial.used for trial in self.trials):
             measured = sum(trial.ratio is not None for trial in self.trials)
             faster = [trial for trial in self.trials if trial.is_faster]
             if faster:
                 return f"yours are the fastest settings of the same training that were found{rest}"
             if measured:
-                return f"of {counted(measured, 'setting')} none is clearly faster than yours{rest}"
+                return f"of {format_count(measured, 'setting')} none is clearly faster than yours{rest}"
             if self.trials:
                 return f"no setting could be measured{rest}"
             return "nothing to try: no cause is certain, or no setting is known against it"

@@ -12,7 +12,7 @@ from trainrun.data.batch import attach_fields
 from trainrun.data.engines.stream import Around
 from trainrun.data.split_batch import list_tensors
 from trainrun.errors import DataError, PluginError
-from trainrun.interfaces import Batches, MicroBatch, fields_beside
+from trainrun.interfaces import Batches, MicroBatch, read_attached_fields
 
 
 class Augmentation(Protocol):
@@ -64,7 +64,7 @@ class Augmented(Around):
         device = next((tensor.device for tensor in list_tensors(data)), None)
         draws = Draws(self._seed, epoch, batch.indices, device, self._float_dtype, number=self._number)
         for key, apply, _ in self._augmentations:
-            fields = dict(fields_beside(data))
+            fields = dict(read_attached_fields(data))
             try:
                 data = apply(data, draws.named(key))
             except DataError as error:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainrun.errors import DataError
-from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, input_key, target_key
+from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, choose_input_key, choose_target_key
 
 
 def get_images(batch: Any) -> Tensor:
@@ -39,7 +39,7 @@ def find_images_key(batch: Any) -> Any:
     """
     if isinstance(batch, Mapping):
         pictures = [key for key in batch if isinstance(batch[key], Tensor) and batch[key].ndim == 4]
-        return input_key(pictures) or input_key(batch)
+        return choose_input_key(pictures) or choose_input_key(batch)
     return 0 if isinstance(batch, tuple | list) and batch else None
 
 
@@ -51,7 +51,7 @@ def replace_images(batch: Any, images: Tensor) -> Any:
 def find_target_key(batch: Any) -> Any:
     """Return where the target lies in a batch: 1, or the key that the loss reads too. None: it has none."""
     if isinstance(batch, Mapping):
-        return target_key(batch)
+        return choose_target_key(batch)
     return 1 if isinstance(batch, tuple | list) and len(batch) > 1 else None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.errors import ConfigError, PluginError
-from trainrun.instantiate import build
+from trainrun.instantiate import build_node
 
 
 def build_augmentations(nodes: Mapping[str, Any]) -> tuple[NamedAugmentation, ...]:
@@ -23,7 +23,7 @@ def build_augmentations(nodes: Mapping[str, Any]) -> tuple[NamedAugmentation, ..
 
 def _build_named(key: str, node: Any) -> NamedAugmentation:
     try:
-        built = build(node, key)
+        built = build_node(node, key)
     except ConfigError as error:
         raise ConfigError(*[f"{key}.{fault}" for fault in error.faults]) from error
     if not callable(built):

@@ -54,7 +54,7 @@ from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns, find_columns
 from trainrun.errors import DataError
 from trainrun.limits import CacheSpec, parse_cache
-from trainrun.output import counted, quantity
+from trainrun.output import format_count, format_quantity
 from trainrun.runtime.machine import count_usable_cores, read_host_memory
 
 LOG = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def open_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
         built.append(True)
         return build(writer)
 
-    named = f"{key}: {name_of(source)}, {counted(len(source), 'sample')}{describe(source, 0)}"
+    named = f"{key}: {name_of(source)}, {format_count(len(source), 'sample')}{describe(source, 0)}"
     content = build_content_key(source, own, probe.digest)
     try:
         stored = open_or_build(wanted.folder, content, named, expected, build_on_disk, say)
@@ -110,7 +110,7 @@ def open_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
             "folder, or keep a part in memory with data.cache=pool:<size>"
         ) from error
     story = "built" if built else "found"
-    note = f"cache on disk, {quantity(count_stored_bytes(stored))}B ({story})"
+    note = f"cache on disk, {format_quantity(count_stored_bytes(stored))}B ({story})"
     return Cached(source, stored.arrays, stored.facts, probe.form, probe.leaves, where, note)
 
 
@@ -127,14 +127,16 @@ def cache_in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe,
     expected = number * probe.sample_bytes
     if limit is not None:
         if probe.sample_bytes > limit:
-            raise DataError(f"{where}: not one sample of {quantity(probe.sample_bytes)}B fits; use a larger pool, "
-                            "or data.cache=none")  # fmt: skip
+            raise DataError(
+                f"{where}: not one sample of {format_quantity(probe.sample_bytes)}B fits; use a larger pool, "
+                "or data.cache=none"
+            )
         expected = min(expected, limit)
     free = read_host_memory().free
     if expected > free:
         raise DataError(
-            f"{where}: the cache needs about {quantity(expected)}B, {quantity(free)}B of memory are free; use "
-            f"data.cache=pool:{free // 2 // 10**6}MB, or data.cache=disk:<folder>"
+            f"{where}: the cache needs about {format_quantity(expected)}B, {format_quantity(free)}B of memory are "
+            f"free; use data.cache=pool:{free // 2 // 10**6}MB, or data.cache=disk:<folder>"
         )
     fill, ranks = partial(build_in_memory, where, build), 1
     try:
@@ -149,7 +151,7 @@ def cache_in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe,
     num_kept = stored.facts["num_samples"]
     part = "" if num_kept == number else f", {num_kept / number:.0%} of the samples"
     shared = "" if ranks == 1 else f", one for {ranks} ranks"
-    note = f"cache in memory, {quantity(count_stored_bytes(stored))}B{part}{shared}"
+    note = f"cache in memory, {format_quantity(count_stored_bytes(stored))}B{part}{shared}"
     return Cached(source, stored.arrays, stored.facts, probe.form, probe.leaves, where, note)
 
 

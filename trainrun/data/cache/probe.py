@@ -15,8 +15,8 @@ from trainrun.data.engines.batch_reader import has_epochs
 from trainrun.data.engines.generators import has_parameter, read_generator_states
 from trainrun.data.tensor_dataset import list_parts
 from trainrun.errors import DataError
-from trainrun.runtime.child_process import send_sign
-from trainrun.user_code import line_of
+from trainrun.runtime.child_process import report_progress
+from trainrun.user_code import format_user_line
 
 NUM_PROBES = 9
 RANDOM = ("and a cache would keep one draw for ever; move what is random to data.transform, which comes after the "
@@ -67,12 +67,12 @@ def look_at(source: Any, where: str) -> Probe:
         if why:
             raise build_randomness_error(source, why, where)
         looks.append(look)
-        send_sign()
+        report_progress()
     if not looks:
         assert fault is not None
         raise DataError(
             f"{where}: none of the samples {', '.join(map(str, rows))} of {type(source).__name__} can be read: "
-            f"{type(fault).__name__}: {fault}{line_of(fault)}"
+            f"{type(fault).__name__}: {fault}{format_user_line(fault)}"
         ) from fault
     seconds = (time.perf_counter() - began) / (2 * len(rows))
     form, leaves, *_ = looks[0]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainrun.errors import DataError
-from trainrun.output import quantity
+from trainrun.output import format_quantity
 
 LIMIT = "TRAINRUN_CACHE_GB"
 SHARE = 0.1  # of the disk, where the limit is not set
@@ -129,9 +129,9 @@ def make_room(folder: Path, needed: int, where: str, say: Callable[[str], object
     One that a living process uses stays. where: begins messages. OSError: the new one alone is above the limit, or the
     disk is too full.
     """
-    needs, limit = f"it needs about {quantity(needed)}B", read_limit(folder)
+    needs, limit = f"it needs about {format_quantity(needed)}B", read_limit(folder)
     if needed > limit:
-        raise OSError(f"{needs}, and caches on this disk may take {quantity(limit)}B ({LIMIT})")
+        raise OSError(f"{needs}, and caches on this disk may take {format_quantity(limit)}B ({LIMIT})")
     note_folder(folder)
     remove_unfinished(folder)
     device = folder.stat().st_dev
@@ -143,15 +143,17 @@ def make_room(folder: Path, needed: int, where: str, say: Callable[[str], object
             break
         if cache.remove():
             total -= cache.num_bytes
-            say(f"{where}: removed the least recently used cache {cache.path} ({quantity(cache.num_bytes)}B)")
+            say(
+                f"{where}: removed the least recently used cache {cache.path} ({format_quantity(cache.num_bytes)}B)"
+            )
     if total + needed > limit:
         say(
-            f"{where}: caches in use take {quantity(total)}B, so with this one they are above the limit of "
-            f"{quantity(limit)}B ({LIMIT})"
+            f"{where}: caches in use take {format_quantity(total)}B, so with this one they are above the limit of "
+            f"{format_quantity(limit)}B ({LIMIT})"
         )
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise OSError(f"{needs}, {quantity(free)}B are free")
+        raise OSError(f"{needs}, {format_quantity(free)}B are free")
 
 
 def _run_locked(path: Path, action: Callable[[], None]) -> bool:

@@ -22,7 +22,7 @@ from trainrun.data.readers.column_store import make_draft_folder, sync_folder
 from trainrun.data.readers.records.record import META_NAME
 from trainrun.errors import DataError
 from trainrun.limits import is_url
-from trainrun.output import counted, quantity, say_note
+from trainrun.output import format_count, format_quantity, say_note
 from trainrun.runtime.object_store import open_store
 
 VERSION_NAMES = (
@@ -150,7 +150,9 @@ def download(store: Any, url: str, listed: dict[str, dict[str, Any]], folder: Pa
     """Download files into a folder, and write what describes it last."""
     num_bytes = sum(info["size"] for info in listed.values())
     make_room(folder.parent, num_bytes, url, say_note)
-    say_note(f"{url}: downloading {counted(len(listed), 'file')}, {quantity(num_bytes)}B, to {folder.parent}")
+    say_note(
+        f"{url}: downloading {format_count(len(listed), 'file')}, {format_quantity(num_bytes)}B, to {folder.parent}"
+    )
     targets = {path: folder / FOLDER / name for path, name in shorten_names(list(listed)).items()}
     for target in targets.values():
         target.parent.mkdir(parents=True, exist_ok=True)

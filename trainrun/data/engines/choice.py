@@ -19,7 +19,7 @@ from trainrun.data.map_style import find_batch_method, name_of, thread_safe
 from trainrun.data.stream_options import PreparedStream, StreamOptions, describe_unused
 from trainrun.data.tensor_dataset import list_parts
 from trainrun.errors import DataError
-from trainrun.output import counted, duration, quantity
+from trainrun.output import format_count, format_duration, format_quantity
 from trainrun.runtime.machine import count_usable_cores
 
 MAX_AUTO_WORKERS = 8
@@ -77,7 +77,7 @@ def _reads_columns(prepared: PreparedStream) -> bool:
 def _follow_training(prepared: PreparedStream, beside: ReadBy) -> Choice:
     """Return the choice for a stream whose training samples are read in the main process."""
     if beside.engine == "threads" and _allows_threads(prepared):
-        return Choice(beside, f"{counted(beside.number, 'loader thread')} (as data.train)")
+        return Choice(beside, f"{format_count(beside.number, 'loader thread')} (as data.train)")
     return Choice(ReadBy("workers", 0), f"{describe_workers(0)} (as data.train)")
 
 
@@ -100,12 +100,13 @@ def _choose_by_look(prepared: PreparedStream) -> Choice:
     seconds = look.seconds * options.batch_size
     if seconds < QUICK_SECONDS:
         return Choice(main, f"{describe_workers(0)} (a batch takes less than {1000 * QUICK_SECONDS:g} ms)")
-    takes = f"a batch takes {duration(seconds)} to read"
+    takes = f"a batch takes {format_duration(seconds)} to read"
     if look.busy_seconds < MOSTLY_WAITS * look.seconds:
         why = f"{takes}, most of it waiting"
         if _allows_threads(prepared) and not look.draws:
             return Choice(
-                ReadBy("threads", READERS_THAT_WAIT), f"{counted(READERS_THAT_WAIT, 'loader thread')} ({why})"
+                ReadBy("threads", READERS_THAT_WAIT),
+                f"{format_count(READERS_THAT_WAIT, 'loader thread')} ({why})",
             )
         number = max(READERS_THAT_WAIT, by_cores.read_by.number)
         return Choice(ReadBy("workers", number), f"{describe_workers(number)} ({why})")
@@ -149,12 +150,13 @@ def _check_threads(prepared: PreparedStream) -> Choice:
         )
     vain = describe_unused(options, "num_workers")
     if number != "auto":
-        return Choice(ReadBy("threads", number), f"{counted(number, 'loader thread')} (asked for{vain})")
+        return Choice(ReadBy("threads", number), f"{format_count(number, 'loader thread')} (asked for{vain})")
     cores = max(1, count_usable_cores() // options.local_world_size)
     several = min(MAX_AUTO_THREADS, max(1, cores - 1)) if _allows_threads(prepared) else 1
     why = "" if _allows_threads(prepared) else f"; {prepared.single} is not known to allow more"
     return Choice(
-        ReadBy("threads", several), f"{counted(several, 'loader thread')} (data.engine=threads{why}{vain})"
+        ReadBy("threads", several),
+        f"{format_count(several, 'loader thread')} (data.engine=threads{why}{vain})",
     )
 
 
@@ -172,7 +174,7 @@ def choose_workers(num_workers: int | Literal["auto"], local_world_size: int) ->
 
 
 def describe_workers(number: int) -> str:
-    return counted(number, "loader worker") if number else "read in the main process"
+    return format_count(number, "loader worker") if number else "read in the main process"
 
 
 def count_possible_workers(batch_bytes: int, prefetch_factor: int) -> float:
@@ -195,10 +197,10 @@ def limit_workers(choice: Choice, batch_bytes: int, options: StreamOptions) -> C
     need = (number * ahead + 1) * batch_bytes
     free = measure_free_shared_memory() or 0
     raise DataError(
-        f"data.num_workers={number}: {number} x data.prefetch_factor={ahead} batches of {quantity(batch_bytes)}B need "
-        f"{quantity(need)}B of shared memory, but {SHARED} has {quantity(free)}B free; make it larger "
-        "(docker run --shm-size), or use fewer data.num_workers, a smaller data.prefetch_factor or "
-        "data.engine=threads"
+        f"data.num_workers={number}: {number} x data.prefetch_factor={ahead} batches of "
+        f"{format_quantity(batch_bytes)}B need {format_quantity(need)}B of shared memory, but {SHARED} has "
+        f"{format_quantity(free)}B free; make it larger (docker run --shm-size), or use fewer data.num_workers, a "
+        "smaller data.prefetch_factor or data.engine=threads"
     )
 
 

@@ -32,8 +32,8 @@ from trainrun.data.order.sampler import Plan, build_batch_size_error, build_end_
 from trainrun.data.same_samples import check_same, digest_of
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
-from trainrun.runtime.child_process import ChildLate, can_fork, end_pipes_and_sockets, run_in_child
-from trainrun.user_code import line_of
+from trainrun.runtime.child_process import ChildTimeout, can_fork, end_pipes_and_sockets, run_in_child
+from trainrun.user_code import format_user_line
 
 PASS_SAMPLES = 32  # of each of two passes that are compared
 PASS_SECONDS = 10.0  # for the first samples of two passes in a child process
@@ -227,7 +227,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         except ANY_FAULT as error:
             raise DataError(
                 f"{self.recipe.key}: sample {position} of {self._name(part)} cannot be read: "
-                f"{type(error).__name__}: {error}{line_of(error)}"
+                f"{type(error).__name__}: {error}{format_user_line(error)}"
             ) from error
         if self.num_samples not in (None, position):
             raise DataError(
@@ -306,7 +306,7 @@ def continues_where_left(source: Any) -> bool | None:
 
     try:
         return run_in_child(compare_passes, PASS_SECONDS, computes=False)
-    except ChildLate:
+    except ChildTimeout:
         return None
     except ANY_FAULT:  # the run reads it too, and reports what is wrong
         return False

@@ -17,7 +17,7 @@ from trainrun.data.order.sampler import StreamPlan
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
-from trainrun.seeding import kept_random_state
+from trainrun.seeding import restore_random_state
 
 MOST_RESTARTS = 3  # of one stream
 MOST_NAMED = 32
@@ -154,7 +154,7 @@ class LoaderBatches:
         end = object()
         draws = not isinstance(self._reader, BatchReader) or self._reader.users_code
         while True:
-            with kept_random_state() if draws else nullcontext():
+            with restore_random_state() if draws else nullcontext():
                 item: Any = next(items, end)
             if item is end:
                 return

@@ -16,7 +16,7 @@ from trainrun.data.readers.targets import join_names
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 from trainrun.interfaces import TARGET_KEYS
-from trainrun.plugin_faults import did_you_mean
+from trainrun.plugin_faults import suggest_name
 
 UNKNOWN = -1
 PASSED_ON = ("describe", "lengths", "thread_safe", "column", "bytes_per_token", "notice")
@@ -125,7 +125,7 @@ def check_unknown_classes(source: Any, own: Sequence[str], names: Sequence[str],
     if unknown:
         name = own[unknown[0]]
         raise DataError(
-            f"{key}: has the class {name!r}, which is no class of the training data{did_you_mean(name, names) or '.'} "
+            f"{key}: has the class {name!r}, which is no class of the training data{suggest_name(name, names) or '.'} "
             f"It has {join_names(names)}"
         )
 
@@ -137,7 +137,7 @@ def check_input_columns(source: Any, expected: Mapping[str, str], key: str) -> N
         return
     missing = [name for name in expected if name not in own]
     if missing:
-        guess = did_you_mean(missing[0], list(own)) or "."
+        guess = suggest_name(missing[0], list(own)) or "."
         raise DataError(
             f"{key}: has no input column {missing[0]!r}, which training had{guess} It has {join_names(list(own))}"
         )

@@ -32,7 +32,7 @@ from trainrun.data.cache.room import DRAFT, META, SOURCE, cache_home, make_room,
 from trainrun.data.readers.free_space import check_memory
 from trainrun.data.readers.mapped_files import map_array
 from trainrun.errors import DataError
-from trainrun.output import counted, say
+from trainrun.output import format_count, say
 
 STORED_FROM = 2**22  # bytes of a source; what is smaller is parsed faster than a user notices
 FIRST_LINE_SECONDS, LINE_SECONDS = 2.0, 10.0
@@ -82,7 +82,8 @@ class ColumnWriter:
         if self._create is not None and time.monotonic() > self._next_line:
             self._next_line = time.monotonic() + LINE_SECONDS
             say(
-                f"{self._source}: stores its columns once, {counted(num_rows, 'row')} so far", file=sys.stderr
+                f"{self._source}: stores its columns once, {format_count(num_rows, 'row')} so far",
+                file=sys.stderr,
             )
 
     def arrays(self) -> dict[str, Array]:

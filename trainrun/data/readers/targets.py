@@ -17,7 +17,7 @@ from torch import Tensor
 from trainrun.data.batch import mask_changed_integers
 from trainrun.errors import DataError
 from trainrun.interfaces import TARGET_KEYS
-from trainrun.plugin_faults import did_you_mean
+from trainrun.plugin_faults import suggest_name
 
 KEY = "data.train.target"
 NO_TARGET = "none"
@@ -66,7 +66,7 @@ class Coding:
             row = numbers.index(-1)
             raise DataError(
                 f"{where(row)} is {list_words(cells)[row]!r}, which is no class of the training data"
-                f"{did_you_mean(list_words(cells)[row], self.names) or '.'} It has {join_names(self.names)}"
+                f"{suggest_name(list_words(cells)[row], self.names) or '.'} It has {join_names(self.names)}"
             )
         return torch.tensor(numbers, dtype=torch.int64)
 
@@ -175,7 +175,7 @@ def parse_column_names(wanted: Any, columns: Sequence[str], key: str) -> tuple[s
     for name in names:
         if name not in known:
             raise DataError(
-                f"{key}={name}: no such column{did_you_mean(name, columns) or ';'} columns: {join_names(columns)}"
+                f"{key}={name}: no such column{suggest_name(name, columns) or ';'} columns: {join_names(columns)}"
             )
     if not names:
         raise DataError(f"{key}=[]: name at least one column; columns: {join_names(columns)}")

@@ -24,8 +24,8 @@ from trainrun.data.sequences.fields import (
 )
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
-from trainrun.runtime.child_process import send_sign
-from trainrun.user_code import line_of
+from trainrun.runtime.child_process import report_progress
+from trainrun.user_code import format_user_line
 
 PROBES = 8  # samples that show which fields are sequences
 ESTIMATE_SAMPLES = 1000
@@ -153,11 +153,11 @@ def read_all_lengths(source: Any, key: str, seed: int, report: Callable[[str], N
         if seconds > next_line:
             left = seconds / len(forms) * (count - len(forms))
             text = f"{key}: lengths of {len(forms)} of {count} samples are read, {left:.0f} s to go"
-            if not send_sign(text):
+            if not report_progress(text):
                 report(text)
             next_line = seconds * LINES_APART
         elif seconds > next_sign:
-            send_sign()
+            report_progress()
             next_sign = seconds + SIGN_SECONDS
     names, varies = find_sequence_names(forms)
     lengths = np.array([_measure_longest(form, names) for form in forms], dtype=np.int64)
@@ -186,7 +186,7 @@ def _read(source: Any, index: int, key: str, seed: int, indices: list[int] | Non
     except Exception as error:
         raise DataError(
             f"{key}: sample {index} of {type(source).__name__} cannot be read: "
-            f"{type(error).__name__}: {error}{line_of(error)}"
+            f"{type(error).__name__}: {error}{format_user_line(error)}"
         ) from error
 
 

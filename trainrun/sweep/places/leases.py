@@ -17,8 +17,8 @@ from pathlib import Path
 
 from trainrun.errors import ConfigError
 from trainrun.folder.lock import open_locked
-from trainrun.folder.seal import key_path
-from trainrun.output import counted
+from trainrun.folder.seal import find_key_path
+from trainrun.output import format_count
 from trainrun.parallel.devices import count_gpus
 from trainrun.runtime.machine import read_host_memory
 from trainrun.sweep.options import SweepOptions
@@ -66,7 +66,7 @@ class Leases:
 
     def __init__(self, places: list[DevicePlace], folder: Path | None = None) -> None:
         self.places = places
-        self._folder = folder or key_path().with_name("leases") / platform.node()  # homes may be shared
+        self._folder = folder or find_key_path().with_name("leases") / platform.node()  # homes may be shared
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, count: int) -> Lease | None:
@@ -76,7 +76,7 @@ class Leases:
         """
         if count > self.most_at_once:
             raise ConfigError(
-                f"sweep.jobs: a job needs {count} devices, and can have {counted(self.most_at_once, 'place')}"
+                f"sweep.jobs: a job needs {count} devices, and can have {format_count(self.most_at_once, 'place')}"
             )
         lease = Lease([], [])
         for place in self.places:
@@ -128,8 +128,8 @@ def find_places(
     gpus = gpu_names() if uses_gpus else []
     if gpus:
         places = gpu_places(gpus, options.per_device)[: options.jobs]
-        about = f"on {counted(len(gpus), 'GPU')}"
-        return places, f"{counted(len(places), 'job')} side by side {about}"
+        about = f"on {format_count(len(gpus), 'GPU')}"
+        return places, f"{format_count(len(places), 'job')} side by side {about}"
     if options.per_device > 1:
         raise ConfigError(
             f"sweep.per_device={options.per_device}: no GPU is used here; set sweep.jobs instead"
@@ -145,8 +145,8 @@ def find_places(
                 count = min(count, len(cores) // 2) if gain < 1 else count
                 reason = f" (two jobs of one thread train {gain:.2g}x as much as one of two)"
     each = max(len(cores) // count, 1)
-    about = counted(each, "core") + (" each" if count > 1 else "")
-    return core_places(cores, count), f"{counted(count, 'job')} side by side, {about}{reason}"
+    about = format_count(each, "core") + (" each" if count > 1 else "")
+    return core_places(cores, count), f"{format_count(count, 'job')} side by side, {about}{reason}"
 
 
 def gpu_names() -> list[str]:

@@ -14,7 +14,7 @@ from statistics import median
 
 from trainrun.benchmark.worker_process import WorkerPool, WorkerProcess
 from trainrun.config.compose import compose_run
-from trainrun.config.schema import with_values
+from trainrun.config.schema import replace_values
 
 ROUNDS = 3
 TURN_SECONDS = 0.25
@@ -31,7 +31,7 @@ def measure_gain(words: Sequence[str], cores: Sequence[int]) -> float:
         workers = []
         for own_cores in ([cores[0]], [cores[1]], list(cores)):
             with on_cores(own_cores):
-                workers.append(pool.start(with_values(config, {"trainer.num_threads": len(own_cores)})))
+                workers.append(pool.start(replace_values(config, {"trainer.num_threads": len(own_cores)})))
         *single, double = workers
         gains = []
         with ThreadPoolExecutor(len(single)) as threads:

@@ -129,7 +129,9 @@ class ClassMetrics:
             hot = labels[:, None] == torch.arange(scores.shape[1])
             each |= compute_ranking_scores(scores, hot, self.names)
         each = {name: each[name] for name in self.names if name in each}
-        return average_over_classes(each) | (name_by_class(each) if self.per_class else {}) | own_values
+        return (
+            average_over_classes(each) | (format_class_metrics(each) if self.per_class else {}) | own_values
+        )
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,9 @@ class LabelMetrics:
         results |= average_over_classes(each)
         if self.per_class:
             each |= {name: parts[name] for name in ("f1", "precision", "recall") if name in self.names}
-            results |= name_by_class({name.removesuffix("_macro"): values for name, values in each.items()})
+            results |= format_class_metrics(
+                {name.removesuffix("_macro"): values for name, values in each.items()}
+            )
         return results if self.own is None else results | self.own.summarize(sums)
 
 
@@ -305,7 +309,7 @@ def average_over_classes(each: dict[str, Tensor]) -> dict[str, float]:
     return {name: float(values.nanmean()) for name, values in each.items()}
 
 
-def name_by_class(each: dict[str, Tensor]) -> dict[str, float]:
+def format_class_metrics(each: dict[str, Tensor]) -> dict[str, float]:
     per_class_values = {name: values for name, values in each.items() if name != "balanced_accuracy"}
     return {
         f"{name}/{i}": value

@@ -28,7 +28,7 @@ LARGE_WORDS = {
 }  # fmt: skip
 
 
-def direction_of_name(metric: str) -> str | None:
+def guess_direction(metric: str) -> str | None:
     """Return `min` or `max`, or None if the metric's name implies no direction.
 
     `val/mse/0` is the first of several numbers named `mse`.
@@ -52,7 +52,7 @@ def resolve_direction(key: str, metric: str, mode: str, is_named: bool) -> str |
     Raise ConfigError if the name clearly implies the opposite. is_named: whether the user chose the metric too; then
     only names of losses and accuracies are clear.
     """
-    usual, sure = direction_of_name(metric), not is_named or metric.endswith(("/loss", "/acc"))
+    usual, sure = guess_direction(metric), not is_named or metric.endswith(("/loss", "/acc"))
     if mode != "auto" and usual not in (None, mode) and sure:
         better = "smaller" if usual == "min" else "larger"
         raise ConfigError(
@@ -71,7 +71,7 @@ def describe_assumed_direction(config: RunConfig, default: str | None) -> str:
     modes = {"checkpoint": (keep.monitor or default, keep.mode)} if keep.enabled and keep.save_top_k else {}
     modes |= {"trainer.early_stopping": (stops.monitor or default, stops.mode)} if stops.enabled else {}
     for key, (metric, mode) in modes.items():
-        if metric and mode == "auto" and direction_of_name(metric) is None:
+        if metric and mode == "auto" and guess_direction(metric) is None:
             return (
                 f"{key}.mode=auto: {metric} is taken as better when larger; if it is not, set {key}.mode=min"
             )

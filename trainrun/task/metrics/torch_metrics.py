@@ -34,7 +34,7 @@ def split_metrics(metrics: Any) -> tuple[list[Any], dict[str, Any]]:
         if not isinstance(item, Mapping) and not is_metric(item):
             names.append(item)
             continue
-        for name, metric in item.items() if isinstance(item, Mapping) else [(metric_name(item), item)]:
+        for name, metric in item.items() if isinstance(item, Mapping) else [(format_metric_name(item), item)]:
             if not is_metric(metric):
                 raise ConfigError(
                     f"task.metrics.{name}: must be a metric with update, compute and reset, as "
@@ -56,7 +56,7 @@ def is_metric(value: Any) -> bool:
     ) and not isinstance(value, Mapping)
 
 
-def metric_name(metric: Any) -> str:
+def format_metric_name(metric: Any) -> str:
     """Return the name of a metric object: `MulticlassCohenKappa` becomes `cohen_kappa`."""
     name = re.sub(r"^(Binary|Multiclass|Multilabel)(?=[A-Z])", "", type(metric).__name__)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
@@ -86,7 +86,7 @@ class TorchMetrics:
                 except Exception as error:  # of somebody else's code
                     raise ConfigError(
                         f"task.metrics.{name}: {type(metric).__name__} does not take {self._given}: "
-                        f"{first_line(error)}; "
+                        f"{read_first_line(error)}; "
                         "choose a metric for these"
                     ) from error
                 with suppress(
@@ -125,7 +125,7 @@ class TorchMetrics:
                 raise
             except Exception as error:  # of somebody else's code
                 raise PluginError(
-                    f"task.metrics.{name}: {type(metric).__name__}.compute() failed: {first_line(error)}"
+                    f"task.metrics.{name}: {type(metric).__name__}.compute() failed: {read_first_line(error)}"
                 ) from error
             metric.reset()
         return values
@@ -180,7 +180,7 @@ def set_states(metric: Any, flat: Tensor) -> None:
         first += value.numel()
 
 
-def first_line(error: Exception) -> str:
+def read_first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from trainrun.data.split_batch import count_rows, repeat_rows, select_rows
 from trainrun.errors import PluginError
-from trainrun.interfaces import Counting, counts_before
-from trainrun.sums import OWN, check_names, flat_sums, metrics_of
+from trainrun.interfaces import Counting, has_count_method
+from trainrun.sums import OWN, check_metric_names, compute_metrics, flatten_sums
 from trainrun.task.model_loss import is_additive
 from trainrun.tensors import HALF_TYPES
 from trainrun.training.components import Components
@@ -46,7 +46,7 @@ MEAN, UNCLEAR, SUM = "mean", "unclear", "sum"
 Pair = tuple[Tensor, Tensor]
 
 
-class Looks(NamedTuple):
+class PassResults(NamedTuple):
     """Values and counts by name from several passes over the same rows, given once and twice.
 
     parts: of some rows, and of their halves. rounding: the relative difference of losses that counts as equal.
@@ -126,13 +126,13 @@ class BadOutput(Exception):
     """The error that a step's output breaks the contract."""
 
 
-def compare_passes(run: Components, data: Any) -> Looks:
+def compare_passes(run: Components, data: Any) -> PassResults:
     count = count_rows(data)
     rows = min(max(count // 2, 1), MOST_ROWS)
     num_whole = min(max(rows, LEAST_WHOLE), count)
     look = build_inspection_step(run)
     few = select_rows(data, 0, rows, count)
-    looks = Looks([look(few)], [look(repeat_rows(few, rows))], [], choose_rounding(run))
+    looks = PassResults([look(few)], [look(repeat_rows(few, rows))], [], choose_rounding(run))
     looks.once.append(look(few))
     if num_whole > 1:
         ends = ((0, num_whole), (0, num_whole // 2), (num_whole // 2, num_whole))
@@ -167,7 +167,7 @@ def choose_rounding(run: Components) -> float:
     return ROUNDING if torch.get_float32_matmul_precision() == "highest" else ROUNDING_TF32
 
 
-def find_loss_not_additive(looks: Looks) -> tuple[float, float] | None:
+def find_loss_not_additive(looks: PassResults) -> tuple[float, float] | None:
     """Return the loss of some rows and the sum of the losses of their halves if they clearly differ.
 
     Return None if they agree, or if random numbers explain the difference.
@@ -179,7 +179,7 @@ def find_loss_not_additive(looks: Looks) -> tuple[float, float] | None:
     return None if is_additive(whole_loss, halves, looks.rounding) else (whole_loss, sum(halves))
 
 
-def list_metrics_not_additive(looks: Looks, exempt: Sequence[str]) -> list[str]:
+def list_metrics_not_additive(looks: PassResults, exempt: Sequence[str]) -> list[str]:
     """Return the metrics that differ between some rows and their halves for a reason other than noise.
 
     A metric whose own count does not grow with the rows counts batches, and need not add up.
@@ -228,14 +228,14 @@ def collect_loss_and_sums(task: Any, counting: Counting, data: Any, out: Any) ->
             "it must be the sum over the batch, 0-d, computed from the model's parameters"
         )
     try:
-        late = counting.late(out)
-        check_names(out.sums, task)
-        sums = flat_sums({LOSS: loss, **out.sums}, task)
+        late = counting.read_output_count(out)
+        check_metric_names(out.sums, task)
+        sums = flatten_sums({LOSS: loss, **out.sums}, task)
         if not callable(getattr(task, "summarize", None)):
-            metrics_of(sums, 1.0, task)
+            compute_metrics(sums, 1.0, task)
     except PluginError as error:
         raise BadOutput(str(error)) from error
-    count = torch.as_tensor(task.count(data) if counts_before(task) else late, dtype=torch.float64)
+    count = torch.as_tensor(task.count(data) if has_count_method(task) else late, dtype=torch.float64)
     if count.numel() != 1 or float(count) % 1:
         raise BadOutput(f"task: {name}.count(batch) gave {count.tolist()}; it must be a whole number")
     return {
@@ -245,7 +245,7 @@ def collect_loss_and_sums(task: Any, counting: Counting, data: Any, out: Any) ->
     }
 
 
-def are_hits(looks: Looks, key: str) -> bool:
+def are_hits(looks: PassResults, key: str) -> bool:
     """Return whether each number is an integer from 1 to its count, like hits among the other samples of a batch.
 
     Among equal samples the first one is the hit, so a batch given twice has as many hits.
@@ -258,7 +258,7 @@ def are_close(left: Tensor, right: Tensor) -> bool:
     return float((left - right).abs().sum()) <= 1e-3 * float(left.abs().sum())
 
 
-def classify_value(looks: Looks, key: str) -> str:
+def classify_value(looks: PassResults, key: str) -> str:
     """Classify a value as MEAN, UNCLEAR or SUM. A tensor counts as the sum of its numbers.
 
     MEAN: the value clearly stays while its count doubles. UNCLEAR: it is nearer to that than to a sum. SUM:

@@ -10,7 +10,7 @@ from trainrun.training.components import Components, Step
 MOST_BATCHES = 16  # in which padding is looked for
 
 
-class Checked:
+class FirstStepCheck:
     """A step that checks the task before its first call, and padding before its first padded batch."""
 
     def __init__(self, step: Step) -> None:

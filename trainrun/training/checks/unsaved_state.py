@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.interfaces import KeepsState
-from trainrun.runtime.held_state import changed_names, comparable_values, format_first_names, shape_in_text
+from trainrun.runtime.held_state import (
+    extract_shape,
+    format_attributes,
+    format_first_names,
+    list_changed_names,
+)
 from trainrun.user_code import is_users_class
 
 
@@ -44,21 +49,22 @@ class UnsavedState:
             self._note_untrained()
         return log
 
-    def lines(self) -> list[str]:
+    def list_changes(self) -> list[str]:
         """Compare the state at a save, and note each owner once. Return a line for each owner whose state changed."""
         held = {} if self._first is None else self._read_state()
         for owner, now in held.items():
             before = (self._first or {}).get(owner, {})
-            names = changed_names(before, now)
+            names = list_changed_names(before, now)
             if owner == "model":
-                names = [name for name in names if shape_in_text(before[name]) == shape_in_text(now[name])]
+                names = [name for name in names if extract_shape(before[name]) == extract_shape(now[name])]
             if names and owner not in self._told:
-                self._told[owner] = f"{owner}: {self._owner_class(owner)} ({format_first_names(names)})"
+                self._told[owner] = f"{owner}: {self._find_owner_class(owner)} ({format_first_names(names)})"
                 way = "give the class state_dict() and load_state_dict(state)"
                 if owner == "model":
                     way = "keep it in a buffer (register_buffer)"
+                kind = self._find_owner_class(owner)
                 self._run.monitors.note(
-                    f"{owner}: {self._owner_class(owner)}: {format_first_names(names)} changes in the training, and no "
+                    f"{owner}: {kind}: {format_first_names(names)} changes in the training, and no "
                     f"checkpoint holds it. A resume starts from its initial value. If results depend on it: {way}"
                 )
         return list(self._told.values())
@@ -69,10 +75,10 @@ class UnsavedState:
         return {
             key: owner
             for key, owner in owners.items()
-            if owner is not None and not is_of_library(owner) and not saves_all(owner)
+            if owner is not None and not is_library_object(owner) and not saves_all(owner)
         }
 
-    def _owner_class(self, owner: str) -> str:
+    def _find_owner_class(self, owner: str) -> str:
         return type(self._run.model if owner == "model" else self._list_owners()[owner]).__name__
 
     @torch.no_grad()
@@ -80,14 +86,14 @@ class UnsavedState:
         """Return for each owner its attributes as comparable texts."""
         run, owners = self._run, self._list_owners()
         runner_ids = {id(part) for part in (*vars(run).values(), *owners.values())}
-        runner_ids |= ids_of_saved_parts(run.model)
-        held = {key: comparable_values(owner, runner_ids) for key, owner in owners.items()}
+        runner_ids |= collect_saved_ids(run.model)
+        held = {key: format_attributes(owner, runner_ids) for key, owner in owners.items()}
         modules = find_users_modules(run.model)
         if modules:
             held["model"] = {
                 f"{place}.{name}".lstrip("."): text
                 for place, module in modules.items()
-                for name, text in comparable_values(module, runner_ids).items()
+                for name, text in format_attributes(module, runner_ids).items()
             }
         return held
 
@@ -107,7 +113,7 @@ class UnsavedState:
             )
 
 
-def is_of_library(owner: Any) -> bool:
+def is_library_object(owner: Any) -> bool:
     """Return whether the class of an object is trainrun's, torch's or Python's own."""
     return type(owner).__module__.partition(".")[0] in ("builtins", "torch", "trainrun")
 
@@ -146,7 +152,7 @@ def find_users_modules(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
-def ids_of_saved_parts(model: nn.Module) -> set[int]:
+def collect_saved_ids(model: nn.Module) -> set[int]:
     """Return the ids of the model's modules, parameters and persistent buffers."""
     buffers = (
         buffer

@@ -18,17 +18,17 @@ import contextlib
 from typing import Any, Final
 
 from trainrun.config.schema import RunConfig
-from trainrun.config.validate import nearest
+from trainrun.config.validate import suggest_closest_name
 from trainrun.errors import ConfigError, DataError, LaunchError, PluginError, TrainrunError
 from trainrun.instantiate import named_nodes
-from trainrun.runtime.child_process import ChildLate, can_fork, run_in_child
-from trainrun.sums import ReservedName, metrics_of
+from trainrun.runtime.child_process import ChildTimeout, can_fork, run_in_child
+from trainrun.sums import ReservedName, compute_metrics
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.evaluate import compute_sums
 from trainrun.training.loop import iterate_windows
 from trainrun.training.without_trace import run_trial
-from trainrun.user_code import is_users_class, line_of
+from trainrun.user_code import format_user_line, is_users_class
 
 LIMIT_SECONDS: Final = 60.0
 OF_USERS = (ConfigError, DataError, PluginError)  # what the first validation would end with
@@ -50,7 +50,7 @@ def try_validation(run: Components, state: TrainState) -> None:
         )
     except OF_USERS:
         raise
-    except ChildLate:  # it is made when it is due
+    except ChildTimeout:  # it is made when it is due
         pass
     except Exception as error:
         retry_after_step(run, state, error)
@@ -60,9 +60,8 @@ def try_validation(run: Components, state: TrainState) -> None:
         if names and metric not in names:
             lacks_size = metric.endswith("/bpb") and "bytes_per_token" in run.config.task
             hint = " It needs task.bytes_per_token=..., that of your text." * lacks_size
-            raise ConfigError(
-                f"{key}={metric}: no such metric; there are {', '.join(names)}.{hint or nearest(metric, names)}"
-            )
+            way_out = hint or suggest_closest_name(metric, names)
+            raise ConfigError(f"{key}={metric}: no such metric; there are {', '.join(names)}.{way_out}")
 
 
 def list_named_metrics(config: RunConfig) -> dict[str, str]:
@@ -96,14 +95,14 @@ def evaluate_one_batch(run: Components) -> list[str]:
             batch = next(batches, None)
             if batch is None:
                 return []
-            run.task_calls.evaluation_starts(model, split)
+            run.task_calls.start_evaluation(model, split)
             sums, rows, late = compute_sums(run, model, batch)
             count = float(batch.counted_by(run.task) or late)
     finally:
         with contextlib.suppress(AttributeError):  # a stream that is no generator has nothing to close
             batches.close()  # type: ignore[attr-defined]
     try:
-        metrics = metrics_of({name: total.cpu() for name, total in sums.items()}, count, run.task, rows)
+        metrics = compute_metrics({name: total.cpu() for name, total in sums.items()}, count, run.task, rows)
     except ReservedName:
         raise
     except Exception:  # a summary of one batch may not exist, as an AUROC of one class
@@ -145,7 +144,7 @@ def validate_after_step(run: Components, state: TrainState) -> str:
         message = (
             str(error)
             if isinstance(error, TrainrunError)
-            else f"{type(error).__name__}: {error}{line_of(error)}"
+            else f"{type(error).__name__}: {error}{format_user_line(error)}"
         )
         return f"task: the first validation would fail: {message}"
     return ""

@@ -29,9 +29,9 @@ from trainrun.checkpoint.save import iterate_safetensors_bytes
 from trainrun.errors import TrainingError
 from trainrun.folder.run_folder import write_json
 from trainrun.interfaces import IGNORED, Batches, Parallel, Precision
-from trainrun.output import counted
+from trainrun.output import format_count
 from trainrun.train_state import BadStep, RollBack, TrainState
-from trainrun.training.recovery.oom import OomRetry, stored_values
+from trainrun.training.recovery.oom import OomRetry, read_stored_values
 
 MAX_WRITTEN = 8  # steps of a run that are written down; they can be deleted after a look
 MAX_SKIPPED_SHARE = 0.1
@@ -44,7 +44,7 @@ LEAST_STEPS = 1000  # before a share means anything
 MOST_BATCHES = 64  # of a validation that are looked at
 
 
-class BadSteps:
+class NonfiniteStepHandler:
     """The reaction to a skipped update: stop, skip or roll back (`trainer.nan_policy`).
 
     folder: where bad batches are saved. note: prints what was done.
@@ -174,7 +174,7 @@ class BadSteps:
 def describe_nonfinite_cause(is_finite: bool, num_values: int) -> str:
     """Return what was not finite in a rank's step, or "". num_values: the number of such values in its batch."""
     loss = "" if is_finite else "the loss"
-    values = f"{counted(num_values, 'value')} of the batch" if num_values else ""
+    values = f"{format_count(num_values, 'value')} of the batch" if num_values else ""
     if not loss and not values:
         return ""
     verb = "were" if num_values > 1 or (loss and values) else "was"
@@ -211,7 +211,7 @@ def iterate_batch_tensors(data: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 def count_nonfinite(tensor: Tensor) -> int:
     """Count the values that are not finite. The host waits for the device: called after a bad step only."""
     floating = tensor.is_floating_point() or tensor.is_complex()
-    return int((~torch.isfinite(stored_values(tensor))).sum()) if floating else 0
+    return int((~torch.isfinite(read_stored_values(tensor))).sum()) if floating else 0
 
 
 def find_likely_cause(model: nn.Module, batches: Batches) -> str:

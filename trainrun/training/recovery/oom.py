@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from trainrun.data.split_batch import count_rows, select_rows, split_micro_batch
 from trainrun.errors import PluginError
-from trainrun.interfaces import KeepsState, MicroBatch, Parallel, Task, counts_before
-from trainrun.output import counted
-from trainrun.runtime.foreach_copy import Lists, copy_, group_by_type
-from trainrun.seeding import NUMPY_GENERATOR, PYTHON_GENERATOR, Generator, TorchGenerator, evaluating
+from trainrun.interfaces import KeepsState, MicroBatch, Parallel, Task, has_count_method
+from trainrun.output import format_count
+from trainrun.runtime.foreach_copy import Lists, copy_tensors, group_by_type
+from trainrun.seeding import NUMPY_GENERATOR, PYTHON_GENERATOR, Generator, TorchGenerator, evaluation_mode
 
 T = TypeVar("T")
 Compute = Callable[[list[MicroBatch]], T]
@@ -153,7 +153,7 @@ class OomRetry:
             result, fault = self._try_window(window, compute)
         self.note(
             f"out of memory ({last}): from here on every micro-batch is cut in {self.pieces}, "
-            f"{counted(-(-count_most_rows(window) // self.pieces), 'sample')} at a time, with the same global "
+            f"{format_count(-(-count_most_rows(window) // self.pieces), 'sample')} at a time, with the same global "
             "batch and the "
             "same gradient (trainer.out_of_memory)"
         )
@@ -286,7 +286,7 @@ def describe_coupling(model: nn.Module, task: Task, batches: list[MicroBatch]) -
     """
     for batch in batches:
         pieces = split_micro_batch(batch, count_rows(batch.data))
-        if not counts_before(task):
+        if not has_count_method(task):
             break  # the outputs of the pieces say their counts
         count_whole, parts = (
             sum(task.count(batch_part.data) for batch_part in some) for some in ([batch], pieces)
@@ -311,7 +311,7 @@ def compare_two_samples(model: nn.Module, task: Task, data: Any) -> str:
     """
     count = count_rows(data)
     try:
-        with evaluating(model):
+        with evaluation_mode(model):
             first, other, both, again = (
                 float(task.step(model, select_rows(data, *rows, count)).loss_sum)
                 for rows in ((0, 1), (1, 2), (0, 2), (0, 2))
@@ -366,7 +366,7 @@ class BufferCopies:
         """Copy the changing buffers at the start of a window."""
         if self._num_marks < 2:
             self._num_marks += 1
-            self._look_at_buffers(self._num_marks == 1)
+            self._choose_copied_buffers(self._num_marks == 1)
             self.watches = self._num_marks == 1 or bool(self._copies)
         elif self._copies:
             self._update_copies()
@@ -375,7 +375,7 @@ class BufferCopies:
     def restore(self) -> str:
         """Restore the buffers from the copies. Return the reason if that is impossible, else ""."""
         for name, buffer in self.model.named_buffers():
-            if self._is_still(name, buffer):
+            if self._is_unchanged(name, buffer):
                 continue
             if name not in self._copies:
                 return f"the model's buffer {name} was written into, which the first window did not do"
@@ -397,7 +397,7 @@ class BufferCopies:
                 restore_buffer(self.model, name, buffer, contents)
         return ""
 
-    def _look_at_buffers(self, first: bool) -> None:
+    def _choose_copied_buffers(self, first: bool) -> None:
         """Copy all buffers before the first window; after a window, copy the buffers that it changed."""
         buffers = dict(self.model.named_buffers())
         if first:
@@ -409,13 +409,13 @@ class BufferCopies:
         moved = [
             name
             for name, buffer in buffers.items()
-            if not self._is_still(name, buffer)
+            if not self._is_unchanged(name, buffer)
             or (buffer.layout is torch.strided and not torch.equal(buffer, self._copies[name][1]))
         ]
         self._still = {name: still for name, still in self._still.items() if name not in moved}
         self._copy_buffers(moved)
 
-    def _is_still(self, name: str, buffer: Tensor) -> bool:
+    def _is_unchanged(self, name: str, buffer: Tensor) -> bool:
         still = self._still.get(name)
         return still is not None and still[0] is buffer and still[1] == buffer._version
 
@@ -433,7 +433,7 @@ class BufferCopies:
                 self._copy_buffers(list(self._copies))
                 return
         for copies, sources in self._lists:
-            copy_(copies, sources)
+            copy_tensors(copies, sources)
 
 
 def restore_buffer(model: nn.Module, name: str, buffer: Tensor, contents: Tensor) -> None:
@@ -448,10 +448,10 @@ def list_non_finite_buffers(model: nn.Module) -> list[str]:
 
 
 def has_finite_values(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(stored_values(tensor).isfinite().all())
+    return not tensor.is_floating_point() or bool(read_stored_values(tensor).isfinite().all())
 
 
-def stored_values(tensor: Tensor) -> Tensor:
+def read_stored_values(tensor: Tensor) -> Tensor:
     """Return the tensor itself, or the stored values of a sparse tensor."""
     if tensor.layout is torch.strided:
         return tensor

@@ -26,7 +26,7 @@ from trainrun.training.components import Components
 from trainrun.training.named_optimizers import load_optimizer_states
 from trainrun.training.recovery.oom import describe_out_of_memory
 from trainrun.training.task_calls import map_tensors
-from trainrun.user_code import line_of
+from trainrun.user_code import format_user_line
 
 KINDS = {item.name: str(item.type) for item in fields(TrainState) if item.name not in OF_THIS_SESSION}
 NOTHING_READ: dict[str, Any] = {"losses": None, "logged_items": 0, "sums": {}, "sum_items": {}}
@@ -93,7 +93,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     run.task_calls.unsaved_before = list(task_state.get("anew", ()))
     run.hooks.load_state_dict(place, {**shared, **(own or {})}.get("hooks", {}))
     if kept_step:
-        load_state(place, run.own_step, kept_step, run.parallel.device)
+        load_owner_state(place, run.own_step, kept_step, run.parallel.device)
     state = TrainState()
     device = run.parallel.device
     if own is None:
@@ -158,7 +158,7 @@ def convert_position(run: Components, place: str, shared: dict[str, Any]) -> int
     return int(samples // now["samples_per_batch"])
 
 
-def load_state(place: str, owner: KeepsState, kept: Mapping[str, Any], device: torch.device) -> None:
+def load_owner_state(place: str, owner: KeepsState, kept: Mapping[str, Any], device: torch.device) -> None:
     """Load a state by the owner's own method, on `device`. Raise CheckpointError if it fails."""
     on_cpu = set(kept.get("on_cpu", ()))
 
@@ -170,7 +170,7 @@ def load_state(place: str, owner: KeepsState, kept: Mapping[str, Any], device: t
     except Exception as error:  # of code of the user's
         raise CheckpointError(
             f"checkpoint {place}: {type(owner).__name__}.load_state_dict failed: {type(error).__name__}: {error}"
-            f"{line_of(error)}"
+            f"{format_user_line(error)}"
         ) from error
 
 
@@ -222,7 +222,7 @@ def load_task_state(place: str, task: Any, kept: Mapping[str, Any], device: torc
         return (
             f"checkpoint {place} holds no state of the task {type(task).__name__}: it begins as new" * lacks
         )
-    load_state(place, task, kept, device)
+    load_owner_state(place, task, kept, device)
     return ""
 
 

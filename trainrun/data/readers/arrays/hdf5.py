@@ -23,7 +23,7 @@ from trainrun.data.readers.targets import Coding, choose_coding, join_names
 from trainrun.data.tensor_dataset import Arrays, Splits
 from trainrun.errors import DataError
 from trainrun.limits import Auto, BelowOne, HeldOutBy, TargetType
-from trainrun.plugin_faults import did_you_mean
+from trainrun.plugin_faults import suggest_name
 
 CHUNK_CACHE_BYTES = 32 * 2**20  # for each data set of an open file; HDF5's own default is 1 MiB
 
@@ -165,7 +165,7 @@ def read_layout(h5py: Any, file: Any, name: str | None, split: str, key: str) ->
         file.visititems(lambda item, value: names.append(item) if isinstance(value, h5py.Dataset) else None)
         raise DataError(
             f"{full}: no data set {split}/{name}, {name}_{split} or {name} in {file.filename}"
-            f"{did_you_mean(str(name), names) or ';'} it has {join_names(names) or 'none'}"
+            f"{suggest_name(str(name), names) or ';'} it has {join_names(names) or 'none'}"
         )
     data = file[found]
     words = h5py.check_string_dtype(data.dtype) is not None

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from trainrun.data.readers.tables.table_choice import TableChoice
 from trainrun.data.readers.targets import DECIMAL_COMMA, is_missing, join_names, parse_cells
 from trainrun.errors import DataError
-from trainrun.plugin_faults import did_you_mean
+from trainrun.plugin_faults import suggest_name
 
 MOST_CATEGORIES, MOST_SHOWN, MOST_WORDS = 100, 20, 4
 CATEGORIES = "data.train.categories"
@@ -119,7 +119,7 @@ class InputFault(DataError):
         word = problem.first_word
         where = format_position(problem.words[word], by_rows)
         if problem.categories is not None:
-            suggestion = did_you_mean(word, problem.categories) or "."
+            suggestion = suggest_name(word, problem.categories) or "."
             known = join_names(problem.categories)
             return f"{word!r} in {where} is no category of the training data{suggestion} It has {known}"
         kind = "whole number" if problem.whole else "number"
