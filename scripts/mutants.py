@@ -364,8 +364,8 @@ MUTANTS: Final = (
     Mutant(
         "cosine falls to its end in half of the steps",
         "trainrun/scheduler",
-        "math.cos(math.pi * _done(step, total_steps))",
-        "math.cos(2 * math.pi * _done(step, total_steps))",
+        "math.cos(math.pi * _compute_progress(step, total_steps))",
+        "math.cos(2 * math.pi * _compute_progress(step, total_steps))",
         ("tests/scheduler/test_schedule.py",),
     ),
     Mutant(
@@ -561,14 +561,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a thinned curve loses its newest point",
-        "trainrun/watch",
+        "trainrun/live",
         "del points[-3::-2]  # the newest stays",
         "del points[-1::-2]",
         ("tests/watch",),
     ),
     Mutant(
         "the seconds left follow all of the run",
-        "trainrun/watch",
+        "trainrun/live",
         "by_steps: float = (total - last) * (now - began) / (last - first)",
         "by_steps: float = total * (now - began) / (last - first)",
         ("tests/watch",),
