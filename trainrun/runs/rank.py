@@ -107,14 +107,11 @@ def train_until_rollback(
 ) -> int:  # fmt: skip
     """Build the parts and train until the end or a rollback. Return the exit code. Raise TrainrunError."""
     leader, resume = parallel.rank == 0, order.resume or back is not None
-
-    def end(text: str, account: int) -> None:
-        end_hung_rank(run_dir, config, parallel, text, account, read_last_exchanges())
-
     with contextlib.ExitStack() as closing:
-        watchdog = closing.enter_context(
-            Watchdog(config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank), end)
-        )
+        watchdog = closing.enter_context(Watchdog(
+            config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank),
+            lambda text, account: end_hung_rank(run_dir, config, parallel, text, account, read_last_exchanges()),
+        ))  # fmt: skip
         listeners = RunMonitors(run_dir, config, phases) if leader else None
         if listeners is not None:
             closing.callback(listeners.close)
