@@ -14,7 +14,7 @@ import torch
 from trainrun.checkpoint.files import FileLayer
 from trainrun.checkpoint.manager import CheckpointManager, KeepOptions
 from trainrun.train_state import TrainState
-from trainrun.training.triggers import Interval, Lengths
+from trainrun.training.triggers import Lengths, RepeatInterval
 
 
 class OneRank:
@@ -116,7 +116,7 @@ class Run:
             "async_save": False,
         }
         if number := options.pop("every_n_train_steps", None):
-            options["periodic"] = Interval(number, "step", Lengths(None)).is_interval_end
+            options["periodic"] = RepeatInterval(number, "step", Lengths(None)).is_interval_end
         self.parallel = parallel or OneRank()
         self.folder, self.notes, self.now = folder, [], 0.0
         self.free_bytes = 2**40

@@ -10,7 +10,7 @@ from approved import refused
 from trainrun.errors import ConfigError, TrainingError
 from trainrun.runtime.signals import StopFlag
 from trainrun.train_state import TrainState
-from trainrun.training.triggers import Interval, Intervals, Lengths, MetricTracker, RunLimits, Triggers
+from trainrun.training.triggers import Intervals, Lengths, MetricTracker, RepeatInterval, RunLimits, Triggers
 
 
 class Heard:
@@ -41,7 +41,7 @@ def triggers(
 ) -> tuple[Triggers, Heard, StopFlag]:
     heard, flag = Heard(), StopFlag()
     lengths = Lengths(per_epoch, accumulate, 8 * accumulate, 76, world_size=2)
-    span = None if val is None else Interval(*val, lengths)
+    span = None if val is None else RepeatInterval(*val, lengths)
     rhythm = Intervals(lengths, span, every, log_every, total, validates=val is not None)
     built = Triggers(
         limits, rhythm, watch, best, heard.on_validation, flag, lambda wait: failure, lambda: 0, end

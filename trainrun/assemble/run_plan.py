@@ -35,7 +35,7 @@ from trainrun.limits import (
 from trainrun.output import format_count
 from trainrun.task.metrics.directions import resolve_direction
 from trainrun.train_state import TrainState
-from trainrun.training.triggers import Interval, Intervals, Lengths, MetricTracker, RunLimits
+from trainrun.training.triggers import Intervals, Lengths, MetricTracker, RepeatInterval, RunLimits
 
 if TYPE_CHECKING:
     from trainrun.data.order.drawn import Drawn
@@ -127,7 +127,7 @@ def measure_lengths(config: RunConfig, train: Batches, source: Any, task: Any, w
     )
 
 
-def resolve_interval(key: str, found: Duration, lengths: Lengths, task: Any) -> Interval:
+def resolve_interval(key: str, found: Duration, lengths: Lengths, task: Any) -> RepeatInterval:
     """Return the interval of a setting. Raise ConfigError if this data or task cannot be counted in its unit."""
     wrong = ""
     if found.unit == "token" and getattr(task, "unit", "") != "tokens":
@@ -138,7 +138,7 @@ def resolve_interval(key: str, found: Duration, lengths: Lengths, task: Any) -> 
         wrong = "the length of this data is not known; give steps"
     if wrong:
         raise ConfigError(f"{key}: {wrong}")
-    return Interval(found.amount, found.unit, lengths)
+    return RepeatInterval(found.amount, found.unit, lengths)
 
 
 def convert_to_steps(key: str, found: Duration, lengths: Lengths, task: Any) -> int:

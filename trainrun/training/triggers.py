@@ -53,7 +53,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Interval:
+class RepeatInterval:
     """An interval in steps, samples, tokens or epochs. In epochs it is a fraction of one or a whole number."""
 
     amount: float
@@ -89,7 +89,7 @@ class RunLimits:
     max_steps: int | None
     max_epochs: int | None
     max_seconds: float | None
-    duration: Interval | None = None
+    duration: RepeatInterval | None = None
     said: str = ""
 
 
@@ -104,7 +104,7 @@ class Intervals:
     """
 
     lengths: Lengths
-    val: Interval | None
+    val: RepeatInterval | None
     every_n_epoch: int
     log_every: int | None
     total_steps: int | None
