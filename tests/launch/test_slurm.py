@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -118,6 +119,11 @@ def test_the_command_submits_the_script_of_the_run(
     (command,) = [line for line in Path("submitted.sh").read_text().splitlines() if line.startswith("srun ")]
     assert shlex.split(command)[-3:] == ["optimizer.lr=0.1", "parallel=ddp", f"output_dir={workdir / 'run'}"]
     assert [path.name for path in Path("run").iterdir()] == ["slurm.sh"]
+    assert main(["launch=slurm", "output_dir=run", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    script = workdir / "run" / "slurm.sh"
+    assert result == {"job": "4711", "script": str(script), "folder": str(script.parent)}
+    assert "--json" not in script.read_text()
 
 
 def test_a_sweep_is_submitted_as_an_array_of_workers(

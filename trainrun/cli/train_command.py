@@ -102,7 +102,9 @@ def launch_on_cluster(
     folder = choose_folder(composition)
     words = words_of_job(options, words, folder)
     if options.kind == "ray":
-        return ray.run_on_cluster(options, composition.config, words)
+        code = ray.run_on_cluster(options, composition.config, words)
+        report_result(folder=folder, **read_status(RunDir(folder)))
+        return code
     slurm.submit(options, name, folder, words)
     return EXIT_DONE
 

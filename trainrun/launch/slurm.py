@@ -19,7 +19,7 @@ from pathlib import Path
 from trainrun.errors import ConfigError, LaunchError
 from trainrun.folder.run_folder import write_text
 from trainrun.launch.launch_options import LaunchOptions, limit_seconds
-from trainrun.output import format_path_to_paste, say
+from trainrun.output import format_path_to_paste, report_result, say
 
 WARNING_SECONDS = 300  # from the signal to the time limit
 SCRIPT, LOG, ARRAY_LOG = "slurm.sh", "slurm.log", "slurm-%a.log"  # %a: the number of a job in its array
@@ -83,5 +83,7 @@ def submit(options: LaunchOptions, name: str, folder: Path, words: Sequence[str]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise LaunchError(f"launch=slurm: sbatch refused {script}: {done.stderr.strip()}")
-    say(f"job {done.stdout.strip().partition(';')[0]} is submitted: {format_path_to_paste(script)}")
+    job = done.stdout.strip().partition(";")[0]
+    say(f"job {job} is submitted: {format_path_to_paste(script)}")
     say(f"follow it with: trainrun watch {format_path_to_paste(folder)}")
+    report_result(job=job, script=str(script), folder=folder)
