@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -13,13 +15,16 @@ pytest.importorskip("fsspec")
 import fsspec
 import pyarrow
 import pyarrow.parquet
+from fsspec.implementations.memory import MemoryFileSystem
 from quiet_runs import QUIET, train, weights
 
 from trainrun.cli.main import main
 from trainrun.data.cache import stored_files
 from trainrun.data.cache.room import cache_home, list_cache_folders, list_caches
+from trainrun.data.cache.stored_files import borrow_file
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.paths import list_files
+from trainrun.data.readers.records.shard_stream import list_shards
 from trainrun.errors import DataError
 
 pytestmark = pytest.mark.train
@@ -59,6 +64,31 @@ def test_a_url_names_the_files_that_a_local_path_names(bucket: Path, end: str):
     stored = list_files(f"memory://bucket{end}", KEY, ENDINGS)
     assert [file.read_bytes() for file in stored] == [file.read_bytes() for file in local]
     assert [file.name for file in stored] == [file.name for file in local]
+
+
+class FakeHub(MemoryFileSystem):
+    """A store of the protocol `hf`, whose paths are those of Hugging Face."""
+
+    protocol = "hf"
+    store: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(MemoryFileSystem._strip_protocol(path.replace("hf://", "memory://")))
+
+
+def test_a_url_of_hugging_face_is_that_of_its_file_system(bucket: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "hf", FakeHub)
+    content = (bucket / "train/b.parquet").read_bytes()
+    for name in ("data/train-0.parquet", "data/train-1.parquet", "README.md"):
+        fsspec.filesystem("hf").pipe_file(f"/datasets/me/set/{name}", content)
+    url = "hf://datasets/me/set"
+    files = list_files(url, KEY, ENDINGS)
+    assert [file.name for file in files] == ["train-0.parquet", "train-1.parquet"]
+    assert files[1].read_bytes() == content
+    shards = list_shards(f"{url}/data/*.parquet", KEY, ENDINGS)
+    with borrow_file(shards[1], KEY) as file:
+        assert (file.name, file.read_bytes()) == ("train-1.parquet", content)
 
 
 def test_splits_follow_the_names_of_folders_as_on_the_disk(bucket: Path):
