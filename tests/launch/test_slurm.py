@@ -12,7 +12,7 @@ import pytest
 
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
-from trainrun.launch.launch_options import LaunchOptions, read_options, words_of_job
+from trainrun.launch.launch_options import LaunchOptions, build_job_words, read_options
 from trainrun.launch.slurm import format_script
 
 
@@ -50,6 +50,9 @@ def test_options_of_the_command_line() -> None:
         "launch.time=soon",
         "launch.image=a",
         "launch.array=0",
+        "launch.array=²",
+        "launch.time=1:²",
+        "launch.sbatch={a: [}",
     ],
 )
 def test_a_wrong_option_is_refused(word: str) -> None:
@@ -61,10 +64,13 @@ def test_a_wrong_option_is_refused(word: str) -> None:
 
 def test_a_job_has_one_task_a_machine_with_a_rank_for_each_gpu(tmp_path: Path) -> None:
     words = ["optimizer.lr=1e-3", "output_dir=elsewhere"]
-    assert words_of_job(LaunchOptions(nodes=2, gpus=8), words, tmp_path) == [
+    assert build_job_words(LaunchOptions(nodes=2, gpus=8), words, tmp_path) == [
         "optimizer.lr=1e-3", "parallel=ddp", "parallel.devices=8", f"output_dir={tmp_path}"
     ]  # fmt: skip
-    assert words_of_job(LaunchOptions(), words, tmp_path) == ["optimizer.lr=1e-3", f"output_dir={tmp_path}"]
+    assert build_job_words(LaunchOptions(), words, tmp_path) == [
+        "optimizer.lr=1e-3",
+        f"output_dir={tmp_path}",
+    ]
     script = format_script(LaunchOptions(2, 8, sbatch={"requeue": False, "qos": "a b"}), "n", tmp_path, words)
     lines = script.splitlines()
     assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8",

@@ -56,14 +56,14 @@ class HeldFile(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """A checkpoint that is to be uploaded. run_files, files: by name; kept: steps that stay in the store."""
+    """A checkpoint that is to be uploaded. run_files, files: by name. protected: steps that stay in the store."""
 
     name: str
     run_files: dict[str, HeldFile]
     files: dict[str, HeldFile]
     manifest: bytes
     expected: Mapping[str, Written]
-    kept: frozenset[str]
+    protected: frozenset[str]
     held: ExitStack
 
 
@@ -154,15 +154,17 @@ class ObjectStoreMirror:
             self._check_owner()
         if self._uploaded.get(upload.name) != upload.expected:  # else only the manifest changed
             self._remove(f"{root}/{MANIFEST}")
-            entries = {name: self._copy(f"{root}/run/{name}", one) for name, one in upload.run_files.items()}
+            entries = {
+                name: self._copy(f"{root}/run/{name}", source) for name, source in upload.run_files.items()
+            }
             self._store.pipe_file(f"{root}/{RUN_FILES}", json.dumps(entries).encode())
-            for name, one in upload.files.items():
-                if self._copy(f"{root}/{name}", one) != upload.expected[name]:
+            for name, source in upload.files.items():
+                if self._copy(f"{root}/{name}", source) != upload.expected[name]:
                     raise CheckpointError(f"{name} is not what its manifest says")
         self._store.pipe_file(f"{root}/{MANIFEST}", upload.manifest)
         self._uploaded[upload.name] = upload.expected
         self._advance()
-        self._remove_old(upload.kept | {upload.name})
+        self._remove_old(upload.protected | {upload.name})
 
     def _check_owner(self) -> None:
         """Raise CheckpointError if the folder of the store has checkpoints of another run."""
@@ -194,10 +196,11 @@ class ObjectStoreMirror:
             self._progress = self._clock()
             self._changed.notify_all()
 
-    def _remove_old(self, kept: frozenset[str]) -> None:
+    def _remove_old(self, protected: frozenset[str]) -> None:
+        """Remove all but the newest `keep` steps and the protected ones: the manifest first, then the files."""
         names = list_stored_steps(self._store, self._root)
         for name in names[: -self.keep]:
-            if name not in kept:
+            if name not in protected:
                 self._remove(f"{self._root}/{name}/{MANIFEST}")
                 self._remove(f"{self._root}/{name}")
                 self._uploaded.pop(name, None)

@@ -87,7 +87,7 @@ def launch_on_cluster(
     Return the exit code; None for launch=local. Raise ConfigError for mistakes.
     """
     from trainrun.launch import manifest, ray, slurm
-    from trainrun.launch.launch_options import read_options, words_of_job
+    from trainrun.launch.launch_options import build_job_words, read_options
 
     options = read_options(launch_words)
     if options is None:
@@ -100,12 +100,12 @@ def launch_on_cluster(
         manifest.print_manifest(options, name, words)
         return EXIT_DONE
     folder = choose_folder(composition)
-    words = words_of_job(options, words, folder)
+    words = build_job_words(options, words, folder)
     if options.kind == "ray":
         code = ray.run_on_cluster(options, composition.config, words)
         report_result(folder=folder, **read_status(RunDir(folder)))
         return code
-    slurm.submit(options, name, folder, words)
+    slurm.submit_job(options, name, folder, words)
     return EXIT_DONE
 
 
@@ -117,7 +117,7 @@ def submit_sweep(
     words: the whole command line without the launch options; each job of the array runs it.
     """
     from trainrun.launch import slurm
-    from trainrun.launch.launch_options import read_options, words_in_folder
+    from trainrun.launch.launch_options import read_options, replace_folder
     from trainrun.sweep.jobs import new_sweep_folder
     from trainrun.sweep.run_sweep import check_sweep
 
@@ -132,7 +132,7 @@ def submit_sweep(
         )
     checked_words, named = check_sweep(prepared, sweep_words)
     folder = resolve_folder(str(named or new_sweep_folder(checked_words)))
-    slurm.submit(options, folder.name, folder, words_in_folder(words, folder))
+    slurm.submit_job(options, folder.name, folder, replace_folder(words, folder))
     return EXIT_DONE
 
 

@@ -42,46 +42,55 @@ class LaunchOptions:
 
 def read_options(words: Sequence[str]) -> LaunchOptions | None:
     """Return the options in settings such as `launch.nodes=2`; None for launch=local. Raise ConfigError."""
-    values: dict[str, Any] = {}
-    faults = []
     kind = next((word.partition("=")[2] for word in reversed(words) if word.startswith("launch=")), "local")
-    allowed = OPTIONS_OF.get(kind, OPTIONS_OF["slurm"])
-    for word in words:
-        key, _, text = word.partition("=")
-        name = key.partition(".")[2]
-        programs = [program for program, names in OPTIONS_OF.items() if name in names]
-        if key == "launch":
-            continue
-        if not programs:
-            fields = [f"launch.{field}" for names in OPTIONS_OF.values() for field in names]
-            faults.append(f"{word}: no such setting of a launch.{suggest_closest_name(key, fields)}")
-        elif kind in OPTIONS_OF and name not in allowed:
-            faults.append(f"{word}: is a setting of launch={' and launch='.join(programs)}")
-        elif name in NUMBERS and text.isdigit() and int(text) > 0:
-            values[name] = int(text)
-        elif name in NUMBERS:
-            faults.append(f"{word}: must be a whole number, 1 or more")
-        elif name == "sbatch" and isinstance(flags := yaml.safe_load(text.replace("=", ": ")), dict):
-            values[name] = flags
-        elif name == "sbatch":
-            faults.append(f"{word}: must be flags of sbatch, as launch.sbatch={{qos: high, mem: 64G}}")
-        elif text:
-            values[name] = text
-        else:
-            faults.append(f"{word}: has no value")
-    time = values.get("time", "0")
-    if time.lower() not in NO_LIMIT and limit_seconds(time) is None:
-        faults.append(f"launch.time={time}: must be as Slurm has it: 90 (minutes), 1:30:00 or 2-12:00:00")
+    options = [word for word in words if not word.startswith("launch=")]
     if kind not in ("local", *OPTIONS_OF):
-        faults.append(f"launch={kind}: must be local, slurm, ray, k8s or sky")
-    elif kind == "local" and values:
-        faults.append(f"{words[0]}: is a setting of a cluster; add launch=slurm")
+        raise ConfigError(f"launch={kind}: must be local, slurm, ray, k8s or sky")
+    if kind == "local" and options:
+        raise ConfigError(f"{options[0]}: is a setting of a cluster; add launch=slurm")
+    values: dict[str, Any] = {}
+    faults: list[str] = []
+    for word in options:
+        try:
+            name, value = parse_option(kind, word)
+            values[name] = value
+        except ConfigError as error:
+            faults += error.faults
     if faults:
         raise ConfigError(*faults)
     return None if kind == "local" else LaunchOptions(**values, kind=kind)
 
 
-def limit_seconds(text: str) -> int | None:
+def parse_option(kind: str, word: str) -> tuple[str, Any]:
+    """Return name and value of a setting of launch=`kind`. Raise ConfigError."""
+    key, _, text = word.partition("=")
+    name = key.partition(".")[2]
+    kinds = [kind for kind, names in OPTIONS_OF.items() if name in names]
+    if not kinds:
+        keys = [f"launch.{name}" for names in OPTIONS_OF.values() for name in names]
+        raise ConfigError(f"{word}: no such setting of a launch.{suggest_closest_name(key, keys)}")
+    if kind not in kinds:
+        raise ConfigError(f"{word}: is a setting of launch={' and launch='.join(kinds)}")
+    if not text:
+        raise ConfigError(f"{word}: has no value")
+    if name in NUMBERS:
+        if not text.isdecimal() or int(text) == 0:
+            raise ConfigError(f"{word}: must be a whole number, 1 or more")
+        return name, int(text)
+    if name == "sbatch":
+        try:
+            flags = yaml.safe_load(text.replace("=", ": "))
+        except yaml.YAMLError:
+            flags = None
+        if not isinstance(flags, dict):
+            raise ConfigError(f"{word}: must be flags of sbatch, as launch.sbatch={{qos: high, mem: 64G}}")
+        return name, flags
+    if name == "time" and text.lower() not in NO_LIMIT and parse_time_limit(text) is None:
+        raise ConfigError(f"{word}: must be as Slurm has it: 90 (minutes), 1:30:00 or 2-12:00:00")
+    return name, text
+
+
+def parse_time_limit(text: str) -> int | None:
     """Return the seconds of a Slurm time limit; None if the text is not one.
 
     Formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
@@ -89,7 +98,7 @@ def limit_seconds(text: str) -> int | None:
     """
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
-    if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
+    if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
         return None
     numbers = [int(part) for part in parts]
     if dash:
@@ -99,7 +108,7 @@ def limit_seconds(text: str) -> int | None:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def words_of_job(options: LaunchOptions, words: Sequence[str], folder: Path) -> list[str]:
+def build_job_words(options: LaunchOptions, words: Sequence[str], folder: Path) -> list[str]:
     """Return the settings of the run, with its folder and the number of ranks per machine."""
     keys = {word.partition("=")[0] for word in words}
     added = []
@@ -107,10 +116,10 @@ def words_of_job(options: LaunchOptions, words: Sequence[str], folder: Path) -> 
         added.append("parallel=ddp")
     if options.gpus is not None and "parallel.devices" not in keys:
         added.append(f"parallel.devices={options.gpus}")
-    return words_in_folder([*words, *added], folder)
+    return replace_folder([*words, *added], folder)
 
 
-def words_in_folder(words: Sequence[str], folder: Path) -> list[str]:
+def replace_folder(words: Sequence[str], folder: Path) -> list[str]:
     """Return settings with another folder of the run or the sweep."""
     keys = ("output_dir", "hydra.run.dir", "hydra.sweep.dir")
     return [*(word for word in words if word.partition("=")[0] not in keys), f"output_dir={folder}"]

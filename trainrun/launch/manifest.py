@@ -17,7 +17,7 @@ from typing import Any
 
 from trainrun.config.compose import format_yaml
 from trainrun.errors import ConfigError
-from trainrun.launch.launch_options import LaunchOptions, words_of_job
+from trainrun.launch.launch_options import LaunchOptions, build_job_words
 from trainrun.output import report_result, say
 
 PORT = 29500
@@ -36,7 +36,7 @@ def format_manifest(options: LaunchOptions, name: str, words: Sequence[str]) -> 
         raise ConfigError(
             f"launch={options.kind}: add launch.image=..., a container image with trainrun and your code"
         )
-    words = words_of_job(options, words, Path(folder))
+    words = build_job_words(options, words, Path(folder))
     job_name = re.sub("[^a-z0-9]+", "-", name.lower())[:MOST_NAME_LETTERS].strip("-")
     job_name = job_name if job_name[:1].isalpha() else f"run-{job_name}".strip("-")
     if options.kind == "k8s":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trainrun.errors import ConfigError, LaunchError
 from trainrun.folder.run_folder import write_text
-from trainrun.launch.launch_options import LaunchOptions, limit_seconds
+from trainrun.launch.launch_options import LaunchOptions, parse_time_limit
 from trainrun.output import format_path_to_paste, report_result, say
 
 WARNING_SECONDS = 300  # from the signal to the time limit
@@ -27,7 +27,7 @@ SCRIPT, LOG, ARRAY_LOG = "slurm.sh", "slurm.log", "slurm-%a.log"  # %a: the numb
 
 def format_script(options: LaunchOptions, name: str, folder: Path, words: Sequence[str]) -> str:
     """Return the job script. words: the settings of the run or the sweep, with its folder."""
-    limit = limit_seconds(options.time or "")
+    limit = parse_time_limit(options.time or "")
     warning = min(WARNING_SECONDS, limit // 2) if limit else WARNING_SECONDS  # a short job trains too
     flags = {
         "job-name": name,
@@ -67,7 +67,7 @@ def format_script(options: LaunchOptions, name: str, folder: Path, words: Sequen
     )
 
 
-def submit(options: LaunchOptions, name: str, folder: Path, words: Sequence[str]) -> None:
+def submit_job(options: LaunchOptions, name: str, folder: Path, words: Sequence[str]) -> None:
     """Write the script into the folder of the run or the sweep, submit it, and print the job number.
 
     words: the settings, with the folder. Raise ConfigError without Slurm, LaunchError if Slurm refuses the job.

@@ -47,7 +47,7 @@ def fetch_files(url: str, names: Sequence[str], key: str, endings: Sequence[str]
     """
     store, _ = open_store(names[0], key)
     with explain_store_errors(url, key):
-        listed = list_names(store, names, key, endings)
+        listed = list_stored_files(store, names, key, endings)
         folder = open_download(store, url, listed)
     inside = shorten_names(list(listed))
     return tuple(folder / FOLDER / inside[path] for path in listed if not path.endswith(META_NAME))
@@ -57,7 +57,7 @@ def list_urls(url: str, names: Sequence[str], key: str, endings: Sequence[str]) 
     """Return the URL of each file of a URL, in the order of their names; see `fetch_files`. Nothing is downloaded."""
     store, _ = open_store(names[0], key)
     with explain_store_errors(url, key):
-        paths = list_names(store, names, key, endings)
+        paths = list_stored_files(store, names, key, endings)
         return [str(store.unstrip_protocol(path)) for path in paths if not path.endswith(META_NAME)]
 
 
@@ -88,21 +88,21 @@ def explain_store_errors(url: str, key: str) -> Iterator[None]:
         raise DataError(f"{key}={url}: cannot be read ({type(error).__name__}: {text})") from error
 
 
-def list_names(
+def list_stored_files(
     store: Any, names: Sequence[str], key: str, endings: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """Return what the store says of the files of some names, in their order. Raise DataError if one has no file."""
     store.invalidate_cache()
     listed: dict[str, dict[str, Any]] = {}
     for name in names:
-        files = list_files(store, open_store(name, key)[1], endings)
+        files = list_path_files(store, open_store(name, key)[1], endings)
         if not files:
             raise DataError(f"{key}={name}: no file is there, or none with {' or '.join(endings)}")
         listed |= {path: files[path] for path in sorted(files, key=lambda path: Path(path).parts)}
     return listed
 
 
-def list_files(store: Any, root: str, endings: Sequence[str]) -> dict[str, dict[str, Any]]:
+def list_path_files(store: Any, root: str, endings: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return what the store says of each file of a path: a file, a pattern, or a folder."""
     if glob.has_magic(root):
         return {path: info for path, info in store.glob(root, detail=True).items() if info["type"] == "file"}
