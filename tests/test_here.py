@@ -98,3 +98,11 @@ def test_the_file_is_named_where_it_lacks_the_name(folder: Path) -> None:
     with pytest.raises(PluginError) as caught:
         import_target("sched.Nett", "model")
     assert f"sched ({folder}/sched.py) has no Nett; did you mean Net?" in str(caught.value)
+
+
+def test_a_program_that_stands_elsewhere_finds_a_module_of_the_working_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "net_elsewhere.py").write_text(NET)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(folder))])
+    assert import_target("net_elsewhere.Net", "model._target_").__name__ == "Net"

@@ -31,6 +31,7 @@ from trainrun.plugin_faults import (
     is_missing_module,
     suggest_name,
 )
+from trainrun.runtime.python_module import add_import_paths
 
 TARGET, ARGS, PARTIAL, CHECK = "_target_", "_args_", "_partial_", "_check_"
 WORDS = (TARGET, ARGS, PARTIAL, CHECK)
@@ -108,6 +109,8 @@ def read_attribute(found: Any, path: str, name: str, fault: str) -> Any:
 
 def import_longest_prefix(names: list[str], fault: str) -> tuple[ModuleType, str, list[str]]:
     """Import the module at the start of a dotted path. Return it, its name, and the rest of the path."""
+    with suppress(OSError):  # the working directory may be gone
+        add_import_paths([])  # a program that calls `trainrun.train` may stand in another folder
     if names[0] not in sys.modules:
         importlib.invalidate_caches()  # its file may be younger than Python's listing of the folder
     prefix = HERE if is_shadowed_module(names[0]) else ""

@@ -23,7 +23,7 @@ from trainrun.data.facts import (
 from trainrun.data.overlap.shared_rows import describe_shared_rows
 from trainrun.data.pipeline import add_look, open_batches
 from trainrun.data.stream_options import Report, StreamOptions, check_options
-from trainrun.data.tensor_dataset import SplitBuilder
+from trainrun.data.tensor_dataset import SplitBuilder, find_reader_attribute
 from trainrun.errors import ConfigError, DataError
 from trainrun.instantiate import build_node, named_nodes
 from trainrun.interfaces import IGNORED, DataFacts, Parallel
@@ -73,8 +73,10 @@ def build_sources(
             builder.build(node, format_split_key(name), parse_split_kind(name), **arguments) if node else None
         )
     sources = apply_training_names(sources, trained)
-    notices = {format_split_key(name): getattr(source, "notice", "") for name, source in sources.items()}
-    notes += [f"{key}: {notice}" for key, notice in notices.items() if notice and isinstance(notice, str)]
+    notices = {
+        format_split_key(name): find_reader_attribute(source, "notice") for name, source in sources.items()
+    }
+    notes += [f"{key}: {notice}" for key, notice in notices.items() if notice]
     if "train" in named and data.folds is None and data.sampling == "none":
         return sources, None
     from trainrun.data.order.training_set import Asked, build_training_set

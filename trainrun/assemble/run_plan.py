@@ -18,7 +18,7 @@ import torch
 
 from trainrun.checkpoint.manager import KeepOptions
 from trainrun.config.schema import CheckpointConfig, EarlyStoppingConfig, RunConfig, replace_values
-from trainrun.data.tensor_dataset import list_parts
+from trainrun.data.tensor_dataset import find_reader_attribute, list_parts
 from trainrun.errors import ConfigError
 from trainrun.instantiate import named_nodes
 from trainrun.interfaces import Batches, Parallel
@@ -114,7 +114,8 @@ def measure_lengths(config: RunConfig, train: Batches, source: Any, task: Any, w
     uneven = data.padding in ("pack", "token_budget") or train.num_samples is None
     each = None  # tokens of a sample
     if getattr(task, "unit", "") == "tokens" and not uneven and data.max_sequence_length is None:
-        total, sizes = getattr(source, "num_tokens", None), getattr(source, "lengths", None)  # of `data=text`
+        total = find_reader_attribute(source, "num_tokens")  # of `data=text`
+        sizes = find_reader_attribute(source, "lengths")
         if total and sizes is not None and sizes.min() == sizes.max():
             each = total // len(sizes)
     return Lengths(
@@ -333,7 +334,7 @@ def build_fingerprint(
     The data files are read here. source: the training samples; without an attribute `files`, the files at
     `data.train.path` are used.
     """
-    named = [files for part in list_parts(source) if (files := getattr(part, "files", None))]
+    named = [files for part in list_parts(source) if (files := find_reader_attribute(part, "files"))]
     description = describe_files(chain.from_iterable(named)) if named else ""
     beside = "" if named else describe_data_files((config.data.train or {}).get("path"))
     data = ({DATA: description} if description else {}) | ({PLACE: beside} if beside else {})

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainrun.assemble.data_pipeline import format_split_key
 from trainrun.config.schema import READ, RunConfig, read_value, settings
-from trainrun.data.tensor_dataset import list_parts
+from trainrun.data.tensor_dataset import find_reader_attribute, list_parts
 from trainrun.errors import ConfigError
 from trainrun.instantiate import BUILT, is_node, named_nodes
 from trainrun.interfaces import Parallel
@@ -78,7 +78,7 @@ def find_enclosing_node(key: str, config: RunConfig) -> str | None:
 
 def list_unused_arguments(source: Any) -> dict[str, str]:
     """Return the arguments that no part of a source used, with reasons."""
-    each = [getattr(part, "unused_arguments", None) or {} for part in list_parts(source)]
+    each = [find_reader_attribute(part, "unused_arguments") or {} for part in list_parts(source)]
     return {name: reason for name, reason in each[0].items() if all(name in others for others in each)}
 
 

@@ -24,6 +24,7 @@ from trainrun.errors import (
 )
 from trainrun.output import say
 from trainrun.plugin_faults import describe_missing_satellite
+from trainrun.runtime.python_module import add_import_paths
 from trainrun.user_code import describe_system_error, format_user_traceback
 
 COMMANDS = {
@@ -150,16 +151,6 @@ def report_crash(error: Exception) -> int:
     say(f"trainrun: failed in code of yours:\n{shown}", file=sys.stderr)
     say("(every line of the traceback: TRAINRUN_FULL_ERROR=1)", file=sys.stderr)
     return EXIT_FAILED
-
-
-def add_import_paths(extra: list[str]) -> list[str]:
-    """Append the working directory and `extra` to the import path, so that installed modules come first.
-
-    Return the folders that are on the path for the user's code.
-    """
-    paths = [] if getattr(sys.flags, "safe_path", False) else [os.getcwd(), *extra]
-    sys.path += [path for path in paths if path not in sys.path]
-    return paths
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import build_run_parser, parse_arguments
 from trainrun.cli.train_command import (
     dismiss_other_ranks,
@@ -25,6 +24,7 @@ from trainrun.folder.status import is_sweep
 from trainrun.output import say
 from trainrun.runs.resume import check_modules, compare_configs, format_value_as_typed, load_trusted_config
 from trainrun.runs.run import import_torchrun, open_or_create_run, open_run, resume_run, start_training
+from trainrun.runtime.python_module import add_import_paths
 
 
 def main(argv: list[str]) -> int:

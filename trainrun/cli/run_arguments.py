@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainrun.cli.json_output import FLAG as JSON_FLAG
-from trainrun.cli.main import add_import_paths
 from trainrun.config.argv import find_conf_dir, list_groups, translate_flag
 from trainrun.config.validate import suggest_closest_name
 from trainrun.errors import ConfigError
 from trainrun.limits import parse_seconds
+from trainrun.runtime.python_module import add_import_paths
 
 LEAST_SECONDS = 5.0
 SPLITS = ("val", "test")  # that a command may be about

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trainrun.cli.main import add_import_paths
 from trainrun.config.argv import CommandLine
 from trainrun.config.compose import Composition, compose_command_line, format_yaml, prepare_command_line
 from trainrun.config.saved_values import separate_secrets
@@ -22,7 +21,7 @@ from trainrun.output import format_path_to_paste, report_result, say
 from trainrun.parallel.devices import is_one_task_a_node, is_started_by_launcher
 from trainrun.parallel.launch import launch_on_node
 from trainrun.runs.run import choose_folder, import_torchrun, open_or_create_run, start_training
-from trainrun.runtime.python_module import module_command
+from trainrun.runtime.python_module import add_import_paths, module_command
 
 LAUNCH_OPTION = re.compile(r"launch(\.\w+)?=")
 SWEEP_OPTION = re.compile(r"sweep(\.\w+)?=")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from trainrun.convert.split_samples import Samples, array_of
+from trainrun.data.tensor_dataset import find_reader_attribute
 from trainrun.errors import DataError
 
 OTHER_FORMATS = "lmdb, tfrecord and webdataset take every sample"
@@ -111,5 +112,5 @@ def _field(samples: Samples, name: str, value: Any, may_be_ragged: bool, is_targ
 
 def _known_lengths(samples: Samples) -> set[int]:
     """Return the lengths of all inputs, from a source that knows them."""
-    lengths = getattr(samples.source, "lengths", None)
+    lengths = find_reader_attribute(samples.source, "lengths")
     return set() if lengths is None else set(np.unique(np.asarray(lengths)).tolist())

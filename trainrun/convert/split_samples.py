@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import is_integer
 from trainrun.data.facts import describe_source
+from trainrun.data.map_style import describe
 from trainrun.data.readers.pictures.decode import Form
 from trainrun.data.readers.pictures.image_folder import ImageFolder
 from trainrun.data.readers.reader_protocol import ReaderDataset
@@ -93,9 +94,7 @@ class Samples:
 
     def describe(self, number: int) -> str:
         """Format the sample for messages."""
-        describe_source = getattr(self.source, "describe", None)
-        where = "" if describe_source is None else f" ({describe_source(number)})"
-        return f"{self.key}: sample {number}{where}"
+        return f"{self.key}: sample {number}{describe(self.source, number)}"
 
     def _row(self, number: int) -> Any:
         with self._errors_name(number):

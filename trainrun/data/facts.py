@@ -15,7 +15,7 @@ from trainrun.data.batch import convert_to_tensor, is_integer
 from trainrun.data.order.sampler import count_different
 from trainrun.data.pipeline import add_look
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import Columns, find_attribute, find_columns, list_parts
+from trainrun.data.tensor_dataset import Columns, find_attribute, find_columns, is_reader, list_parts
 from trainrun.errors import DataError
 from trainrun.interfaces import IGNORED, TARGET_KEYS, DataFacts
 
@@ -152,13 +152,11 @@ def find_labels(source: Any, key: str) -> Any:
     columns = None if isinstance(source, IterableDataset) else find_columns(source, key)
     if columns is not None:
         target = columns.target()
-    else:  # another's attribute of this name may be anything
-        ours = all(type(one).__module__.startswith("trainrun.data.") for one in list_parts(source))
-        target = (
-            find_attribute(source, "targets" if isinstance(list_parts(source)[0], Columns) else "labels")
-            if ours
-            else None
-        )
+    elif not all(map(is_reader, list_parts(source))):
+        return None
+    else:
+        name = "targets" if isinstance(list_parts(source)[0], Columns) else "labels"
+        target = find_attribute(source, name)
     return target if target is not None and is_integer(target) else None
 
 

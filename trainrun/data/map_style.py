@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
 from trainrun.data.batch import RaggedBatch
-from trainrun.data.tensor_dataset import Columns, list_parts
+from trainrun.data.tensor_dataset import Columns, find_reader_attribute, list_parts
 
 
 def find_batch_method(dataset: Any, collate: Any = None) -> Callable[[list[int]], Any] | None:
@@ -21,11 +21,10 @@ def find_batch_method(dataset: Any, collate: Any = None) -> Callable[[list[int]]
     It raises DataError if a sample cannot be read. None: there is no such function. Only data sets of this package are
     asked: elsewhere the names may mean anything.
     """
-    if not type(dataset).__module__.startswith("trainrun.data."):
-        return None
     if collate is None:
-        return getattr(dataset, "read_batch", None)
-    read, pad = getattr(dataset, "read_ragged", None), getattr(collate, "pad_rows", None)
+        read_batch: Callable[[list[int]], Any] | None = find_reader_attribute(dataset, "read_batch")
+        return read_batch
+    read, pad = find_reader_attribute(dataset, "read_ragged"), getattr(collate, "pad_rows", None)
     return None if read is None or pad is None else partial(read_and_pad, read, pad)
 
 
@@ -61,7 +60,7 @@ def choose_spread_indices(count: int, most: int) -> np.ndarray[Any, np.dtype[np.
 
 def name_of(dataset: Any) -> str:
     """Return the name of its class, for messages; for a cache, that of the data set it reads."""
-    return str(getattr(dataset, "name_of_source", type(dataset).__name__))
+    return str(find_reader_attribute(dataset, "name_of_source") or type(dataset).__name__)
 
 
 def copy_shallow(dataset: Any) -> Any:
@@ -81,13 +80,21 @@ def copy_shallow(dataset: Any) -> Any:
 
 def describe(dataset: Any, index: int) -> str:
     """Return ` (file and record)` of a sample if the data set can describe it."""
-    base, place = find_innermost(dataset, index)
-    function = getattr(base, "describe", None)
-    if not callable(function):
+    description = find_description(dataset, index)
+    return f" ({description})" if description else ""
+
+
+def find_description(dataset: Any, index: int) -> str:
+    """Return what the data set says about a sample, as `file.csv, line 3`; "" if it says nothing."""
+    base, position = find_innermost(dataset, index)
+    describe_sample = getattr(base, "describe", None)
+    if not callable(describe_sample):
         return ""
     try:
-        return f" ({function(place)})"
-    except Exception:  # it is asked about a fault, and must not stand before that
+        return str(describe_sample(position))
+    except (
+        Exception
+    ):  # a message about a fault must not fail; and a user's `describe` may mean something else
         return ""
 
 

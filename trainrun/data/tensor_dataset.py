@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -193,18 +193,13 @@ class Columns:
         return self.copy_samples(found, np.arange(len(self)))
 
 
-@runtime_checkable
-class KeepsBytes(Protocol):
-    """A map-style data set of tuples whose pictures, first in them, are scaled bytes."""
-
-    def as_bytes(self) -> tuple[Any, Scale] | None:
-        """Return the same data set with its pictures as bytes, and what makes its own samples of those."""
-
-
 def as_bytes(source: Any) -> tuple[Any, Scale | None]:
-    """Return what is to be cached and sent, and its scale; other data sets as they are."""
-    if isinstance(source, KeepsBytes):
-        return source.as_bytes() or (source, None)
+    """Return a data set with its pictures as bytes, and the scale that makes its samples of them.
+
+    A data set whose samples are no scaled bytes is returned as it is, with None.
+    """
+    if convert := find_reader_attribute(source, "as_bytes"):
+        return convert() or (source, None)
     if type(source) is Subset:
         whole, scale = as_bytes(source.dataset)
         return (source, None) if scale is None else (Subset(whole, source.indices), scale)
@@ -216,11 +211,9 @@ def find_rows_in_memory(source: Any) -> Columns | None:
 
     A class defined elsewhere that wraps or extends such a source has samples of its own.
     """
-    kind = type(source)
-    if not (kind.__module__.startswith("trainrun.data.") and hasattr(kind, "as_rows")):
-        return None
-    found: Columns | None = source.as_rows()
-    return found
+    as_rows = find_reader_attribute(source, "as_rows")
+    rows: Columns | None = None if as_rows is None else as_rows()
+    return rows
 
 
 def gather_rows(value: Column, indices: list[int]) -> Column:
@@ -330,6 +323,11 @@ def _check_column(value: Any, where: str) -> None:
 
 
 OF_ALL_SAMPLES = ("class_names", "classes", "num_classes", "bytes_per_token", "input_columns")
+OF_READERS = (
+    "bytes_per_token",
+    "input_columns",
+    "column",
+)  # attributes that have a meaning in this package alone
 
 
 def list_parts(dataset: Any) -> list[Any]:
@@ -337,6 +335,19 @@ def list_parts(dataset: Any) -> list[Any]:
     if type(dataset) is ConcatDataset:
         return [part for one in dataset.datasets for part in list_parts(one)]
     return list_parts(dataset.dataset) if type(dataset) is Subset else [dataset]
+
+
+def is_reader(dataset: Any) -> bool:
+    """Return whether a data set is of a class of this package, whose attributes have the meaning given here.
+
+    In the user's own class a name such as `files`, `lengths` or `notice` may mean anything.
+    """
+    return type(dataset).__module__.startswith("trainrun.")
+
+
+def find_reader_attribute(dataset: Any, name: str) -> Any:
+    """Return an attribute of one of this package's data sets; None for the user's own class."""
+    return getattr(dataset, name, None) if is_reader(dataset) else None
 
 
 def find_attribute(dataset: Any, name: str) -> Any:
@@ -355,4 +366,4 @@ def find_attribute(dataset: Any, name: str) -> Any:
         return np.concatenate([np.asarray(one) for one in each])
     if isinstance(dataset, Columns) and name == "targets":
         return dataset.target()
-    return getattr(dataset, name, None)
+    return find_reader_attribute(dataset, name) if name in OF_READERS else getattr(dataset, name, None)

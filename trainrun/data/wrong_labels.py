@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from trainrun.data.batch import convert_to_tensor
+from trainrun.data.map_style import find_description
 from trainrun.errors import DataError
 
 CLASSES_PER_LABEL = 10  # more are a slip in one label
@@ -37,8 +38,7 @@ def explain_label(label: int, num_classes: int, said_by: str) -> str:
 
 def name_sample(source: Any, key: str, index: int) -> str:
     """Return line, row or file of a sample, if the source knows it."""
-    describe = getattr(source, "describe", None)
-    return f"{key}: sample {index}" if describe is None else str(describe(index))
+    return find_description(source, index) or f"{key}: sample {index}"
 
 
 def check_number_of_classes(source: Any, key: str, target: Any, num_classes: int) -> None:

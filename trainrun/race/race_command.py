@@ -9,7 +9,6 @@ import shlex
 import signal
 from collections.abc import Sequence
 
-from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from trainrun.folder.lock import lock_folder
@@ -18,6 +17,7 @@ from trainrun.output import format_count, format_path_to_paste, report_result, s
 from trainrun.race.race_report import PAGE, print_report, race_facts, write_report
 from trainrun.race.racers import Racer, Variation, read_racers, variations
 from trainrun.race.turns import Race, RaceGoal, describe_racers, new_race_folder
+from trainrun.runtime.python_module import add_import_paths
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.job_queue import StopRelay
 from trainrun.task.metrics.directions import guess_direction

@@ -6,12 +6,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from trainrun.cli.main import add_import_paths, report_crash, report_fault
+from trainrun.cli.main import report_crash, report_fault
 from trainrun.config.compose import Composition, compose_run
 from trainrun.config.schema import replace_values
 from trainrun.errors import TrainrunError
 from trainrun.folder.run_folder import LaunchSpec, list_typed_keys, read_json
 from trainrun.runs.run import create_run, train_in_ranks
+from trainrun.runtime.python_module import add_import_paths
 
 REQUEST, JUDGED = "request.json", "judged.jsonl"
 LOOP = "trainrun.race.judged_loop.JudgedLoop"

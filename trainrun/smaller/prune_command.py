@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from trainrun.cli.main import add_import_paths
 from trainrun.cli.run_arguments import add_checkpoint_options, build_run_parser, parse_arguments
 from trainrun.config.schema import replace_values
 from trainrun.errors import EXIT_DONE, ConfigError
@@ -15,6 +14,7 @@ from trainrun.export.served import record_call
 from trainrun.limits import EPOCH, STEP, parse_duration
 from trainrun.output import format_count, say
 from trainrun.runs.run import resume_run
+from trainrun.runtime.python_module import add_import_paths
 from trainrun.smaller.channels import format_reasons
 from trainrun.smaller.new_run import SourceRun, compare_runs, open_source, write_run
 from trainrun.smaller.prune import (

@@ -21,7 +21,14 @@ from torch.utils.data import IterableDataset, Subset
 from trainrun.data.facts import SharedRows
 from trainrun.data.map_style import choose_spread_indices
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import Column, Columns, find_columns, find_rows_in_memory, is_mapped
+from trainrun.data.tensor_dataset import (
+    Column,
+    Columns,
+    find_columns,
+    find_reader_attribute,
+    find_rows_in_memory,
+    is_mapped,
+)
 
 MOST_ROWS, MOST_TRAINING_ROWS = 1024, 2**16
 MOST_MAPPED_ROWS = 4096  # each may be a page to fetch from the disk
@@ -68,15 +75,10 @@ def count_shared_rows(train: Any, other: Any) -> SharedRows | None:
     numbers = count_shared_numbers(train, other)
     if numbers is not None:
         return numbers
-    if has_method(train, "sample_file") and has_method(other, "sample_file"):
+    if all(find_reader_attribute(split, "sample_file") is not None for split in (train, other)):
         return count_shared_files(train, other)
     columns = find_comparable_columns(train), find_comparable_columns(other)
     return None if columns[0] is None or columns[1] is None else compare_columns(columns[0], columns[1])
-
-
-def has_method(source: Any, name: str) -> bool:
-    """Return whether a source is one of this package's readers, and has such a method."""
-    return type(source).__module__.startswith("trainrun.data.readers.") and hasattr(source, name)
 
 
 def find_comparable_columns(source: Any) -> Columns | None:
@@ -88,7 +90,7 @@ def count_shared_numbers(train: Any, other: Any) -> SharedRows | None:
     """Compare the numbers of samples, where both splits are samples of one data set."""
     (first, rows), (second, other_rows) = find_source_and_rows(train), find_source_and_rows(other)
     if first is not second:
-        if not (has_method(first, "row_numbers") and has_method(second, "row_numbers")):
+        if any(find_reader_attribute(one, "row_numbers") is None for one in (first, second)):
             return None
         if first.reader.info.files != second.reader.info.files or len(first.reader) != len(second.reader):
             return None
@@ -111,7 +113,7 @@ def find_source_and_rows(source: Any) -> tuple[Any, Numbers | None]:
     """Return the data set behind a source, and the numbers of the samples in it."""
     if type(source) is Subset:
         return source.dataset, np.asarray(source.indices, np.int64)
-    if has_method(source, "row_numbers"):
+    if find_reader_attribute(source, "row_numbers") is not None:
         return source, source.row_numbers()
     return source, np.arange(len(source)) if hasattr(source, "__len__") else None
 

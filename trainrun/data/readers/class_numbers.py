@@ -13,13 +13,14 @@ from torch.utils.data import Dataset, IterableDataset
 
 from trainrun.data.facts import find_class_names, find_labels, list_input_columns
 from trainrun.data.readers.targets import join_names
-from trainrun.data.tensor_dataset import Arrays
+from trainrun.data.tensor_dataset import Arrays, is_reader
 from trainrun.errors import DataError
 from trainrun.interfaces import TARGET_KEYS
 from trainrun.plugin_faults import suggest_name
 
 UNKNOWN = -1
-PASSED_ON = ("describe", "lengths", "thread_safe", "column", "bytes_per_token", "notice")
+PASSED_ON = ("describe", "thread_safe")
+PASSED_ON_OF_READERS = ("lengths", "column", "bytes_per_token", "notice")
 
 
 class RenumberedClasses(Dataset[Any]):
@@ -37,7 +38,8 @@ class RenumberedClasses(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in PASSED_ON:
+        is_passed_on = name in PASSED_ON or (name in PASSED_ON_OF_READERS and is_reader(self.dataset))
+        if not is_passed_on:
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

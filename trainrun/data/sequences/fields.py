@@ -17,8 +17,8 @@ import numpy as np
 from torch import Tensor
 
 from trainrun.data.batch import convert_numbers, convert_to_tensor, is_numbers, is_tokens
-from trainrun.data.map_style import find_innermost, thread_safe
-from trainrun.data.tensor_dataset import Columns
+from trainrun.data.map_style import describe, find_innermost, thread_safe
+from trainrun.data.tensor_dataset import Columns, find_reader_attribute
 from trainrun.interfaces import TARGET_KEYS
 
 Fields = dict[str, Any]
@@ -163,15 +163,14 @@ class Pieces:
         if isinstance(self._source, Columns):
             return self._source.read_cut(number, [partial(cut, name) for name in self._column_names])
         source, row = find_innermost(self._source, number)
-        read_cut = getattr(source, "read_cut", None)
-        return read_cut(row, cut) if callable(read_cut) else map_fields(self._source[number], cut)
+        read_cut = find_reader_attribute(source, "read_cut")
+        return read_cut(row, cut) if read_cut is not None else map_fields(self._source[number], cut)
 
     def describe(self, index: int) -> str:
         """Describe for messages which sample a piece comes from."""
         number = int(self.sample[index])
         place = f"positions {int(self.begin[index])} and on of sample {number}"
-        describe = getattr(self._source, "describe", None)
-        return f"{place} ({describe(number)})" if callable(describe) else place
+        return f"{place}{describe(self._source, number)}"
 
     def _cut_of(self, index: int) -> CutField:
         begin = int(self.begin[index])

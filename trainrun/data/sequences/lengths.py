@@ -22,7 +22,7 @@ from trainrun.data.sequences.fields import (
     is_target,
     list_fields,
 )
-from trainrun.data.tensor_dataset import Columns
+from trainrun.data.tensor_dataset import Columns, find_reader_attribute
 from trainrun.errors import DataError
 from trainrun.runtime.child_process import report_progress
 from trainrun.user_code import format_user_line
@@ -93,8 +93,7 @@ def read_reported_lengths(source: Any) -> np.ndarray[Any, Any] | None:
     if type(source) is Subset:
         whole = read_reported_lengths(source.dataset)
         return None if whole is None else whole[np.asarray(source.indices)]
-    lengths = getattr(source, "lengths", None)
-    lengths = lengths() if callable(lengths) else lengths
+    lengths = find_reader_attribute(source, "lengths")
     if lengths is None or len(lengths) != len(source):
         return None
     return np.asarray(lengths, dtype=np.int64)
