@@ -31,7 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT / "tests"), str(ROOT)]  # in place of this folder
 
-from faults import cold, controls, corpora, power, shared_sweep  # noqa: E402
+from faults import cold, controls, corpora, links, power, shared_sweep  # noqa: E402
 from faults.judges import Tally, judge  # noqa: E402
 from faults.plan import parse_case  # noqa: E402
 from faults.referee import Referee  # noqa: E402
@@ -41,7 +41,7 @@ from faults.suites import SUITES, Make, soak  # noqa: E402
 PORTION = 100  # faults of a soak between two lines of progress
 OWN = {  # not made of cases that are played
     "F6": (cold.what, cold.run), "F10": (power.what, power.run), "F21": (cold.what_starts, cold.starts),
-    "F28": (shared_sweep.what, shared_sweep.run),
+    "F28": (shared_sweep.what, shared_sweep.run), "F29": (links.what, links.run),
     **{name: (corpora.CORPORA[name][0], partial(corpora.run, name)) for name in corpora.CORPORA},
 }  # fmt: skip
 ELSEWHERE = """\
@@ -138,7 +138,9 @@ def plan(referee: Referee, words: argparse.Namespace, folder: Path) -> Iterator[
         if words.suites and name not in words.suites:
             continue
         rng = random.Random(f"{words.seed} {name}")
-        if name in OWN:
+        if name == "F29" and not links.can_connect_machines():
+            print("F29  left out: this process may make no network namespaces")
+        elif name in OWN:
             told, run = OWN[name]
             yield Tally(name, told), partial(run, folder, rng, size)
         elif name == "F9" and not can_mount(folder):

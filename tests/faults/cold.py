@@ -65,7 +65,7 @@ def _one(tally: Tally, place: Path, name: str, rng: random.Random, seconds: floa
         alone = rng.random() < 0.5
         code, _ = _command(place, name, words, kill_after=rng.uniform(0.4, 0.95) * seconds, alone=alone)
         tally.faults += code == -signal.SIGKILL
-        left = _left_behind(place)
+        left = left_behind(place)
         if left:
             problems.append(f"left behind {ORPHAN_SECONDS:g} s after the kill: {left}")
         if (place / "run" / "checkpoints").exists():
@@ -103,7 +103,7 @@ def _command(
     return process.returncode, time.monotonic() - began
 
 
-def _left_behind(place: Path) -> list[int]:
+def left_behind(place: Path) -> list[int]:
     """Processes that still run there; ranks of a killed launcher get the time to save."""
     until = time.monotonic() + ORPHAN_SECONDS
     while (left := _running(place)) and time.monotonic() < until:

@@ -164,7 +164,6 @@ def launch_on_node(command: Sequence[str], count: int) -> int:
             env = os.environ | rank_environment(os.environ, number, count) | place
             ranks.append(start_process(command, env))
         deaths = watch_ranks(ranks, None, received, math.inf, math.inf)
-        wait_for_other_ranks(ranks, deaths)
         end_ranks(ranks)
     failed = [ranks[number].returncode for number in deaths if ranks[number].returncode not in CLEAN_CODES]
     if failed:
@@ -227,9 +226,10 @@ def start_process(
 def watch_ranks(
     ranks: list[Rank], run_dir: RunDir | None, received: list[int], grace_seconds: float, alone_seconds: float
 ) -> dict[int, float]:
-    """Wait until all ranks have ended or one has failed. Return when each rank ended. Pass the first stop signal on.
+    """Wait until all ranks have ended. Return the time when each rank ended. Pass the first stop signal on.
 
-    Raise RankFailed if ranks do not end in time, and KeyboardInterrupt at the second Ctrl-C.
+    If a rank fails, give the others SETTLE_SECONDS to notice that. Raise RankFailed if ranks do not end in time, and
+    KeyboardInterrupt at the second Ctrl-C.
     """
     deaths: dict[int, float] = {}
     num_ended, stopped = 0, False
@@ -255,6 +255,7 @@ def watch_ranks(
         elif now > alone_until and run_dir is not None:
             check_for_hang(ranks, run_dir, alone_seconds)
         time.sleep(POLL_SECONDS)
+    wait_for_ranks(ranks, SETTLE_SECONDS, deaths)
     return deaths
 
 
@@ -269,15 +270,15 @@ def poll_ranks(ranks: list[Rank], deaths: dict[int, float]) -> list[int | None]:
     return codes
 
 
+def wait_for_ranks(ranks: list[Rank], seconds: float, deaths: dict[int, float]) -> None:
+    """Wait until all ranks have ended, at most so many seconds. Record in `deaths` when they ended."""
+    until = time.monotonic() + seconds
+    while None in poll_ranks(ranks, deaths) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+
+
 def is_any_failed(ranks: list[Rank]) -> bool:
     return any(rank.returncode not in (None, *CLEAN_CODES) for rank in ranks)
-
-
-def wait_for_ranks(ranks: list[Rank], seconds: float) -> None:
-    """Wait until all ranks have ended, at most so many seconds."""
-    until = time.monotonic() + seconds
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
 
 
 def check_for_hang(ranks: list[Rank], run_dir: RunDir, seconds: float) -> None:
@@ -287,7 +288,7 @@ def check_for_hang(ranks: list[Rank], run_dir: RunDir, seconds: float) -> None:
     """
     for number in (signal.SIGQUIT, signal.SIGCONT):
         send_signal(ranks, number)
-    wait_for_ranks(ranks, STACKS_SECONDS)
+    wait_for_ranks(ranks, STACKS_SECONDS, {})
     hanging = [number for number, rank in enumerate(ranks) if rank.poll() is None]
     if not hanging:
         return
@@ -301,22 +302,14 @@ def check_for_hang(ranks: list[Rank], run_dir: RunDir, seconds: float) -> None:
 
 
 def explain_end(ranks: list[Rank], run_dir: RunDir, deaths: dict[int, float]) -> RankFailed:
-    """Wait for the other ranks to report, then return the error of the rank that failed first."""
-    wait_for_other_ranks(ranks, deaths)
-    failed = [rank for rank in deaths if ranks[rank].returncode not in CLEAN_CODES]
+    """Return the error of the rank that failed first, of those that ended at the times `deaths`."""
     failures = [
         read_failure(run_dir, rank) or describe_death(rank, ranks[rank].returncode, run_dir, deaths[rank])
-        for rank in failed
+        for rank in deaths
+        if ranks[rank].returncode not in CLEAN_CODES
     ]
     first, line = explain_failures(failures, len(ranks))
     return RankFailed(line, first.exit_code, first)
-
-
-def wait_for_other_ranks(ranks: list[Rank], deaths: dict[int, float]) -> None:
-    """Wait up to SETTLE_SECONDS for the other ranks to notice a failure."""
-    until = time.monotonic() + SETTLE_SECONDS
-    while None in poll_ranks(ranks, deaths) and time.monotonic() < until:
-        time.sleep(POLL_SECONDS)
 
 
 def describe_death(rank: int, code: int, run_dir: RunDir, time_of_death: float) -> Failure:
@@ -346,7 +339,7 @@ def kill_ranks(ranks: list[Rank]) -> None:
 def end_ranks(ranks: list[Rank]) -> None:
     """Send the ranks that still run a SIGTERM and a moment later a SIGKILL; return when all are gone."""
     send_signal(ranks, signal.SIGTERM)
-    wait_for_ranks(ranks, END_SECONDS)
+    wait_for_ranks(ranks, END_SECONDS, {})
     kill_ranks(ranks)
     for rank in ranks:
         rank.wait()

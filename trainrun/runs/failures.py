@@ -171,11 +171,12 @@ def note_interrupt(run: RunDir, config: RunConfig, earlier: str | None) -> str:
 
 
 def record_stop(run: RunDir, config: RunConfig, exit_code: int) -> None:
-    """Write to `status.json` that a signal stopped the run, if no rank could write that."""
+    """Write to `status.json` that a signal stopped the run, and print it, if no rank could do that."""
     is_stop = exit_code in (EXIT_AGAIN, EXIT_INTERRUPTED)
     if is_stop and read_status(run).get("state") == "running":
         message = "stopped by a signal before the run could save, or after another rank had ended"
         write_status(run, config.run_name, state="stopped", exit_code=exit_code, message=message)
+        say(f"trainrun: {message}", file=sys.stderr)
 
 
 def end_hung_rank(

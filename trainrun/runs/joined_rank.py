@@ -7,10 +7,11 @@ import os
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
 
 from trainrun.config.schema import RunConfig, record_setting_reads
+from trainrun.errors import EXIT_AGAIN, EXIT_INTERRUPTED
 from trainrun.folder.run_folder import LaunchSpec, RunDir
 from trainrun.interfaces import Parallel
 from trainrun.parallel.worker import run_as_rank
-from trainrun.runs.failures import end_failed_meeting, limit_stop_duration, record_stop
+from trainrun.runs.failures import end_failed_meeting, end_process, limit_stop_duration, record_stop
 from trainrun.runs.rank import train_rank
 from trainrun.runtime.signals import StopFlag
 from trainrun.timing.phases import PhaseTimer, measure_process_start
@@ -32,6 +33,8 @@ def run_joined_rank(run_dir: RunDir, config: RunConfig, order: LaunchSpec, store
         run_dir, config.parallel, train, store, flag, limit_stop_duration(run_dir, config, flag),
         lambda text: end_failed_meeting(run_dir, config, text),
     )  # fmt: skip
-    if rank == 0:
+    if rank == 0 and store is not None:  # else the launcher does it
         record_stop(run_dir, config, code)
+    if code in (EXIT_AGAIN, EXIT_INTERRUPTED) and not flag.training:
+        end_process(code)  # nothing is lost, and Python takes seconds to take torch down
     return code

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -28,6 +29,7 @@ from trainrun.folder.status import write_status
 from trainrun.output import say
 from trainrun.parallel.devices import describe_local_ranks_fault
 from trainrun.parallel.handshake import (
+    ANSWER_SECONDS,
     Meeting,
     has_agent_store,
     read_previous_folder,
@@ -37,6 +39,7 @@ from trainrun.parallel.handshake import (
     wait_for_other_ranks,
 )
 from trainrun.parallel.rank_place import Failure, explain_failures, read_failure
+from trainrun.runs.failures import record_stop
 from trainrun.runs.joined_rank import run_joined_rank
 from trainrun.runtime.signals import exit_at_stops
 
@@ -147,12 +150,16 @@ def find_earlier_folder() -> str | None:
 
 def _train_this_rank(run: RunDir, config: RunConfig, order: LaunchSpec, meeting: Meeting) -> int:
     code = run_joined_rank(run, config, order, meeting.store)
+    if os.environ["RANK"] == "0":
+        record_stop(run, config, code)
     failure = None if code == EXIT_DONE else read_failure(run, int(os.environ["RANK"]))
     if failure is not None and failure.rank == 0:
         failures = _collect_failures(failure, meeting.store)
         first, line = explain_failures(failures, int(os.environ["WORLD_SIZE"]))
         write_status(run, config.run_name, state="failed", exit_code=code, message=line)
-        _print_once(first, line, meeting.store)
+        if not meeting.store.check([PRINTED]):
+            meeting.store.set(PRINTED, "")
+            _print_failure(first, line)
         if not has_agent_store():
             wait_for_other_ranks(meeting.store, FAILURE_SECONDS)
     elif failure is not None:
@@ -173,20 +180,30 @@ def _collect_failures(own: Failure, store: Store) -> list[Failure]:
 
 
 def _leave_message_to_rank_zero(failure: Failure, store: Store) -> None:
-    """Send the failure of this rank to rank 0, which prints one message for all. Print it here if rank 0 does not."""
-    try:
-        store.set(f"failure/{failure.rank}", json.dumps(asdict(failure)))
-        store.wait([PRINTED], timedelta(seconds=FAILURE_SECONDS))
-        release_rank_zero(store)
-    except RuntimeError:  # rank 0 still trains, or has ended
-        _print_once(failure, f"rank {failure.rank}: {failure.message}", store)
+    """Send the failure of this rank to rank 0, which prints one message for all. Print it here if rank 0 does not.
+
+    A thread talks to the store, because it waits for an answer forever if the network is cut.
+    """
+    is_printed = threading.Event()
+
+    def send_failure() -> None:
+        with contextlib.suppress(RuntimeError):  # rank 0 hosts the store, and has ended
+            store.set(f"failure/{failure.rank}", json.dumps(asdict(failure)))
+            try:
+                store.wait([PRINTED], timedelta(seconds=FAILURE_SECONDS))
+            except RuntimeError:  # rank 0 still trains
+                store.set(PRINTED, "")
+                return
+            is_printed.set()
+            release_rank_zero(store)
+
+    thread = threading.Thread(target=send_failure, name="trainrun failure", daemon=True)
+    thread.start()
+    thread.join(FAILURE_SECONDS + ANSWER_SECONDS)
+    if not is_printed.is_set():
+        _print_failure(failure, f"rank {failure.rank} failed: {failure.message}")
 
 
-def _print_once(failure: Failure, line: str, store: Store) -> None:
-    """Print a failure, unless another rank has printed one."""
-    rank = os.environ["RANK"]
-    with contextlib.suppress(RuntimeError):  # rank 0 hosts the store, and has ended
-        if store.compare_set(PRINTED, "", rank) != rank.encode():
-            return
+def _print_failure(failure: Failure, line: str) -> None:
     text = f"rank {failure.rank}: {failure.traceback}" if failure.kind == "bug" else line
     say(f"trainrun: {text}", file=sys.stderr)
