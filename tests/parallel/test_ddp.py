@@ -272,7 +272,7 @@ def test_survivors_say_that_they_lost_contact(
 
 
 SLEEPS = """
-    import json, time
+    import json, os, time
     from trainrun.config.schema import ParallelConfig
     import torch
     from torch import nn
@@ -301,8 +301,12 @@ SLEEPS = """
             "parallel.sum_over_ranks([1.0])",
             r"rank [01] did not enter exchange \d+ \(all_\w+\), in which rank",
         ),
+        (
+            "os.kill(os.getpid(), 9)",
+            r"rank 1 was killed by SIGKILL .*; rank 1 did not enter exchange \d+ \(\w+\), in which rank 0 waited",
+        ),
     ],
-    ids=["it sleeps", "it is in another branch"],
+    ids=["it sleeps", "it is in another branch", "it died"],
 )
 def test_the_rank_that_did_not_enter_an_exchange_is_named(
     absent: str, named: str, script: Callable[[str], list[str]], run_dir: RunDir, rank_env: dict[str, str],

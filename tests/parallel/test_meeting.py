@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -152,6 +153,7 @@ import os
 from torch import nn
 
 class Broken(nn.Module):
+    was_trained = False
     def __init__(self, at="build", only=-1):
         super().__init__()
         self.layer, self.at, self.only = nn.Linear(64, 10), at, only
@@ -163,6 +165,9 @@ class Broken(nn.Module):
     def forward(self, x):
         if self.at == "forward":
             self.fail()
+        self.was_trained |= self.training
+        if self.at == "validation" and self.was_trained and not self.training and int(os.environ["RANK"]) == self.only:
+            os.kill(os.getpid(), 9)
         return self.layer(x.flatten(1))
 """
 
@@ -193,3 +198,17 @@ def test_a_failure_after_the_ranks_met_is_one_message(
     assert text in "".join(errors)
     assert ("trainrun: " in errors[0]) == ("model.only=1" not in words)
     assert text in read_json(RunDir(workdir / "run").status)["message"] or code == 2
+
+
+def test_a_rank_that_died_in_a_validation_is_named_with_the_last_step(
+    env: dict[str, str], workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workdir / "broken.py").write_text(BROKEN)
+    monkeypatch.setattr("trainrun.runs.torchrun.FAILURE_SECONDS", 0.1)
+    words = ["model=broken.Broken", "model.at=validation", "model.only=1"]
+    codes, errors = end_of(*[start_rank(rank, env, *words) for rank in range(2)])
+    assert codes == [1, -signal.SIGKILL], errors
+    (line,) = [line for line in errors[0].splitlines() if line.startswith("trainrun: ")]
+    assert re.search(
+        r"; rank 1 did not enter exchange \d+ \(\w+\) after step 1, in which rank 0 waited$", line
+    ), line

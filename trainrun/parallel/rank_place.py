@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -83,17 +84,25 @@ def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int], flag: StopFlag
     If a rank loses contact after a stop request, it exits as requested: the other ranks exited a moment earlier.
     """
     try:
-        return work()
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except Exception as error:
-        if isinstance(error, LostContact) and flag.request:
-            return EXIT_INTERRUPTED if flag.request == STOP_INTERRUPTED else EXIT_AGAIN
         try:
-            report_failure(run_dir, rank, error)
-        except OSError:  # the disk is full, perhaps: the driver knows the code, the rank's output the reason
-            say(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-        return error.exit_code if isinstance(error, TrainrunError) else EXIT_FAILED
+            return work()
+        except Exception as error:
+            return end_with_error(run_dir, rank, error, flag)
+    except KeyboardInterrupt:  # it may come while an error is reported
+        return EXIT_INTERRUPTED
+    finally:
+        flag.quiet_until = math.inf
+
+
+def end_with_error(run_dir: RunDir, rank: int, error: Exception, flag: StopFlag) -> int:
+    """Report an error of a rank, and return the exit code."""
+    if isinstance(error, LostContact) and flag.request:
+        return EXIT_INTERRUPTED if flag.request == STOP_INTERRUPTED else EXIT_AGAIN
+    try:
+        report_failure(run_dir, rank, error)
+    except OSError:  # the disk is full, perhaps: the driver knows the code, the rank's output the reason
+        say(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+    return error.exit_code if isinstance(error, TrainrunError) else EXIT_FAILED
 
 
 def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:

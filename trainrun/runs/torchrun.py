@@ -39,7 +39,6 @@ from trainrun.parallel.handshake import (
     wait_for_other_ranks,
 )
 from trainrun.parallel.rank_place import Failure, explain_failures, read_failure
-from trainrun.runs.failures import record_stop
 from trainrun.runs.joined_rank import run_joined_rank
 from trainrun.runtime.signals import exit_at_stops
 
@@ -150,8 +149,6 @@ def find_earlier_folder() -> str | None:
 
 def _train_this_rank(run: RunDir, config: RunConfig, order: LaunchSpec, meeting: Meeting) -> int:
     code = run_joined_rank(run, config, order, meeting.store)
-    if os.environ["RANK"] == "0":
-        record_stop(run, config, code)
     failure = None if code == EXIT_DONE else read_failure(run, int(os.environ["RANK"]))
     if failure is not None and failure.rank == 0:
         failures = _collect_failures(failure, meeting.store)
