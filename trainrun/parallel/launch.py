@@ -1,10 +1,12 @@
 """The launcher of a run on one machine: it starts one process per rank, reports the first real error, and stops all
 ranks.
 
-It replaces torch's elastic launcher, which imports torch in the launcher (a whole short run takes 4.4-7.5 s instead
-of 1.9 s), hides exit codes, and replaces signal handlers for good. The ranks meet as under torchrun, at a TCP store
-that rank 0 hosts. The launcher opens the port and rank 0 inherits it, so no other process can take it in between. A
-new attempt has a new store, so no rank reads addresses of dead processes.
+It replaces torch's elastic agent. Measured with the agent in its place (torchrun, two ranks on two busy cores, in
+turns): 2.8 to 5.7 s more to the first step, 1.5 s more of CPU time, 236 MB of memory for the launcher instead of 37.
+The exit code is 1 for a run that was stopped and saved (75, 130) and for a mistake (2), and 40 lines follow the message.
+
+The ranks meet as under torchrun, at a TCP store that rank 0 hosts. The launcher opens the port and rank 0 inherits it,
+so no other process can take it in between. A new attempt has a new store, so no rank reads addresses of dead processes.
 """
 
 from __future__ import annotations
