@@ -3,7 +3,7 @@ ranks.
 
 It replaces torch's elastic agent. Measured with the agent in its place (torchrun, two ranks on two busy cores, in
 turns): 2.8 to 5.7 s more to the first step, 1.5 s more of CPU time, 236 MB of memory for the launcher instead of 37.
-The exit code is 1 for a run that was stopped and saved (75, 130) and for a mistake (2), and 40 lines follow the message.
+The exit code is 1 for a run that was stopped and saved (75, 130) and for a mistake (2), and 40 lines follow a message.
 
 The ranks meet as under torchrun, at a TCP store that rank 0 hosts. The launcher opens the port and rank 0 inherits it,
 so no other process can take it in between. A new attempt has a new store, so no rank reads addresses of dead processes.
