@@ -229,6 +229,7 @@ def explain_unknown_key(key: str, word: str, above: str, names: list[str], learn
     if not below and 0 < len(elsewhere) <= 2:
         return f"{word}: {kind}. Did you mean {' or '.join(elsewhere)}?"
     candidates = sections if below and not head else [*names, *(WORDS if above == "model" else ())]
+    candidates = list(dict.fromkeys(candidates))
     if near := find_closest_name(part, candidates):
         return f"{word}: {kind}. Did you mean {head}{near}{dot}{below}?"
     if not candidates and above in list_open_nodes():

@@ -89,8 +89,8 @@ def print_tables(sweep: Sweep) -> None:
 
 
 def print_table(head: list[str], rows: list[list[str]]) -> None:
-    """Print aligned columns without frames; nothing is cut."""
-    columns = [place for place in range(len(head)) if head[place] or any(row[place] for row in rows)]
+    """Print aligned columns without frames. Columns without a text are left out; nothing is cut."""
+    columns = [place for place in range(len(head)) if not rows or any(row[place] for row in rows)]
     widths = {place: max(len(row[place]) for row in [head, *rows]) for place in columns}
     for row in [head, *rows]:
         say("  ".join(row[place].ljust(width) for place, width in widths.items()).rstrip())
