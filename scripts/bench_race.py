@@ -34,7 +34,7 @@ START = (
     "trainer.val_check_interval=0.05"
 )
 RECIPE = (  # the rate follows the batch
-    "data.batch_size=16 scheduler.lr_scaling=sqrt scheduler.base_batch_size=1 precision=auto "
+    "scheduler.lr_scaling=sqrt scheduler.base_batch_size=1 precision=auto "
     "monitor.log_every_n_steps=100 trainer.val_check_interval=1.0"
 )
 SEQUENCES = "data.padding=bucket data.max_sequence_length=192"
@@ -45,13 +45,14 @@ USUAL_PRESETS = {**PRESETS, "memory-limited": "preset=memory-limited"}
 
 class Work(NamedTuple):
     """common: settings of all racers. until: the target. recipe: what the recipe has beyond RECIPE. epochs: of the
-    first racer, and of the others, whose epochs have fewer steps."""
+    first racer, and of the others, whose epochs have fewer steps. batch: of the recipe."""
 
     common: str
     until: str
     recipe: str = ""
     epochs: tuple[int, int] = (1, 4)
     every: int = 0
+    batch: int = 16
 
 
 WORKS = {
@@ -62,7 +63,7 @@ WORKS = {
     "bible": Work(f"{TEXT} data.train.kind=lines data.train.max_bytes=150000 model=lstm model.width=128 model.layers=1",
                   "val/loss=2.0", SEQUENCES, (1, 3), every=128),
     "gpt": Work(f"{TEXT} data.train.block_size=128 data.train.max_bytes=150000 model=gpt model.layers=2 model.width=64 "
-                "model.heads=4", "val/loss=2.5", "", (1, 3), every=105),
+                "model.heads=4", "val/loss=2.5", "", (1, 3), every=105, batch=4),
 }  # fmt: skip
 PAIRS = {  # two settings against each other: common settings, the racers, the target
     "threads": (WORKS["fashion"].common.replace("trainer.num_threads=1", "trainer.max_epochs=2"), "val/acc=0.7",
@@ -137,7 +138,7 @@ def race_of(typed: argparse.Namespace, folder: Path) -> tuple[list[str], str]:
     else:
         work = WORKS[typed.work]
         first, others = (f"trainer.max_epochs={epochs}" for epochs in work.epochs)
-        ways = USUAL_PRESETS if typed.usual else {"recipe": f"{RECIPE} {work.recipe}".strip(), **PRESETS}
+        ways = USUAL_PRESETS if typed.usual else {"recipe": recipe_of(work), **PRESETS}
         if typed.tuned:
             ways = {**ways, "tuned": f"preset={tuned_preset(typed.work, work, folder)}"}
         chosen = [words for name, words in ways.items() if wanted(name, typed.only)]
@@ -147,6 +148,11 @@ def race_of(typed: argparse.Namespace, folder: Path) -> tuple[list[str], str]:
             until = work.until.partition("=")[0]
             return [*racers, "--with", *work.common.split()], until
     return [*racers, "--with", *work.common.split(), "--every", str(work.every)], work.until
+
+
+def recipe_of(work: Work) -> str:
+    """Return the settings of the recipe for a work."""
+    return f"data.batch_size={work.batch} {RECIPE} {work.recipe}".strip()
 
 
 def wanted(name: str, only: list[str] | None) -> bool:

@@ -1,6 +1,6 @@
-"""The loop of a racer: the usual one, with a judge that evaluates all of the validation data every so many samples.
+"""Train a racer with the usual loop, and evaluate it on all validation data at fixed numbers of samples.
 
-The racer's own validations stay as they are and take their time. The judge's evaluations take none: the clock stops.
+The racer's own validations stay as they are, and their time counts. The time of the judge's evaluations does not.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class JudgedLoop:
 
 
 class JudgedTriggers:
-    """Replace the triggers of a run: the judge looks after each step, and may end the run."""
+    """A wrapper of the triggers of a run: after each step the judge may evaluate the run, or end it."""
 
     def __init__(self, triggers: Any, judge: Judge) -> None:
         self._triggers, self._judge = triggers, judge
@@ -87,9 +87,9 @@ class JudgedTriggers:
 
 
 class Judge:
-    """Evaluates a run on all of its validation data, and notes the seconds of training until then.
+    """Evaluates a run on all of its validation data, and writes the seconds of training until then.
 
-    config: of the run, with what says how the validation data is read.
+    config: of the run, with the settings with which the judge reads the validation data.
     """
 
     def __init__(self, run: Components, file: Path, metric: str, every: int, config: RunConfig) -> None:
@@ -109,12 +109,12 @@ class Judge:
         self._away = time.perf_counter() - self._began
 
     def wait_for(self, target: float, mode: str, most_seconds: float) -> None:
-        """Stop a run that has not arrived at the target after so many seconds of training."""
+        """Set the target, and the seconds of training after which a run that has not reached it is stopped."""
         self._sign = 1 if mode == "max" else -1
         self._better, self._limit, self._has_arrived = self._sign * target, most_seconds, False
 
     def _open_validation(self, config: RunConfig) -> dict[str, Batches]:
-        """Return the whole set that the metric is of; opened anew where the run reads it in another way."""
+        """Return the validation set of the metric, opened again if the run reads a part of it or in another way."""
         run, split = self._run, self._split
         stream = run.validation.get(split)
         if stream is not None and config == run.config:
@@ -136,7 +136,7 @@ class Judge:
         return state.step > self.looked_at and intervals > self._intervals_done
 
     def look(self, state: TrainState) -> None:
-        """Evaluate the weights of now, with the clock stopped. Raise ConfigError for a metric that is not there."""
+        """Evaluate the current weights with the clock stopped. Raise ConfigError if the metric does not exist."""
         run = self._run
         wait_for_device(run.parallel.device)
         paused = time.perf_counter()
@@ -173,8 +173,8 @@ class Judge:
 def training_limit(limits: Mapping[str, float] | None, start: float) -> float:
     """Return the seconds of training after which a run is late by both limits, or infinity without limits.
 
-    limits: seconds `with_start` of the process, and of `training` alone. start: seconds that the start took. A run is
-    late in one of the two comparisons where it is beyond one limit; it is stopped where it can win nothing in either.
+    limits: seconds `with_start` of the process, and of `training` alone. start: seconds that the start took. Times are
+    compared with the start and without. A run beyond one limit alone can still arrive in time for the other comparison.
     """
     if limits is None:
         return math.inf
@@ -182,14 +182,14 @@ def training_limit(limits: Mapping[str, float] | None, start: float) -> float:
 
 
 def with_whole_validation(config: RunConfig, reads: Mapping[str, Any]) -> RunConfig:
-    """Return the config with all validation data, read as the first racer reads it."""
+    """Return the config with all validation data. reads: how the first racer reads it."""
     limit = config.trainer.limit_val_batches
     whole = limit if isinstance(limit, float) and limit == 1.0 else 1.0
     return replace_values(config, {"trainer.limit_val_batches": whole, **reads})
 
 
 def count_samples(run: Components, state: TrainState) -> float:
-    """Return the training samples so far, over all ranks; about, where batches hold different numbers."""
+    """Return the number of training samples so far, over all ranks; an estimate if batches have different sizes."""
     lengths, num_samples = run.triggers.rhythm.lengths, run.train.num_samples
     if lengths.steps_per_epoch is not None and num_samples is not None and state.step > 0:
         return lengths.measure_position(state, "epoch")[1] * num_samples
@@ -213,6 +213,6 @@ def default_interval(run: Components) -> int:
 
 
 def peak_memory(run: Components) -> int:
-    """Return the peak of the memory of this rank so far: of its GPU, or of its process."""
+    """Return the peak memory of this rank in bytes: of its GPU, or of its process."""
     device = run.parallel.device
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_rss()

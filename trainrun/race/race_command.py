@@ -86,7 +86,7 @@ def race_parser() -> Parser:
 
 
 def read_goal(text: str, mode: str | None) -> RaceGoal:
-    """Return the target of `val/acc=0.91`, `val/error<=0.1` or `val/acc`. Raise ConfigError."""
+    """Parse a target: `val/acc=0.91`, `val/error<=0.1` or `val/acc`. Raise ConfigError."""
     match = GOAL.fullmatch(text)
     if match is None:
         raise ConfigError(
@@ -111,7 +111,7 @@ def read_goal(text: str, mode: str | None) -> RaceGoal:
 
 
 def parse_float(text: str) -> float:
-    """Return a finite number. Raise ValueError."""
+    """Parse a finite number. Raise ValueError."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(text)
@@ -119,7 +119,7 @@ def parse_float(text: str) -> float:
 
 
 def choose_variations(racers: Sequence[Racer]) -> list[Variation]:
-    """Return the differences between two racers. Raise ConfigError if there are not two, or none."""
+    """Return the differences between two racers, for --table. Raise ConfigError for any other number of racers."""
     if len(racers) != 2:
         raise ConfigError(f"--table: takes two racers apart, and there are {len(racers)}")
     changes = variations(*racers)
@@ -129,9 +129,9 @@ def choose_variations(racers: Sequence[Racer]) -> list[Variation]:
 
 
 def run_race(race: Race, changes: Sequence[Variation], again: str) -> int:
-    """Run what is missing, report what is there, and return the exit code.
+    """Run the missing runs, print the results, and return the exit code.
 
-    Raise ConfigError for a mistake of a racer. A new race of which no run ended leaves no folder then.
+    Raise ConfigError for a mistake in the settings of a racer; the folder of a new race without runs is removed then.
     """
     relay = StopRelay()
     is_new = not race.folder.exists()

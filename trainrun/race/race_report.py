@@ -1,4 +1,4 @@
-"""The table of a race on the screen, as CSV, and as a page on the project's chart."""
+"""Report a race: the table on the screen, `race.csv`, and the page `race.html`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COLUMNS = (
 
 
 def race_table(race: Race, results: RaceResults) -> Table:
-    """Return a head and a line for each racer of the command line, compared with the first."""
+    """Return the head and the rows of the table: each racer of the command line beside the first."""
     metric = race.goal.metric
     times = ["seconds", "times as fast", "without start", "times as fast"]
     head = ["racer", "arrived", *times, f"end {metric}", "end", "memory"]
@@ -51,7 +51,7 @@ def race_table(race: Race, results: RaceResults) -> Table:
 
 
 def label_of(racer: Racer) -> str:
-    """Return the letter of a racer and its settings; the letter alone where they are long, as a line above has them."""
+    """Return the letter of a racer with its settings. Long ones are left out; the first line of the race has them."""
     return racer.name if len(racer.about) > LONGEST_LABEL else f"{racer.name} {racer.about}"
 
 
@@ -69,7 +69,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def ratio_text(ratio: Ratio | None, bound: str) -> str:
-    """Return `2.02x (1.90 to 2.14)`, or `at most 2.02x (...)` where runs that did not arrive bound it."""
+    """Return `2.02x (1.90 to 2.14)`, or `at most 2.02x (...)` if some runs did not arrive."""
     return "" if ratio is None else f"{bound} {ratio}".strip()
 
 
@@ -94,7 +94,7 @@ def memory_text(num_bytes: int) -> str:
 
 
 def variation_table(results: RaceResults, first: str, second: str, changes: Sequence[Variation]) -> Table:
-    """Return a head and a line for each difference: A with it beside A, and B beside B without it."""
+    """Return the head and the rows of --table: A with a difference beside A, and B beside B without it."""
     head = ["difference", "alone", "end", "memory", "in B", "end", "memory without"]
     rows = []
     for change in changes:
@@ -116,7 +116,7 @@ def variation_table(results: RaceResults, first: str, second: str, changes: Sequ
 
 
 def notes_of(race: Race, results: RaceResults) -> list[str]:
-    """Return what the numbers mean."""
+    """Return lines that explain the numbers of the table."""
     every = "" if race.every is None else f" every {race.every:,} samples"
     lines = [
         f"to {race.goal}, judged on all of {race.goal.metric.rpartition('/')[0]}{every}; the clock stops meanwhile",

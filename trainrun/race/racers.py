@@ -32,7 +32,7 @@ NOT_RACED = {
 
 @dataclass(frozen=True)
 class Racer:
-    """A way to train. name: a letter, with the difference from another racer behind it. about: as it was typed."""
+    """Settings that are raced. name: a letter; for --table followed by a difference. about: the settings as typed."""
 
     name: str
     about: str
@@ -63,7 +63,7 @@ def read_racers(texts: Sequence[str], common: Sequence[str]) -> list[Racer]:
 
 
 def check_same_validation(racers: Sequence[Racer], data: Sequence[DataConfig]) -> None:
-    """Raise ConfigError if racers have other validation data than the first."""
+    """Raise ConfigError if a racer has other validation data than the first one."""
     first = validation_sets(data[0])
     for racer, own in zip(racers, data, strict=True):
         if validation_sets(own) != first:
@@ -74,7 +74,7 @@ def check_same_validation(racers: Sequence[Racer], data: Sequence[DataConfig]) -
 
 
 def validation_sets(data: DataConfig) -> object:
-    """Return what says which samples are validated."""
+    """Return the settings that decide which samples are validated."""
     folds = (
         None if data.folds is None else (data.train, data.folds, data.fold, data.stratified, data.fold_groups)
     )
@@ -82,15 +82,15 @@ def validation_sets(data: DataConfig) -> object:
 
 
 def validation_reads(racer: Racer) -> dict[str, Any]:
-    """Return the settings of `data` with which a racer reads its validation data, by their keys."""
+    """Return the settings with which a racer cuts and pads its validation data, by their keys."""
     data = compose_racer(racer.words).config.data
     return {f"data.{name}": getattr(data, name) for name in READS}
 
 
 def racer_words(common: list[str], own: list[str]) -> list[str]:
-    """Return the words of a racer. Of a key that all have too, its own value counts; of a group the words of all stay.
+    """Join the common words and a racer's own words. For a key in both, the racer's value counts.
 
-    Raise ConfigError for a folder among them.
+    Raise ConfigError if they name an output folder.
     """
     for words in (common, own):
         if (folder := prepare_command_line(list(words), Path.cwd())[0].own.get("hydra.run.dir")) is not None:
@@ -101,7 +101,7 @@ def racer_words(common: list[str], own: list[str]) -> list[str]:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the settings that a word of the command line stands for: those of a YAML file, or its own."""
+    """Return the settings of a racer on the command line: those of a YAML file, or the quoted words."""
     if text.endswith((".yaml", ".yml")) and "=" not in text:
         return words_of_file(Path(text).expanduser())
     try:
@@ -111,7 +111,7 @@ def words_of(text: str) -> list[str]:
 
 
 def words_of_file(path: Path) -> list[str]:
-    """Return the settings of a file, whose keys are nested or dotted, and its options under `defaults`."""
+    """Return the settings of a YAML file with nested or dotted keys, and its options under `defaults`."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, yaml.YAMLError) as error:
@@ -140,7 +140,7 @@ def iterate_leaves(values: dict[Any, Any], above: str = "") -> Iterator[tuple[st
 
 
 def compose_racer(words: Sequence[str]) -> Composition:
-    """Compose the config of a racer. Raise ConfigError for what cannot be raced."""
+    """Compose the config of a racer. Raise ConfigError for a setting that a race does not allow."""
     for override in words:
         key = override_key(override)
         if (reason := NOT_RACED.get(key) or NOT_RACED.get(key.partition(".")[0])) is not None:
@@ -154,7 +154,7 @@ def compose_racer(words: Sequence[str]) -> Composition:
 
 @dataclass(frozen=True)
 class Variation:
-    """One difference between two racers. about: as it is typed. alone, left_out: A with it, and B without it."""
+    """One difference between the racers A and B. alone: A with this difference. left_out: B without it."""
 
     about: str
     alone: Racer | None
@@ -162,9 +162,9 @@ class Variation:
 
 
 def variations(first: Racer, second: Racer) -> list[Variation]:
-    """Return each difference between two racers, alone on the first and left out of the second.
+    """Return each difference between two racers, as a racer that has it alone and one that lacks it.
 
-    None in place of a racer whose settings are refused, such as a warm-up without its schedule.
+    A racer is None if its settings are refused, such as a warm-up without its schedule.
     """
     back = group_changes(second, first)
     return [
@@ -203,7 +203,7 @@ def group_changes(before: Racer, after: Racer) -> dict[str, list[str]]:
 
 
 def group_of(key: str) -> str:
-    """Return the section that is changed as a whole, or the key itself."""
+    """Return the section of a key if it is changed as a whole, else the key."""
     return next((name for name in TOGETHER if key == name or key.startswith(f"{name}.")), key)
 
 

@@ -1,4 +1,4 @@
-"""Times of a race, ratios of times with intervals, and the test whether two racers end equally well. Pure.
+"""Compute the times of a race, their ratios with intervals, and whether two racers end equally well.
 
 Runs of two racers with the same seed are a pair. A ratio is that of geometric means, with Student's 95 % interval of
 the logarithms. A run that does not arrive counts with the limit: three times the median of the first racer's times.
@@ -55,7 +55,7 @@ class RaceRun:
 
 @dataclass(frozen=True)
 class Equivalence:
-    """How much better the ends of a racer are than those of the first. low, high: of the 90 % interval."""
+    """How much better the end metric of a racer is than that of the first. low, high: the 90 % interval."""
 
     difference: float
     low: float
@@ -73,7 +73,7 @@ class Equivalence:
 
 @dataclass(frozen=True)
 class Standing:
-    """How a racer did beside the first one. late: its runs that did not arrive.
+    """The results of a racer compared with the first one. late: the number of runs that did not arrive.
 
     ratio, training_ratio: how many times as fast the racer arrives, with the start of the process and without. bound:
     `at most` or `at least` where runs that did not arrive make it one.
@@ -114,7 +114,7 @@ class RaceResults:
         object.__setattr__(self, "limits", limits)
 
     def standing(self, name: str, beside: str) -> Standing:
-        """Return how one racer did beside another one."""
+        """Return the results of one racer compared with another one."""
         runs, others = self.runs[name], self.runs[beside]
         late, late_others = (sum(map(self.is_late, several)) for several in (runs, others))
         bound = "at most" if late and not late_others else "at least" if late_others and not late else ""
@@ -133,8 +133,9 @@ class RaceResults:
         return time is None or time > self.limits[True]
 
     def times(self, runs: Sequence[RaceRun], with_start: bool) -> dict[int, float]:
-        """Return the seconds to the target by seed. A run that did not arrive counts with the limit, or until it was
-        stopped.
+        """Return the seconds to the target by seed.
+
+        A run that did not arrive counts with the limit, or with the time until it was stopped if that is shorter.
         """
         times = {}
         for run in runs:
@@ -149,7 +150,7 @@ class RaceResults:
         return math.exp(fmean(map(math.log, times))) if times else math.nan
 
     def ratio(self, slow: Sequence[RaceRun], fast: Sequence[RaceRun], with_start: bool) -> Ratio | None:
-        """Return how many times as fast the second racer arrives as the first, from pairs with one seed."""
+        """Return how many times as fast the second racer arrives, over pairs of runs with the same seed."""
         first, second = self.times(slow, with_start), self.times(fast, with_start)
         logs = [math.log(first[seed] / second[seed]) for seed in first if seed in second]
         return estimate_ratio(logs, 0.95) if logs and all(map(math.isfinite, logs)) else None
@@ -176,7 +177,7 @@ def late_limit(racers: Sequence[Sequence[RaceRun]], with_start: bool) -> float:
 
 
 def equivalence_of(differences: Sequence[float], margin: float) -> Equivalence | None:
-    """Return the test of paired differences, of which positive ones are better; None for fewer than two."""
+    """Test paired differences for equivalence; positive ones are better. Return None for fewer than two."""
     count = len(differences)
     if count < 2:
         return None

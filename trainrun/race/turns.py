@@ -1,4 +1,4 @@
-"""All runs of a race, one after the other: seed by seed, each racer once in a turn, every second turn backwards."""
+"""Run a race: for each seed every racer runs once, one after the other, and the order alternates between seeds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RunCommand = Callable[[Path], list[str]]
 
 @dataclass(frozen=True)
 class RaceGoal:
-    """Where a racer has arrived. metric: as `val/acc`; mode: min or max. value: None until the pilot has run."""
+    """The target of a race. metric: as `val/acc`; mode: min or max. value: None until the pilot run has fixed it."""
 
     metric: str
     mode: str
@@ -57,9 +57,9 @@ class RaceGoal:
 
 @dataclass
 class Race:
-    """A race and its results. every: samples between two evaluations; None until the first run has chosen.
+    """A race and its results. every: samples between two evaluations; None until the first run has chosen it.
 
-    runs: by racer and seed; only those that ended. others: racers of earlier calls, with their results.
+    runs: the runs that ended, by racer and seed. others: racers of earlier calls with their results.
     """
 
     folder: Path
@@ -72,7 +72,7 @@ class Race:
     others: list[dict[str, Any]] = field(default_factory=list)
 
     def open(self) -> None:
-        """Take the results that an earlier call left in the folder, or make the folder. Raise ConfigError."""
+        """Read the results of earlier calls in the folder, or create the folder. Raise ConfigError."""
         path = self.folder / RACE_FILE
         if path.exists():
             self._take_results(path)
@@ -82,7 +82,7 @@ class Race:
             raise build_folder_error(self.folder, error) from error
 
     def _take_results(self, path: Path) -> None:
-        """Take the runs of racers with the same words, judged alike. Raise ConfigError for another race."""
+        """Read the runs of racers with the same words and the same judge. Raise ConfigError for another race."""
         try:
             saved = read_json(path)
             goal, every = saved["goal"], saved["every"]
@@ -135,7 +135,7 @@ class Race:
         return RaceResults(runs, self.goal.mode, self.margin)
 
     def seeds_of(self, name: str) -> list[RaceRun]:
-        """Return the runs of a racer that are done, by seed, up to the number of this call."""
+        """Return the finished runs of a racer by seed, for the seeds of this call."""
         runs = self.runs.get(name, {})
         return [runs[seed] for seed in range(self.num_seeds) if seed in runs]
 
@@ -144,7 +144,7 @@ class Race:
         return all(len(self.seeds_of(racer.name)) == self.num_seeds for racer in self.racers)
 
     def run_all(self, relay: StopRelay, command: RunCommand | None = None) -> None:
-        """Run what is not there. Raise ConfigError for a mistake that a run reports before its first step."""
+        """Run all missing runs. Raise ConfigError for a mistake that a run reports before its first step."""
         command = command or racer_command
         if self.goal.value is None:
             self._fix_target(relay, command)
@@ -163,7 +163,7 @@ class Race:
                 self._report(racer, run)
 
     def _fix_target(self, relay: StopRelay, command: RunCommand) -> None:
-        """Fix the target by a run of the first racer with a seed of its own. Raise ConfigError if it fails."""
+        """Fix the target with a pilot run of the first racer, with another seed. Raise ConfigError if it fails."""
         say(f"target: fixed by a run of A with seed {PILOT_SEED}", flush=True)
         pilot = self._run(self.racers[0], PILOT_SEED, PILOT, relay, command)
         if relay.number and pilot.end is None:
@@ -183,7 +183,7 @@ class Race:
         self.save()
 
     def _run(self, racer: Racer, seed: int, name: str, relay: StopRelay, command: RunCommand) -> RaceRun:
-        """Run a racer in a fresh process, and return how it did. Raise ConfigError for a mistake in its settings."""
+        """Run a racer in a fresh process, and return its result. Raise ConfigError for a mistake in its settings."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -210,7 +210,7 @@ class Race:
         return replace(run, arrived=None, end=None, error=result.error or "stopped")
 
     def _limits(self) -> dict[str, float] | None:
-        """Return after how many seconds a run that has not arrived is late; None before the first racer arrived."""
+        """Return the seconds after which a run is late; None if no run of the first racer has arrived yet."""
         first = [run for run in self.seeds_of(self.racers[0].name) if run.arrived is not None]
         if not first:
             return None
@@ -246,7 +246,7 @@ def racer_command(folder: Path) -> list[str]:
 
 
 def read_judge_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows that a judge wrote; a torn last line is left out."""
+    """Read the rows of a judge. An incomplete last line is skipped."""
     rows: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="utf-8").splitlines():

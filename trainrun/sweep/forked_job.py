@@ -1,6 +1,7 @@
-"""A job as a fork of the sweep, which has imported torch and computed nothing: it starts in a third of a second.
+"""Run a job as a fork of the sweep's process: torch is imported already, so a job starts in a third of a second.
 
-For jobs on CPUs, on Linux. The user's own modules are imported anew in each job, since they may have changed.
+Forks are used for jobs on CPUs, on Linux. The user's own modules are imported again in each job, because their files
+may have changed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ WARM_MODULES = (
 
 
 def import_what_jobs_need() -> None:
-    """Import torch and what trains, so that a fork has it. Its objects are no garbage, and stay shared."""
+    """Import torch and the modules that a training needs, so that forks share them.
+
+    The garbage collector is told to skip these objects, so that it does not copy their memory pages in each fork.
+    """
     for name in WARM_MODULES:
         importlib.import_module(name)
     gc.collect()
@@ -38,9 +42,9 @@ def import_what_jobs_need() -> None:
 
 
 def end_with_sweep(cores: Sequence[int]) -> None:
-    """Run in a job before its program: on Linux it gets a SIGTERM when the sweep dies, even by SIGKILL.
+    """Prepare the process of a job: on Linux it receives SIGTERM when the sweep's process ends, even by SIGKILL.
 
-    cores: the only ones that it may use; any where there are none.
+    cores: the cores that the job may use; empty for all.
     """
     signal_at_parent_exit(signal.SIGTERM)
     if cores and sys.platform == "linux":
@@ -48,9 +52,9 @@ def end_with_sweep(cores: Sequence[int]) -> None:
 
 
 class ForkedJob:
-    """A fork that runs a command line of trainrun, with the part of `Popen` that a sweep uses.
+    """A fork that runs a command line of trainrun. It has the methods of `subprocess.Popen` that a sweep uses.
 
-    close: open files of the sweep that are none of the job's.
+    close: open files of the sweep that the job must close.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ def run_in_fork(
     environment: Mapping[str, str],
     close: Sequence[int],
 ) -> None:
-    """Become the process of a job, and end it. Nothing of the sweep runs on in it."""
+    """Run a job in a new fork, and end the process. It does not return."""
     code = EXIT_FAILED
     try:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
@@ -115,6 +119,7 @@ def run_in_fork(
 
 
 def exit_code_of_command() -> int:
+    """Run `python -m trainrun` in this process, and return its exit code."""
     try:
         runpy.run_path(str(PACKAGE / "__main__.py"), run_name="__main__")
     except SystemExit as error:
@@ -129,7 +134,7 @@ def exit_code_of_command() -> int:
 
 
 def forget_modules_of_users() -> None:
-    """Have modules that belong to no installed package be imported anew."""
+    """Remove modules of no installed package from `sys.modules`, so that they are imported again."""
     installed = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
     kept = (sys.prefix, sys.base_prefix, str(PACKAGE), *installed)
     for name, module in list(sys.modules.items()):

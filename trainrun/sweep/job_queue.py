@@ -1,4 +1,4 @@
-"""The jobs of a sweep as processes: as many at once as there are places, until all are done or the sweep is stopped."""
+"""Run the jobs of a sweep as processes, as many at once as there are places, until all are done or it is stopped."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ LOOK_ROUNDS = 25  # of the loop between two looks at what other workers did
 
 
 class StopRelay:
-    """Passes stop signals on to the jobs that run: their own sessions keep the terminal's from them.
+    """Sends stop signals to the running jobs, which are in sessions of their own and get none from the terminal.
 
-    writes: whether the first signal writes a line on what it does; else whoever waits for the jobs prints it.
+    writes: whether the handler itself writes a line about the first signal.
     """
 
     __slots__ = ("count", "number", "processes", "writes")
@@ -81,12 +81,12 @@ class StopRelay:
 
 
 def job_command(words: list[str], folder: Path) -> list[str]:
-    """A new run in the job's folder, or the old one from its newest checkpoint."""
+    """Return the command that starts a job, or continues it from its newest checkpoint."""
     return module_command("trainrun", *job_words(words, folder))
 
 
 def job_words(words: list[str], folder: Path) -> list[str]:
-    """Return the command line of a job. Its plots are drawn where the words ask for them."""
+    """Return the words of a job's command line. Plots are off unless a word sets `monitor.plots`."""
     if has_checkpoint(folder):
         code = [word for word in words if word.startswith("--config-dir=")]
         return ["resume", str(folder), *code]
@@ -95,17 +95,17 @@ def job_words(words: list[str], folder: Path) -> list[str]:
 
 
 def earlier_seconds(noted: float | None, said: object) -> float:
-    """Return the seconds of a job's earlier tries.
+    """Return the seconds of a job's earlier attempts, the larger of two measurements.
 
-    noted: by the sweep, with start and end; not of a try during which the sweep was killed. said: by the job's own
-    status, of all its tries.
+    noted: by the sweep, with start-up and end, without attempts during which the sweep was killed. said: by the job's
+    own status, of all attempts.
     """
     return max(noted or 0.0, finite_or_none(said) or 0.0)
 
 
 @dataclass
 class RunningJob:
-    """A job with its process. earlier: its status before this try. began: by the clock of the queue."""
+    """A job with its process. earlier: its status before this attempt. began: the start, by `time.monotonic()`."""
 
     job: Job
     process: Process
@@ -120,10 +120,10 @@ class RunningJob:
 class JobQueue:
     """Runs the wanted jobs of a sweep, and the points that a search asks for.
 
-    command: of a job's process; None for forks of this one, which has imported what they need.
-    objective: by which jobs are judged; empty for what they monitor. study: of a search. leases: None for one job after
-    the other, with the whole machine. devices_of: how many places a job needs.
-    until: when the jobs are asked to save and the sweep ends, by `time.monotonic()`.
+    command: returns the command of a job's process; None to fork this process, which has imported torch already.
+    objective: the metrics that rank the jobs; empty for the metric that each job monitors. study: the Optuna study of a
+    search or a pruner. leases: the devices; None to run one job at a time on the whole machine. devices_of: returns how
+    many devices a job needs. until: when the jobs have to save and the sweep ends, by `time.monotonic()`.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class JobQueue:
         self.fault = ""  # for which the sweep ends
 
     def run(self) -> None:
-        """Return once no job runs and none is to be started, here or by another worker."""
+        """Run jobs until none is left to start or to wait for, here and in other workers."""
         self._take_new_jobs()
         if self._study is not None:
             self._study.open()
@@ -163,9 +163,9 @@ class JobQueue:
             time.sleep(POLL_SECONDS)
 
     def _fill_places(self) -> bool:
-        """Start the jobs for which there is a place; where none waits, those of the next points of a search.
+        """Start waiting jobs while there are free places, then the jobs of the next points of a search.
 
-        Return whether others are to be started later.
+        Return whether more jobs are to be started later.
         """
         while not self._is_stopping():
             self._take_new_jobs()
@@ -182,7 +182,7 @@ class JobQueue:
         return False
 
     def _take_new_jobs(self) -> None:
-        """Wait for the jobs that this worker, or another one, has asked for since."""
+        """Add the jobs that this worker or another one has created since the last call to the waiting jobs."""
         jobs = self._sweep.wanted[self._num_taken :]
         self._num_taken += len(jobs)
         if self._study is not None and not self._sweep.search:
@@ -192,7 +192,7 @@ class JobQueue:
         self._waiting += [num for num in jobs if not self._keep(num, "before")]
 
     def _look_at_other_workers(self) -> None:
-        """Drop the jobs that they have ended, stop those that they prune, and try again to run those that they run."""
+        """Read what other workers did: drop jobs that they finished, stop jobs that they pruned, retry the others."""
         self._rounds += 1
         if self._rounds % LOOK_ROUNDS:
             return
@@ -205,6 +205,7 @@ class JobQueue:
         self._stop_pruned_jobs()
 
     def _has_place(self) -> bool:
+        """Return whether the next job of a search could start now."""
         if self._leases is None:
             return not self._running
         lease = self._leases.take(self._devices_of(Job(0, self._sweep.first_words(), "")))
@@ -213,6 +214,7 @@ class JobQueue:
         return lease is not None
 
     def _is_stopping(self) -> bool:
+        """Return whether no more jobs are started: by a signal, the end of the time, or a mistake."""
         return bool(self._relay.number) or self.out_of_time or bool(self.fault)
 
     def _check_time(self) -> None:
@@ -225,7 +227,7 @@ class JobQueue:
             self._relay.pass_on(running.process, signal.SIGTERM)
 
     def _keep(self, num: int, by_whom: str) -> bool:
-        """Return whether an earlier call, or another worker, has done this job."""
+        """Report a job that an earlier call or another worker has finished. Return whether there is nothing to run."""
         job = self._sweep.jobs[num]
         folder = self._sweep.folder / job.folder
         if job.result.state == "pruned":
@@ -243,7 +245,7 @@ class JobQueue:
         return True
 
     def _start(self, num: int) -> None:
-        """Start a job that waits, if there is a place for it and no other worker runs it."""
+        """Start a waiting job if a place is free and no other worker runs it."""
         lease = self._take_place(self._sweep.jobs[num])
         if lease is None:
             return
@@ -296,12 +298,12 @@ class JobQueue:
         self._running.append(RunningJob(job, process, lease, output, earlier, goes_on, began))
 
     def _open_files(self) -> list[int]:
-        """Return the open files of the jobs that run, which are none of the next job's."""
+        """Return the open files of the running jobs, which the next job must close."""
         leases = [descriptor for one in self._running for descriptor in one.lease.files]
         return [*leases, *(one.output.fileno() for one in self._running)]
 
     def _end(self, running: RunningJob) -> None:
-        """Keep the result of a job whose process has ended, and free its place."""
+        """Save the result of a job whose process has ended, and free its place."""
         self._running.remove(running)
         self._relay.processes.remove(running.process)
         running.output.close()
@@ -328,7 +330,7 @@ class JobQueue:
             self._refuse_objective(result.error)
 
     def _prune_jobs(self) -> None:
-        """Prune the points that are worse than others at the same resource."""
+        """Stop the jobs of points that are worse than others at the same resource."""
         if self._study is None or self._is_stopping():
             return
         now = time.monotonic()
@@ -340,7 +342,7 @@ class JobQueue:
         self._stop_pruned_jobs()
 
     def _prune_points_of(self, num: int) -> None:
-        """Report the validations of a job's points, and prune those that are worse than others."""
+        """Report new validations of the points of a job, and mark the jobs of points that are worse than others."""
         assert self._study is not None
         running = [one.job.num for one in self._running]
         for other in self._study.jobs_to_prune(num):
@@ -354,7 +356,7 @@ class JobQueue:
                 self._study.tell(other)
 
     def _stop_pruned_jobs(self) -> None:
-        """Stop the jobs that this worker or another one prunes. They save first."""
+        """Send SIGTERM to running jobs that this worker or another one has pruned. They save first."""
         for running in self._running:
             if self._sweep.jobs[running.job.num].result.state == "pruned" and not running.is_stopping:
                 running.is_stopping = True

@@ -45,12 +45,12 @@ NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still
 
 @dataclass
 class Sweep:
-    """All jobs that were ever asked for in `folder`, and the numbers of those that this call wants.
+    """All jobs of the sweep in `folder`, and the numbers of the jobs of this call (`wanted`).
 
-    trials: the numbers of the jobs of each point, in the order in which the points were made.
-    search: the words of sweep=optuna, which ask for points one after the other. working_dir: where the first call was
-    typed, to which paths in its words may refer. name: of its study. session: how often its first worker began.
-    Other workers may write the file meanwhile: what changes the sweep is inside `exclusive`.
+    trials: for each point the numbers of its jobs, in the order in which the points were created. search: the words of
+    a sweep=optuna. working_dir: where the first call was typed; paths in its words are relative to it. name: of its
+    Optuna study. session: how often a first worker has started. Other workers may write the file at any time, so every
+    change of the sweep is made inside `exclusive`.
     """
 
     folder: Path
@@ -74,7 +74,7 @@ class Sweep:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Have what other workers wrote, and keep them from writing inside the block."""
+        """Lock the file of the sweep inside the block, after reading what other workers wrote."""
         if self.is_locked:
             yield
             return
@@ -87,7 +87,7 @@ class Sweep:
                 self.is_locked = False
 
     def refresh(self) -> None:
-        """Read the file if another worker wrote it since."""
+        """Read the file again if another worker has written it since."""
         if file_version(self.folder / SWEEP_FILE) == self.version:
             return
         saved = read_sweep(self.folder) if self.version else load_sweep(self.folder)
@@ -104,7 +104,7 @@ class Sweep:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """Be a worker of the sweep inside the block. Jobs that failed before its first worker began are tried again."""
+        """Register this process as a worker inside the block. The first worker gives failed jobs another attempt."""
         with ExitStack() as closing:
             with self.exclusive():
                 if closing.enter_context(self.locks.worker()):
@@ -118,7 +118,7 @@ class Sweep:
             yield
 
     def has_ended(self, job: Job) -> bool:
-        """Return whether no worker is to start a job."""
+        """Return whether no worker has to start this job: it is done, pruned, or failed in this session."""
         failed_now = job.result.state == "failed" and job.session == self.session
         return job.result.state in ("done", "pruned") or failed_now
 
@@ -163,7 +163,7 @@ class Sweep:
         return numbers
 
     def revive(self, count: int) -> None:
-        """Have the best of the pruned points go on, so many in all calls."""
+        """Let the best pruned points continue. count: their number, over all calls together."""
         with self.exclusive():
             points = [point for point in self.points() if any(job.revived for job in point.jobs)]
             pruned = [point for point in self.points() if point.jobs[0].result.state == "pruned"]
@@ -185,7 +185,7 @@ class Sweep:
             self.wanted.append(num)
 
     def in_random_order(self, jobs: Sequence[int]) -> list[int]:
-        """Return the numbers of jobs with their points in a random order, which is always the same one."""
+        """Return the numbers of jobs, ordered by a fixed random order of their points."""
         order = list(range(len(self.trials)))
         random.Random(0).shuffle(order)
         in_order = [num for number in order for num in self.trials[number] if num in jobs]
@@ -193,7 +193,7 @@ class Sweep:
 
     @property
     def num_jobs(self) -> int:
-        """The jobs of this call, with those that a search has not made yet."""
+        """The number of jobs of this call, including the jobs that a search has not created yet."""
         return len(self.wanted) + (self.points_to_come or 0) * self.jobs_of_a_point
 
     @property
@@ -206,7 +206,7 @@ class Sweep:
 
     @property
     def points_to_come(self) -> int | None:
-        """How many points a search is to make; None where nothing but the time ends it."""
+        """The number of points that a search will still create; None if only the time ends it."""
         if not self.search or self.is_stuck:
             return 0
         trials, total = read_options(split_options(self.search)[0]).trials, num_points(self.dimensions())
@@ -216,12 +216,12 @@ class Sweep:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a search asked for no other point for long."""
+        """Whether the last points of a search were all repetitions of earlier ones."""
         earlier = set(map(tuple, self.trials[:-MOST_REPEATED]))
         return bool(earlier) and earlier.issuperset(map(tuple, self.trials))
 
     def reason_search_ended(self) -> str:
-        """Return why a search has ended before its number of points or its time; empty if it has not."""
+        """Return why a search ended before `sweep.trials` points; empty if it did not."""
         trials, total = read_options(split_options(self.search)[0]).trials, num_points(self.dimensions())
         if not self.search or self.points_to_come != 0 or (trials and len(self.trials) >= trials):
             return ""
@@ -234,13 +234,13 @@ class Sweep:
         return parse_dimensions(split_options(self.search)[1])
 
     def first_words(self) -> tuple[str, ...]:
-        """Return the words of the first job, or of a job like those that a search will make."""
+        """Return the words of the first job; for a search without jobs those of a typical one."""
         if self.wanted:
             return self.jobs[self.wanted[0]].words
         return point_of(self.dimensions(), lambda dimension: dimension.ends[0])
 
     def note(self, num: int, result: Result) -> None:
-        """Keep the result of a job, on the disk too."""
+        """Set the result of a job, and write the file."""
         with self.exclusive():
             self.jobs[num] = replace(self.jobs[num], result=result, session=self.session)
             self.save()
@@ -264,7 +264,7 @@ class Sweep:
         return [key for key in keys if len({job.settings.get(key) for job in self.jobs.values()}) > 1]
 
     def is_logarithmic(self, key: str) -> bool:
-        """Return whether numbers of a setting belong on a logarithmic axis: its interval says so, or a decade."""
+        """Return whether a setting needs a logarithmic axis: its interval is logarithmic, or it spans a decade."""
         for words in self.calls:
             for dimension in parse_dimensions(split_options(words)[1]):
                 if dimension.key == key and dimension.interval is not None:
@@ -274,7 +274,7 @@ class Sweep:
         return len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= LOG_RANGE * min(numbers)
 
     def points(self) -> list[SweepPoint]:
-        """Return the ways to train, the best first."""
+        """Return the points of the sweep, the best first."""
         return ranked_points(list(self.jobs.values()), self.swept_keys())
 
 
@@ -303,7 +303,7 @@ def load_sweep(folder: Path) -> Sweep:
 
 
 def read_sweep(folder: Path) -> Sweep:
-    """`load_sweep` of a folder whose files are known to be plain ones."""
+    """Read the file of a sweep without the check that its folder holds only plain files. Raise ConfigError."""
     path = folder / SWEEP_FILE
     version = file_version(path)
     if not version:
@@ -341,9 +341,9 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def file_version(path: Path) -> tuple[int, ...]:
-    """Return what differs between two writings of a file; empty without one.
+    """Return inode, time and size of a file, which differ after each write; empty if there is no file.
 
-    A file that is opened is looked up anew by network file systems, which remember names and times for seconds.
+    The file is opened, because network file systems cache names and times for seconds until a file is opened.
     """
     try:
         with path.open("rb") as file:
@@ -354,7 +354,7 @@ def file_version(path: Path) -> tuple[int, ...]:
 
 
 def identity_of(words: list[str]) -> tuple[Any, ...]:
-    """Return what makes a call another one: its kind, the words of its jobs, and the seed of its points."""
+    """Return what two calls have in common if they create the same jobs: kind, words of the jobs, and seed."""
     own, job_words = split_options(words)
     options = read_options(own)
     about = {"grid": (), "random": (options.seed,), "optuna": (options.seed, options.objective)}
@@ -362,9 +362,9 @@ def identity_of(words: list[str]) -> tuple[Any, ...]:
 
 
 def calls_to_resume(folder: Path, trust: bool) -> list[list[str]]:
-    """Return the command lines of a sweep, to be given again. Raise ConfigError if they cannot be.
+    """Return the command lines with which a sweep was started. Raise ConfigError if they cannot be run again.
 
-    trust: they may have been written by somebody else. They name code to run.
+    trust: accept command lines that another user may have written; they can name any code.
     """
     sweep = load_sweep(folder)
     calls = sweep.calls
@@ -386,7 +386,7 @@ def calls_to_resume(folder: Path, trust: bool) -> list[list[str]]:
 
 
 def seal_of_words(calls: list[list[str]]) -> str:
-    """Return what only this user can write beside these words; empty if the user can have no key."""
+    """Return a signature of the words by the key of this user; empty if no key can be created."""
     try:
         return digest_part(make_key(), "sweep", "calls", json.dumps(calls).encode())
     except OSError:

@@ -1,4 +1,4 @@
-"""The settings of a sweep itself, `sweep=random sweep.jobs=4`: read before composing, part of no job's config."""
+"""Parse the settings of the sweep itself, as `sweep=random sweep.jobs=4`. They are not part of a job's config."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ class SweepOptions:
 
 
 def hide_password(word: str) -> str:
-    """Return a word without the user and the password of the storage that it names."""
+    """Return a word with user and password of a storage address masked."""
     return re.sub("//[^/@]*@", "//***@", word) if word.startswith("sweep.storage=") else word
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of the sweep itself, and those of its jobs."""
+    """Split words into settings of the sweep and settings of its jobs."""
     own = [word for word in words if OPTION.match(word)]
     return own, [word for word in words if word not in own]
 
 
 def translate_hydra_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the settings of a sweep with Hydra's names for them translated, and a note on each. Raise ConfigError."""
+    """Translate Hydra's names for settings of a sweep. Return the words and a note on each. Raise ConfigError."""
     own, notes = [], []
     for word in words:
         key, _, value = word.lstrip("+").partition("=")
@@ -87,7 +87,7 @@ def translate_hydra_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_options(words: Sequence[str]) -> SweepOptions:
-    """Return the settings that these words give. Raise ConfigError for all mistakes."""
+    """Parse the settings of a sweep. Raise ConfigError with all mistakes."""
     values: dict[str, Any] = {}
     faults = []
     for word in words:
@@ -113,7 +113,7 @@ def read_options(words: Sequence[str]) -> SweepOptions:
 
 
 def check_combinations(options: SweepOptions, given: Collection[str]) -> list[str]:
-    """Return what is wrong with settings that are right by themselves. given: the fields that the words give."""
+    """Return the mistakes in combinations of settings. given: the fields that were typed."""
     faults = []
     if (
         options.kind != "grid"

@@ -1,4 +1,4 @@
-"""The points of a sweep: jobs that differ in seed or fold alone are one, and points are ranked by their means."""
+"""The points of a sweep. Jobs that differ only in seed or fold are one point; points are ranked by their means."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REPEATED = ("data.fold", "seed")  # settings that make no other way to train
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """The jobs of one way to train, the best first. settings: the varied ones that these jobs have in common."""
+    """Jobs that differ only in seed or fold, the best first. settings: the varied settings that they share."""
 
     settings: dict[str, str]
     jobs: tuple[Job, ...]
@@ -70,7 +70,7 @@ def repetition_of(job: Job) -> tuple[str | None, ...]:
 
 
 def ranked_jobs(jobs: Sequence[Job]) -> list[Job]:
-    """Return the best value first, by the mode that the jobs name, within each metric; then jobs that are not done."""
+    """Sort jobs: finished ones by their value, the best first, for each metric; then the others."""
 
     def place(job: Job) -> tuple[bool, bool, str, float, int]:
         result = job.result
@@ -81,7 +81,7 @@ def ranked_jobs(jobs: Sequence[Job]) -> list[Job]:
 
 
 def ranked_points(jobs: Sequence[Job], keys: Sequence[str]) -> list[SweepPoint]:
-    """Return the best mean first, within each metric. keys: the settings that were varied."""
+    """Group jobs into points, and sort them by their mean, the best first. keys: the varied settings."""
     own = [key for key in keys if key not in REPEATED]
     groups: dict[tuple[tuple[str, str], ...], list[Job]] = {}
     for job in ranked_jobs(jobs):
@@ -97,6 +97,6 @@ def ranked_points(jobs: Sequence[Job], keys: Sequence[str]) -> list[SweepPoint]:
 
 
 def best_job(points: Sequence[SweepPoint]) -> Job | None:
-    """Return the best job of the best point; None before a job has a value."""
+    """Return the best job of the best point; None if no job has a value yet."""
     job = points[0].jobs[0] if points else None
     return job if job is not None and job.result.value is not None else None

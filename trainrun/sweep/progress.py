@@ -38,7 +38,7 @@ DONE, TIME, RUNNING, FAILED, PRUNED, GRAPHIC = range(6)  # fields of the bar; th
 
 
 class SweepProgress:
-    """Counts jobs and their seconds. side_by_side: how many run at once."""
+    """The lines and the live table of a running sweep. side_by_side: how many jobs run at once."""
 
     def __init__(self, sweep: Sweep, side_by_side: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._sweep, self._side_by_side, self._clock = sweep, side_by_side, clock
@@ -142,9 +142,9 @@ class SweepProgress:
         return "  ".join(fields[number][1] for number in shown)[:width]
 
     def seconds_left(self) -> float | None:
-        """Estimate the time to the end; None at first.
+        """Estimate the time to the end; None if nothing is known yet.
 
-        A job takes as long as those that ended or, before one has, as its finished part of the steps says.
+        A job is expected to take as long as the mean of finished jobs, or as its finished part of the steps predicts.
         """
         now, fractions = self._clock(), self._fractions()
         elapsed = {num: now - began for num, began in self._running.items()}

@@ -1,4 +1,4 @@
-"""A job, and how it ended: read from its `status.json`, or, if it died without one, from its exit code."""
+"""A job and its result, read from `status.json`, or from the exit code if the job wrote none."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Result:
 class Job:
     """One run of a sweep. words: all that its command line gets; folder: its name inside the sweep's.
 
-    revived: it was pruned, and goes on all the same. session: of the sweep, in which the result came.
+    revived: it was pruned and continues by sweep.revive. session: of the sweep, in which the result was set.
     """
 
     num: int
@@ -82,17 +82,17 @@ class Job:
 
 
 def short_numbers(text: str) -> str:
-    """Return a text with numbers of six digits at most, as a point of a search has sixteen."""
+    """Shorten the numbers in a text to six digits; points of a search have sixteen."""
     return LONG_NUMBER.sub(lambda number: f"{float(number[0]):.6g}", text)
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return whether the job saved a checkpoint, even a damaged one: such a job reports it and does not start anew."""
+    """Return whether the job saved a checkpoint. A damaged one counts: the job reports it and does not start again."""
     return has_ever_saved(RunDir(folder))
 
 
 def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any] | None = None) -> Result:
-    """Return how a job ended. earlier: its status before this attempt; if it is unchanged, the job wrote none."""
+    """Return the result of a job. earlier: its status before this attempt; an unchanged status is ignored."""
     status = read_status(RunDir(folder))
     fresh = {} if status == earlier else status
     said = fresh.get("state")
@@ -109,7 +109,7 @@ def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any
 
 
 def mark_pruned(folder: Path) -> None:
-    """Have the status of a job that was stopped say why."""
+    """Write the state `pruned` into the status of a stopped job."""
     run = RunDir(folder)
     status = read_status(run)
     if status.get("state") in ("stopped", "running"):
@@ -117,9 +117,9 @@ def mark_pruned(folder: Path) -> None:
 
 
 def apply_objective(result: Result, folder: Path, objective: Sequence[str]) -> Result:
-    """Return a result judged by the names of sweep.objective; one that lacks a value of a job that is done has failed.
+    """Return a result with the values of sweep.objective. A finished job that lacks one of them has failed.
 
-    A metric of the validation is taken at the best checkpoint. Others are fields of `status.json`.
+    Metrics of the validation are those of the best checkpoint. Other names are fields of `status.json`.
     """
     if not objective or result.state != "done":
         return result
@@ -141,12 +141,12 @@ def apply_objective(result: Result, folder: Path, objective: Sequence[str]) -> R
 
 
 def objective_sign(name: str) -> int:
-    """Return 1 if an objective is better when smaller: one with a minus, or a metric known to be. Else -1."""
+    """Return 1 if smaller values of an objective are better (`-seconds`, `val/loss`), else -1."""
     return 1 if name.startswith("-") or guess_direction(name) == "min" else -1
 
 
 class EvaluationRows:
-    """The validations of a run that writes its rows meanwhile."""
+    """A reader of the validations of a running job."""
 
     def __init__(self, folder: Path) -> None:
         self._path = RunDir(folder).metrics
@@ -154,7 +154,7 @@ class EvaluationRows:
         self.start: dict[str, Any] = {}  # the row with which its last session began
 
     def read_new(self) -> list[dict[str, Any]]:
-        """Return the rows of `eval` since the last call; all of them again if the file was cut for a resume."""
+        """Return the new `eval` rows since the last call; all rows again if a resume has shortened the file."""
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self._offset:
@@ -177,8 +177,8 @@ class EvaluationRows:
 
 
 def describe_failure(folder: Path, status: dict[str, Any], exit_code: int) -> str:
-    """Return in one line why a job failed: its message, the signal that killed it, or the last line that it
-    printed and that is no note.
+    """Return one line with the reason of a failure: the job's message, the signal that killed it, or the last line
+    that it printed and that is not a note.
     """
     if status.get("state") == "failed" and status.get("message"):
         return str(status["message"])
@@ -197,6 +197,7 @@ def describe_failure(folder: Path, status: dict[str, Any], exit_code: int) -> st
 
 
 def finite_or_none(value: Any) -> float | None:
+    """Return a finite number as a float; None for any other value."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return None

@@ -1,8 +1,7 @@
-"""A sweep: several runs from one command line, each in a process and folder of its own.
+"""Run a sweep: several runs from one command line, each in a process and folder of its own.
 
-A job cannot leave memory, random numbers or signals behind for the next one, and it is a run like any other: it
-can be inspected, resumed and compared. Started again with the same words, the sweep does what is missing: finished
-jobs stay, one with a checkpoint goes on from there, and new words add new jobs.
+So a job cannot disturb the next one, and can be inspected, resumed and compared like any other run. The same command
+again runs what is missing: finished jobs stay, jobs with a checkpoint continue from it, and new values add new jobs.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def check_sweep(prepared: CommandLine, sweep_words: list[str]) -> tuple[list[str
 
 
 def translate_branch(word: str) -> list[str]:
-    """Return a word of a branch, translated as a command line: its condition, and its setting, which may be several."""
+    """Translate condition and setting of a branch as the words of a command line. Return one or more words."""
     condition, setting = split_branch(word)
     conditions, settings = (
         prepare_command_line(["--multirun", part], Path.cwd())[0].overrides for part in (condition, setting)
@@ -86,9 +85,9 @@ def translate_branch(word: str) -> list[str]:
 
 
 def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
-    """Run what is not done of a sweep, by the words with which it was begun. Raise ConfigError.
+    """Run the unfinished jobs of a sweep with the words of its earlier calls. Raise ConfigError.
 
-    options: settings of the sweep itself that are others now, as sweep.jobs=2.
+    options: settings of the sweep that replace earlier ones, as sweep.jobs=2.
     """
     calls = [replace_options(words, options) for words in calls_to_resume(folder, trust)]
     kinds = [read_options(split_options(words)[0]).kind for words in calls]
@@ -99,7 +98,7 @@ def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
 
 
 def replace_options(words: list[str], options: list[str]) -> list[str]:
-    """Return the words of a call with other settings of the sweep. Raise ConfigError if they make other points."""
+    """Replace settings of the sweep in the words of a call. Raise ConfigError for one that would change its points."""
     own, job_words = split_options(words)
     values = {word.partition("=")[0]: word for word in own}
     is_grid = read_options(own).kind == "grid"
@@ -115,7 +114,7 @@ def replace_options(words: list[str], options: list[str]) -> list[str]:
 
 
 def check_words(calls: list[list[str]]) -> None:
-    """Compose every value of every setting once. Raise ConfigError with all mistakes."""
+    """Compose a config with each value of each setting. Raise ConfigError with all mistakes."""
     seen: set[str] = set()
     faults: list[str] = []
     for job in itertools.chain.from_iterable(map(words_to_check, calls)):
@@ -135,10 +134,10 @@ def check_words(calls: list[list[str]]) -> None:
 
 
 def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = job_command) -> int:
-    """Run every job that the command lines make, and return the exit code. Raise ConfigError before the first.
+    """Run all jobs of the command lines, and return the exit code. Raise ConfigError for mistakes.
 
-    folder: of the sweep; a new one under `sweeps/` where None. The tables and the page come at the end, however it
-    ends. A new sweep of which each job was refused leaves no folder.
+    folder: of the sweep; None for a new one below `sweeps/`. Tables and page are written at the end, also after an
+    interruption. If every job of a new sweep was refused, no folder is left.
     """
     options = read_options(split_options(calls[-1])[0])
     relay = StopRelay(writes=False)
@@ -187,7 +186,7 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
 
 
 def check_validation(words: Sequence[str], options: SweepOptions) -> None:
-    """Raise ConfigError if a pruner would have nothing to compare."""
+    """Raise ConfigError if jobs do not validate, so that a pruner could not compare them."""
     config = compose_run(list(words)).config
     if config.trainer.limit_val_batches == 0 or not (validation_nodes(config.data) or config.data.folds):
         raise ConfigError(
@@ -196,7 +195,7 @@ def check_validation(words: Sequence[str], options: SweepOptions) -> None:
 
 
 def notes_on_points(calls: list[list[str]]) -> list[str]:
-    """Return a note on each call that asks for more points than its space has."""
+    """Return a note for each call with a sweep.trials larger than the number of points of its space."""
     notes = []
     for words in calls:
         own, job_words = split_options(words)
@@ -223,7 +222,7 @@ def notes_on_pruner(sweep: Sweep, options: SweepOptions, num_places: int) -> lis
 
 
 def write_tables(sweep: Sweep) -> None:
-    """Print the tables, write them with the picture, and print where they are and how to go on."""
+    """Print the tables, write them and the page, and print their paths and the commands to continue."""
     print_tables(sweep)
     write_text(sweep.folder / "sweep.csv", jobs_csv(sweep))
     say(f"table: {sweep.folder / 'sweep.csv'}")
@@ -248,11 +247,12 @@ def write_tables(sweep: Sweep) -> None:
 
 
 def has_begun(sweep: Sweep) -> bool:
+    """Return whether a job has started."""
     return any((sweep.folder / job.folder).is_dir() for job in sweep.jobs.values())
 
 
 def remove_refused(sweep: Sweep) -> None:
-    """Remove the folder of a sweep of which no job could begin. Raise ConfigError with their mistakes."""
+    """Remove the folder of a sweep whose jobs were all refused. Raise ConfigError with their mistakes."""
     remove_new_sweep(sweep)
     raise ConfigError(*dict.fromkeys(sweep.jobs[num].result.error for num in sweep.wanted))
 
@@ -265,7 +265,7 @@ def remove_new_sweep(sweep: Sweep) -> None:
 
 
 def devices_by_words() -> Callable[[Job], int]:
-    """Return the function that says how many devices a job needs, by its config; equal words are composed once."""
+    """Return a function that returns how many devices a job needs. Equal words are composed once."""
 
     @cache
     def devices(words: tuple[str, ...]) -> int:
@@ -278,7 +278,7 @@ def devices_by_words() -> Callable[[Job], int]:
 def places_of_jobs(
     sweep: Sweep, options: SweepOptions, devices_of: Callable[[Job], int], forks: bool
 ) -> tuple[list[DevicePlace], str]:
-    """`find_places` for the jobs of a sweep. forks: whether they are forks of this process."""
+    """Choose the places of the jobs of a sweep. Return them and the reason. forks: whether jobs are forks."""
     if (options.jobs, options.per_device) == (1, 1):
         return [], ""
     words = sweep.first_words()
@@ -294,7 +294,7 @@ def places_of_jobs(
 
 
 def gain_of_single_threads(words: Sequence[str], cores: Sequence[int]) -> float | None:
-    """Return how much two jobs of one thread train together, over one of two threads; None if a note says why not."""
+    """Measure how much two jobs of one thread train, relative to one job of two; print a note if that fails."""
     from trainrun.sweep.places.thread_trial import measure_gain
 
     try:
@@ -311,7 +311,7 @@ def uses_gpus(sweep: Sweep) -> bool:
 
 
 def can_fork(sweep: Sweep, options: SweepOptions) -> bool:
-    """Return whether jobs are forks: there are several, none needs a GPU, and torch computes nothing here."""
+    """Return whether jobs can be forks: on Linux, several jobs, without GPUs and without a sampler that uses torch."""
     computes = bool(sweep.search) and options.sampler == "gp"
     is_alone = sweep.num_jobs == 1
     return sys.platform == "linux" and not (computes or is_alone or (uses_gpus(sweep) and gpu_names()))
@@ -319,7 +319,7 @@ def can_fork(sweep: Sweep, options: SweepOptions) -> bool:
 
 @contextlib.contextmanager
 def join_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]:
-    """`open_sweep`; inside, this process is one of its workers. A new one of which no job began leaves no folder."""
+    """Open a sweep and work on it inside the block. If no job of a new sweep has started, its folder is removed."""
     is_new = folder is None or not folder.exists()
     if folder is not None and is_run_folder(RunDir(folder)):
         raise ConfigError(f"output_dir={folder}: holds a run already; name another folder for the sweep")

@@ -72,7 +72,7 @@ def parallel_chart(sweep: Sweep, points: Sequence[SweepPoint], keys: Sequence[st
 
 
 def axis_positions(texts: Sequence[str], is_log: bool) -> Floats:
-    """Return the place of each value between the lowest, 0, and the highest, 1. Words stand in their order."""
+    """Return the position of each value on an axis from 0 (lowest) to 1 (highest). Words are numbered in order."""
     names = list(dict.fromkeys(texts))
     numbers = [parse_number(text) for text in texts]
     values = np.asarray(
@@ -86,7 +86,7 @@ def axis_positions(texts: Sequence[str], is_log: bool) -> Floats:
 
 
 def scale_to_unit(values: Floats) -> Floats:
-    """Return values between 0, the lowest, and 1, the highest."""
+    """Scale values linearly from 0 (lowest) to 1 (highest)."""
     low, high = float(values.min()), float(values.max())
     return np.asarray((values - low) / ((high - low) or 1.0), dtype=np.float64)
 
@@ -96,7 +96,7 @@ def means_of(points: Sequence[SweepPoint]) -> Floats:
 
 
 def front_charts(points: Sequence[SweepPoint]) -> list[Chart]:
-    """Return the first objective over each other one, with the points that no other beats in both."""
+    """Return a chart of the first objective over each other one, with the Pareto front."""
     names = list(points[0].jobs[0].result.values)
     scored = [point for point in points if point.jobs[0].result.values]
     return [front_chart(names[0], name, scored) for name in names[1:]]

@@ -1,6 +1,6 @@
-"""From words with several values to the words of each job: every combination, or points of a space.
+"""Turn words with several values into the words of each job: all combinations, or points of a space.
 
-A word can hold for one branch of a sweep alone: `model=mlp: model.width=16,32` varies the width where the model is mlp.
+A word can apply to one branch of a sweep: `model=mlp: model.width=16,32` varies the width only if the model is mlp.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Dimension:
-    """A word of a sweep. choices: a word for each of its values; empty where it has an interval.
+    """A word of a sweep. choices: a word for each of its values; empty if it has an interval.
 
-    condition: the word that a point must have, so that this one is part of it; empty for a word of all points.
+    condition: a word that a point must contain for this one to apply; empty for a word of all points.
     """
 
     word: str
@@ -79,11 +79,11 @@ class Dimension:
 
     @property
     def name(self) -> str:
-        """The key, which is another one for each branch."""
+        """The key, with the condition of the branch, so that it is unique."""
         return f"{self.key} [{self.condition}]" if self.condition else self.key
 
     def holds(self, point: Sequence[str]) -> bool:
-        """Return whether a point is in the branch of this word."""
+        """Return whether this word applies to a point: the point contains its condition."""
         return not self.condition or any(
             unmarked_word(word) == unmarked_word(self.condition) for word in point
         )
@@ -93,7 +93,7 @@ class Dimension:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The choices; the word with both ends of its interval."""
+        """The choices, or the word with the lower and the upper end of its interval."""
         if self.interval is None:
             return self.choices
         return self.with_value(self.interval.low), self.with_value(self.interval.high)
@@ -109,7 +109,7 @@ class Dimension:
 
 
 def parse_dimensions(words: Sequence[str]) -> list[Dimension]:
-    """Return the dimensions of a sweep's words. Raise ConfigError for one that cannot be read."""
+    """Parse the words of a sweep. Raise ConfigError for a word that cannot be read."""
     dimensions: list[Dimension] = []
     for word in words:
         condition, setting = split_branch(word)
@@ -126,19 +126,19 @@ def parse_dimensions(words: Sequence[str]) -> list[Dimension]:
 
 
 def split_branches(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words that hold for one branch alone, and the others."""
+    """Split words into those of one branch, and the others."""
     branches = [word for word in words if split_branch(word)[0]]
     return branches, [word for word in words if word not in branches]
 
 
 def split_branch(word: str) -> tuple[str, str]:
-    """Return the condition of a word, which is empty for a word of all points, and its setting."""
+    """Split a word into its condition and its setting. The condition is empty for a word of all points."""
     branch = BRANCH.fullmatch(word)
     return (branch["condition"], branch["setting"]) if branch else ("", word)
 
 
 def point_of(dimensions: Sequence[Dimension], pick: Callable[[Dimension], str]) -> tuple[str, ...]:
-    """Return the words of a point: one of each dimension that its branch has, as `pick` says."""
+    """Return the words of a point: `pick` returns the word of each dimension that applies to it."""
     point: list[str] = []
     for dimension in dimensions:
         if dimension.holds(point):
@@ -149,7 +149,7 @@ def point_of(dimensions: Sequence[Dimension], pick: Callable[[Dimension], str]) 
 def points_of(words: list[str]) -> list[list[tuple[str, ...]]]:
     """Return the points of a call, each as the words of its jobs. Raise ConfigError.
 
-    The jobs of a point differ in seed or fold alone. A sweep=optuna has no points before it asks for them.
+    The jobs of a point differ only in seed or fold. A sweep=optuna creates its points later, one at a time.
     """
     own, job_words = split_options(words)
     about = read_options(own)
@@ -164,13 +164,13 @@ def points_of(words: list[str]) -> list[list[tuple[str, ...]]]:
 
 
 def jobs_of_point(dimensions: Sequence[Dimension], point: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the words of each job of a point: seeds and folds with several values are in it as they were typed."""
+    """Return the words of each job of a point, in which seeds and folds stand with all their values, as typed."""
     typed = {dimension.word: dimension.choices for dimension in dimensions if dimension.key in REPEATED}
     return list(itertools.product(*[typed.get(word, (word,)) for word in point]))
 
 
 def expand_grid(words: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the words of every job; the first word with several values varies slowest. Raise ConfigError."""
+    """Return the words of every job of a grid. The first word varies slowest. Raise ConfigError for an interval."""
     return list(iterate_points(parse_dimensions(words)))
 
 
@@ -192,14 +192,14 @@ def iterate_points(dimensions: Sequence[Dimension], row: tuple[str, ...] = ()) -
 
 
 def num_points(dimensions: Sequence[Dimension]) -> int | None:
-    """Return how many points a space has; None if they cannot be counted. Seeds and folds make no points."""
+    """Return the number of points of a space; None if it is endless. Seeds and folds do not count."""
     points = all_points(tuple(dimensions))
     return None if points is None else len(points)
 
 
 @lru_cache(maxsize=16)
 def all_points(dimensions: tuple[Dimension, ...]) -> list[tuple[str, ...]] | None:
-    """Return all points of a space, with seeds and folds as they were typed; None if they cannot be counted."""
+    """Return all points of a space, with seeds and folds as they were typed; None if it is endless."""
     counted: list[Dimension] = []
     most = 1
     for dimension in dimensions:
@@ -212,9 +212,10 @@ def all_points(dimensions: tuple[Dimension, ...]) -> list[tuple[str, ...]] | Non
 
 
 def words_to_check(words: list[str]) -> list[tuple[str, ...]]:
-    """Return points in which every value is, and both ends of every interval. Raise ConfigError.
+    """Return points that contain each value and both ends of each interval. Raise ConfigError.
 
-    Of a space each value is beside the first of all others, in a branch that has it: all points may be too many.
+    A space may have too many points to check all. So each value is combined with the first values of the other words,
+    in a branch to which it applies.
     """
     own, job_words = split_options(words)
     if read_options(own).kind == "grid":
@@ -232,7 +233,7 @@ def words_to_check(words: list[str]) -> list[tuple[str, ...]]:
 
 
 def words_of_branch(dimensions: Sequence[Dimension], dimension: Dimension) -> dict[str, str]:
-    """Return the words, by the names of their dimensions, that a point of the branch of a dimension has."""
+    """Return the words that select the branch of a dimension, by the names of their dimensions."""
     if not dimension.condition:
         return {}
     condition = unmarked_word(dimension.condition)
@@ -243,11 +244,11 @@ def words_of_branch(dimensions: Sequence[Dimension], dimension: Dimension) -> di
 
 
 def draw_points(words: Sequence[str], count: int, seed: int) -> list[list[tuple[str, ...]]]:
-    """Return the jobs of so many different random points of a space; all points if it has fewer.
+    """Draw `count` different random points of a space, and return their jobs; all points if the space has fewer.
 
-    Draw n depends on (seed, n) alone, for each word by itself: more points, or another word, change no other value.
-    Where the draws bring nothing new any more, the points that were not drawn follow in the order of a grid.
-    A seed or a fold with several values is no part of the space: each point is trained with all of them.
+    Draw n of a word depends only on the word, the seed and n. So more points or another word change no other value. If
+    the draws only repeat themselves, the missing points follow in the order of a grid. Seeds and folds are not drawn:
+    each point is trained with all of them.
     """
     dimensions = parse_dimensions(words)
     every = all_points(tuple(dimensions))
@@ -269,7 +270,7 @@ def draw_points(words: Sequence[str], count: int, seed: int) -> list[list[tuple[
 
 
 def draw_value(dimension: Dimension, seed: int, number: int) -> str:
-    """Return the word with one value of its choices or of its interval."""
+    """Return the word with a random value of its choices or its interval."""
     generator = random.Random(f"{seed} {number} {dimension.key}")
     interval = dimension.interval
     if interval is None:
@@ -284,7 +285,7 @@ def draw_value(dimension: Dimension, seed: int, number: int) -> str:
 
 
 def read_interval(word: str) -> Interval | None:
-    """Return the interval of a word; None if it has none. Raise ConfigError for one that cannot be drawn from."""
+    """Return the interval of a word; None if it has none. Raise ConfigError for an invalid interval."""
     override = parse_word(word)
     if override is None or override.value_type is not ValueType.INTERVAL_SWEEP:
         return None
@@ -301,7 +302,7 @@ def read_interval(word: str) -> Interval | None:
 
 
 def parse_choices(word: str) -> list[str]:
-    """Return a word for each value: `lr=1,2` -> `lr=1`, `lr=2`; a word with one value stays as it was typed."""
+    """Return a word for each value: `lr=1,2` becomes `lr=1`, `lr=2`. A word with one value is not changed."""
     override = parse_word(word)
     if override is None or not override.is_sweep_override():
         return [word]
@@ -362,12 +363,12 @@ def key_of(word: str) -> str:
 
 
 def unmarked_word(word: str) -> str:
-    """Return a word without the marks of the grammar."""
+    """Return a word without quotes and the leading `+` of Hydra's grammar."""
     key, _, value = word.lstrip("+").partition("=")
     return f"{key}={value.strip(QUOTES)}"
 
 
 def varied_keys(dimensions: Sequence[Dimension]) -> list[str]:
-    """Return the keys that have not the same word in all jobs, in the order of the words."""
+    """Return the keys that have different values in different jobs, in the order of the words."""
     varied = [one.key for one in dimensions if one.condition or one.interval or len(set(one.choices)) > 1]
     return list(dict.fromkeys(varied))

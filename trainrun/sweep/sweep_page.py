@@ -79,7 +79,7 @@ def describe_best(point: SweepPoint, job: Job) -> str:
 
 
 def command_to_train_longer(sweep: Sweep, job: Job) -> str:
-    """Return the command that trains a new run with the settings of a job, twice as long where a limit ended it."""
+    """Return the command that trains a new run like a job, twice as long if a limit ended the job."""
     run = RunDir(sweep.folder / job.folder)
     config = read_config(run)
     longer = doubled_limit(read_status(run), config.get("trainer") or {})
@@ -94,7 +94,7 @@ def link_to_report(sweep: Sweep, job: Job) -> str:
 
 
 def describe_charts(sweep: Sweep) -> str:
-    """Return what the points of the charts are, and which values are better."""
+    """Return a sentence on what the points of the charts are, and which values are better."""
     over = repeated_keys(sweep)
     others = [key for key in sweep.swept_keys() if key not in over]
     each = f"a mean over {' and '.join(over)}, with its 95 % interval" if over and others else "a job"
@@ -102,7 +102,7 @@ def describe_charts(sweep: Sweep) -> str:
 
 
 def setting_charts(sweep: Sweep) -> list[Chart]:
-    """Return a chart of the metric against each setting that was varied; of seeds, if nothing else was."""
+    """Return a chart of the metric for each varied setting, or for the seed if nothing else varied."""
     keys = [key for key in sweep.swept_keys() if key not in REPEATED]
     points = comparable_points(sweep)
     if not keys:
@@ -117,15 +117,15 @@ def setting_charts(sweep: Sweep) -> list[Chart]:
 
 
 def comparable_points(sweep: Sweep) -> list[SweepPoint]:
-    """Return the points with a mean of the first one's metric: another metric has another axis."""
+    """Return the points with the same metric as the best one; other metrics need another axis."""
     points = [point for point in sweep.points() if point.mean is not None]
     return [point for point in points if point.jobs[0].result.monitor == points[0].jobs[0].result.monitor]
 
 
 def setting_chart(key: str, points: Sequence[SweepPoint], is_log: bool) -> Chart | None:
-    """Return the chart of one setting; None if it has one value.
+    """Return the chart of one setting; None if it has a single value.
 
-    Of a grid it has a line for each combination of the other settings, and of points that were searched dots alone.
+    A grid gets a line for each combination of the other settings. Points of a search are dots.
     """
     points = [point for point in points if key in point.settings]
     values = list(dict.fromkeys(point.settings[key] for point in points))

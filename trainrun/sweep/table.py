@@ -27,7 +27,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def repeated_keys(sweep: Sweep) -> list[str]:
-    """Return those of seed and fold that were varied: their jobs are one point."""
+    """Return which of `seed` and `data.fold` were varied. Jobs that differ only in these are one point."""
     return [key for key in REPEATED if key in sweep.swept_keys()]
 
 
@@ -53,7 +53,7 @@ def job_table(jobs: Sequence[Job], keys: list[str]) -> tuple[list[str], list[lis
 
 
 def other_objectives(jobs: Sequence[Job]) -> list[str]:
-    """Return the names of sweep.objective behind the first, by which the jobs are ranked."""
+    """Return the names of sweep.objective without the first, which ranks the jobs."""
     return list(dict.fromkeys(name for job in jobs for name in list(job.result.values)[1:]))
 
 
@@ -79,7 +79,7 @@ def format_mean(point: SweepPoint) -> str:
 
 
 def print_tables(sweep: Sweep) -> None:
-    """Print the table of the points, if they are means, and of the jobs; of the latter then only those not done."""
+    """Print the table of jobs. If points are means of several jobs, print the points and the unfinished jobs."""
     jobs = ranked_jobs(list(sweep.jobs.values()))
     if repeated_keys(sweep):
         print_table(*point_table(sweep.points()))

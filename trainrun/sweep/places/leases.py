@@ -1,7 +1,7 @@
-"""GPUs and groups of cores for jobs that run side by side; a lease is a lock that all sweeps of a user respect.
+"""Assign GPUs and groups of cores to jobs that run side by side. All sweeps of a user share the locks of devices.
 
-The lock (flock) of each GPU or core is a file in the user's state folder. The job inherits the open file, so a lease
-lasts until the job has ended, also where the sweep was killed.
+The lock (flock) of each GPU or core is a file in the user's state folder. The job inherits the open file, so its device
+stays locked until the job ends, even if the sweep is killed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Lease:
 
 
 class Leases:
-    """The places of a sweep, and which of them are free for now. folder: of the lock files."""
+    """The places of a sweep, which jobs lock and release. folder: of the lock files."""
 
     def __init__(self, places: list[DevicePlace], folder: Path | None = None) -> None:
         self.places = places
@@ -70,9 +70,9 @@ class Leases:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, count: int) -> Lease | None:
-        """Return a lease of so many places, on as many GPUs; None if not all can be had now.
+        """Lock `count` places on different GPUs for a job; return None if they are not all free now.
 
-        It takes all of them or none, so no two jobs wait for each other.
+        All are locked or none, so no two jobs wait for each other.
         """
         if count > self.most_at_once:
             raise ConfigError(
@@ -117,11 +117,10 @@ def find_places(
     uses_gpus: bool,
     measure_gain: Callable[[Sequence[int]], float | None] | None = None,
 ) -> tuple[list[DevicePlace], str]:
-    """Return the places for jobs side by side, and why these.
+    """Choose places for jobs that run side by side. Return them and the reason; none to run one job at a time.
 
-    num_jobs: None where nothing but the time ends them. uses_gpus: whether the jobs may. measure_gain: of two jobs of
-    one thread over one of two, on two cores; None if the jobs have their number of threads.
-    No places for one job after the other, which has the whole machine.
+    num_jobs: None if only the time ends the sweep. uses_gpus: whether jobs may use GPUs. measure_gain: returns how much
+    two jobs of one thread train, relative to one of two threads; None if the number of threads is set.
     """
     if options.jobs == 1 and options.per_device == 1:
         return [], ""
@@ -168,7 +167,7 @@ def core_numbers() -> list[int]:
 
 
 def core_places(cores: Sequence[int], count: int) -> list[DevicePlace]:
-    """Return groups of cores of about equal size; more places than cores share them."""
+    """Divide cores into groups of about equal size. If there are more places than cores, places share cores."""
     if count > len(cores):
         turns = [(cores[number % len(cores)], number // len(cores)) for number in range(count)]
         return [DevicePlace((f"core-{core}.{turn}",), cores=(core,)) for core, turn in turns]

@@ -1,7 +1,7 @@
-"""Locks in the folder of a sweep, by which several processes share its jobs, also on several machines.
+"""Locks in the folder of a sweep, so that several processes, also on several machines, can share its jobs.
 
-Each worker is the same command with the same folder. A lock (flock) ends with the process that holds it, however that
-ends, so no worker waits for one that was killed.
+Each worker is the same command with the same folder. A lock (flock) is released when its process ends, even if it is
+killed, so no worker waits for a dead one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SweepLocks:
 
     @contextmanager
     def file(self) -> Iterator[None]:
-        """Hold the lock of the sweep's file inside the block; wait for another worker that has it."""
+        """Lock the file of the sweep inside the block. Wait if another worker has locked it."""
         descriptor = self._open("file", fcntl.LOCK_EX)
         assert descriptor is not None  # it waits
         with close_in_forks(descriptor):
@@ -33,7 +33,7 @@ class SweepLocks:
 
     @contextmanager
     def worker(self) -> Iterator[bool]:
-        """Be a worker inside the block. The value says whether there was none."""
+        """Register this process as a worker inside the block. Yield whether it is the first one."""
         descriptor = self._open("workers", fcntl.LOCK_EX | fcntl.LOCK_NB, print_note)
         is_first = descriptor is not None
         if descriptor is None:

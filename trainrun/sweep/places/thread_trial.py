@@ -1,7 +1,7 @@
-"""Whether two jobs of one thread train more than one job of two threads, measured for `sweep.jobs=auto` on a CPU.
+"""Measure whether two jobs of one thread train more than one job of two threads, for `sweep.jobs=auto` on a CPU.
 
-Runs of the first job's settings, in a folder that is thrown away, train for a moment: two at once with a core each,
-then one with both cores.
+Runs with the settings of the first job train for a moment in a temporary folder: two at once with one core each, then
+one with both cores.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MANY_STEPS = 100_000  # the time ends a turn
 
 
 def measure_gain(words: Sequence[str], cores: Sequence[int]) -> float:
-    """Return how much two jobs with a core each train together, in parts of what one job with both cores trains.
+    """Return the throughput of two jobs with one core each, divided by that of one job with both cores.
 
-    words: of a job. cores: two of them. Raise TrainrunError if the job cannot be measured.
+    words: of a job. cores: two core numbers. Raise TrainrunError if the job cannot be measured.
     """
     config = compose_run(list(words)).config
     with WorkerPool() as pool:
@@ -47,7 +47,7 @@ def items_per_second(worker: WorkerProcess) -> float:
 
 @contextmanager
 def on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """Have processes that start inside the block use these cores alone."""
+    """Restrict processes that are started inside the block to these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:

@@ -1,8 +1,8 @@
-"""Which points of a sweep are worse than others at the same resource, by the validations in their jobs' rows.
+"""Compare the validations of the points of a sweep at the same resource (step, epoch, sample, seconds), for pruners.
 
-A resource is counted in units: the distance to the first validation of the sweep. So validations at other distances,
-or after other times, are compared at the same multiples. The value of a point is the mean over its jobs, which differ
-in seed or fold alone. Optuna's pruners decide.
+The unit of the resource is the position of the sweep's first validation. Validations at other positions are compared
+at multiples of this unit. The value of a point is the mean over its jobs, which differ only in seed or fold. Optuna's
+pruners decide.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Curves:
         self._unit = 0.0
 
     def values_of_point(self, jobs: Sequence[int]) -> dict[int, float]:
-        """Return the values of a point by units, smaller is better. A job that failed is no part of the mean."""
+        """Return the values of a point by units; smaller is better. Failed jobs are left out of the mean."""
         states = {num: self._sweep.jobs[num].result.state for num in jobs}
         judged = [num for num in jobs if states[num] != "failed"]
         values = [self.values_of_job(num) for num in judged]
         return mean_values(values, [states[num] == "done" for num in judged])
 
     def values_of_job(self, num: int) -> Mapping[int, float]:
-        """Return the values of a job by units, smaller is better: the first at each number of units."""
+        """Return the values of a job by units; smaller is better. The first validation in each unit counts."""
         rows = self._rows.setdefault(num, self._rows_of(num))
         values = self._values.setdefault(num, {})
         for row in rows.read_new() if self._options.pruner != "none" else ():
@@ -62,7 +62,7 @@ class Curves:
         return sign * float(value) if isinstance(value, (int, float)) else math.nan
 
     def _units(self, resource: float) -> int:
-        """Return a resource in units: of the first validation of the first job that has one."""
+        """Return a resource in units, which the first validation of the first job with one defines."""
         for num in sorted(self._sweep.jobs) if not self._unit else ():
             rows = self._rows_of(num)
             if evaluations := rows.read_new():
@@ -72,10 +72,10 @@ class Curves:
 
 
 def mean_values(values: Sequence[Mapping[int, float]], are_done: Sequence[bool]) -> dict[int, float]:
-    """Return the means over jobs by units, from the values of each job by units.
+    """Return the means over jobs by units. values: of each job, by units.
 
-    There is a mean where a job has a value, and each other job has one there or before, and has got as far or is done.
-    Of each job the newest value up to there counts. are_done: whether each job is done.
+    There is a mean at each unit at which a job has a value and that all jobs have reached; jobs that are done need not
+    have reached it. Each job counts with its newest value up to that unit. are_done: whether each job is done.
     """
     reached = [max(own, default=0) for own, is_done in zip(values, are_done, strict=True) if not is_done]
     furthest = min(reached, default=math.inf)
@@ -88,7 +88,7 @@ def mean_values(values: Sequence[Mapping[int, float]], are_done: Sequence[bool])
 
 
 def resource_of(row: dict[str, Any], start: dict[str, Any], resource: str) -> float:
-    """Return how much of a resource a run had used at a row. start: the row with which its session began."""
+    """Return the resource that a run had used at a row. start: the `start` row of its session."""
     facts = start.get("facts", {})
     if resource == "seconds":
         return (

@@ -1,10 +1,10 @@
-"""The points of a sweep as trials of an Optuna study: asked for, reported, and compared while they run.
+"""Keep the points of a sweep as trials of an Optuna study, which suggests points and prunes them.
 
-The truth is `sweep.json` and the folders of the jobs. The study's journal is an index of them for Optuna and its
-tools. A journal that is missing, torn or says something else is made anew from the jobs, with the same numbers.
+`sweep.json` and the folders of the jobs are authoritative. The journal of the study is an index of them for Optuna. If
+it is missing, incomplete or disagrees, it is rebuilt from the jobs, with the same trial numbers.
 
-Point n depends on the seed of the sweep, n and the reported results alone: each has a sampler of its own, seeded by
-both. All values are written so that a smaller one is better.
+Point n depends only on the seed of the sweep, n and the reported results: each point has a sampler with a seed of its
+own. Values are stored with a sign that makes smaller ones better.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WHERE_TO_GET = "pip install 'trainrun[optuna]'"
 
 
 class SweepStudy:
-    """The points of a sweep as trials, numbered as in `sweep.trials`. Raise ConfigError without Optuna."""
+    """The Optuna study of a sweep; trial n is point n of `sweep.trials`. Raise ConfigError without Optuna."""
 
     def __init__(self, sweep: Sweep, options: SweepOptions) -> None:
         self._sweep, self._options = sweep, options
@@ -52,7 +52,7 @@ class SweepStudy:
         self._reported: dict[int, set[int]] = {}  # of each point: the units whose values this worker reported
 
     def open(self) -> None:
-        """Read the study, or make it anew from the jobs. Call it once the results of earlier calls are known."""
+        """Read the study, or rebuild it from the jobs. Call it after the results of earlier calls have been read."""
         with self._sweep.exclusive():
             opened = self._file.read()
             if opened is None or not self._agrees(opened[0]):
@@ -63,10 +63,10 @@ class SweepStudy:
 
     @contextmanager
     def _shared(self) -> Iterator[None]:
-        """Have the study as other workers left it, and keep them from writing inside the block.
+        """Lock the study inside the block, and read it again if another worker has changed it.
 
-        One that was killed may have left half a line, a point that the sweep does not have, or a result that the
-        study does not have.
+        A worker that was killed may have left half a line, a point that the sweep lacks, or a result that the study
+        lacks.
         """
         with self._sweep.exclusive():
             is_whole = self._file.version() == self._version and self._file.is_whole()
@@ -79,7 +79,7 @@ class SweepStudy:
         return self._sweep.points_to_come == 0
 
     def ask(self) -> list[int]:
-        """Make the next point, and return the numbers of its jobs; none if another worker made the last one."""
+        """Create the next point, and return the numbers of its jobs; none if there is no point left."""
         with self._shared():
             if self.has_all_points:
                 return []
@@ -91,7 +91,7 @@ class SweepStudy:
             return jobs
 
     def tell(self, num: int) -> None:
-        """Report the points of a job, which has ended, once all their jobs have."""
+        """Report the results of the points of a job that has ended, if all their jobs have."""
         with self._shared():
             self._tell_points(number for number, jobs in enumerate(self._sweep.trials) if num in jobs)
 
@@ -104,7 +104,7 @@ class SweepStudy:
                     tell(self._study, number, state, values)
 
     def jobs_to_prune(self, num: int) -> list[int]:
-        """Report the new values of the points of a job, and return their jobs if they are to be stopped."""
+        """Report the new validations of the points of a job. Return the jobs of points that must be pruned."""
         if self._sweep.jobs[num].revived:
             return []
         to_prune: list[int] = []
@@ -119,7 +119,7 @@ class SweepStudy:
         return to_prune
 
     def _report(self, study: Study, storage: BaseStorage, number: int, values: Mapping[int, float]) -> bool:
-        """Report the values of a trial by units; the first at each counts. Return whether it is to be pruned."""
+        """Report values of a trial, by units of the resource. Return whether it must be pruned."""
         study_id = storage.get_study_id_from_name(self._file.name)
         trial_id = storage.get_trial_id_from_study_id_trial_number(study_id, number)
         pruner, is_worse = build_pruner(self._options.pruner), False
@@ -142,7 +142,7 @@ class SweepStudy:
         return study.ask()
 
     def _outcome(self, number: int) -> tuple[str, list[float]]:
-        """Return the state of a trial by its jobs, and the means of its values. One failed job fails it."""
+        """Return the state of a trial and the means of its jobs' values. One failed job makes it fail."""
         jobs = self._jobs(number)
         if not all(map(self._sweep.has_ended, jobs)):
             return RUNNING, []
@@ -155,7 +155,7 @@ class SweepStudy:
         return "COMPLETE", [fmean(column) for column in zip(*scores, strict=True)]
 
     def _agrees(self, study: Study) -> bool:
-        """Return whether a study has the points, the values and the states of the jobs."""
+        """Return whether a study agrees with the jobs in points, values and states."""
         trials = study.get_trials(deepcopy=False)
         if len(trials) != len(self._sweep.trials) or len(study.directions) != self._num_objectives:
             return False
@@ -172,7 +172,7 @@ class SweepStudy:
         return max(len(self._options.objective), 1)
 
     def _rebuilt(self) -> tuple[Study, BaseStorage]:
-        """Ask and report all points once more, in their order, and write that as the study."""
+        """Create the study again from the jobs, point by point, and write it."""
         import optuna
         from optuna.study import StudyDirection
 
@@ -198,7 +198,7 @@ class SweepStudy:
         return rebuilt
 
     def _params(self, job: Job) -> dict[str, Any]:
-        """Return the parameters of a job as Optuna has them, by its words."""
+        """Return the parameters of a job in Optuna's form."""
         params: dict[str, Any] = {}
         if not self._sweep.search:
             return params
@@ -218,13 +218,13 @@ def tell(study: Study, number: int, state: str, values: list[float]) -> None:
 
 
 def is_searched(dimension: Dimension) -> bool:
-    """Return whether a dimension is a parameter of the study: of seeds and folds a point has all."""
+    """Return whether a dimension is a parameter of the study: it has several values, and is not seed or fold."""
     several = dimension.interval is not None or len(set(dimension.choices)) > 1
     return several and dimension.key not in REPEATED
 
 
 def suggest_word(trial: Trial, dimension: Dimension) -> str:
-    """Return the word of a dimension for a trial."""
+    """Let a trial choose a value of a dimension. Return it as a word."""
     if not is_searched(dimension):
         return dimension.word if dimension.key in REPEATED else dimension.choices[0]
     interval = dimension.interval
@@ -249,7 +249,7 @@ def parse_parameter(dimension: Dimension, text: str) -> Any:
 
 
 def build_sampler(name: str, seed: int, number: int) -> BaseSampler:
-    """Return the sampler of one trial. Its draws depend on the seed of the sweep and the number of the trial."""
+    """Return the sampler of one trial, with a seed made of the sweep's seed and the number of the trial."""
     from optuna.exceptions import ExperimentalWarning
 
     own_seed = (seed * 1_000_003 + number) % 2**32
@@ -276,7 +276,7 @@ def sampler_of(name: str, seed: int, own_seed: int) -> BaseSampler:
 
 
 def check_packages(word: str, sampler: str) -> None:
-    """Raise ConfigError if Optuna, or what the sampler needs, is not installed. Have it print errors alone."""
+    """Raise ConfigError if Optuna or a package of the sampler is not installed. Silence Optuna's log but for errors."""
     needed = ["optuna", *{"cmaes": ["cmaes"], "gp": ["scipy", "torch"], "qmc": ["scipy"]}.get(sampler, [])]
     missing = [name for name in needed if find_spec(name) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""Where the study of a sweep is kept: a journal in its folder, or a storage of Optuna that `sweep.storage` names."""
+"""Store the study of a sweep in a journal in its folder, or in the Optuna storage of `sweep.storage`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SERVER_SECONDS = 10  # for the proxy's server to answer
 
 
 class FileLock:
-    """A lock of the journal that ends with its process, which Optuna's own does not."""
+    """A lock of the journal that is released when its process ends. Optuna's own lock is not."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -54,7 +54,7 @@ class StudyFile:
         self.name = sweep.name if url else NAME_IN_JOURNAL
 
     def version(self) -> object:
-        """Return what changes once another worker has written the study anew."""
+        """Return a value that changes when another worker has replaced the study."""
         if self._shared is None:
             return file_version(self._path)[:1]
         try:
@@ -63,7 +63,7 @@ class StudyFile:
             return None
 
     def is_whole(self) -> bool:
-        """Return whether the journal ends with a line; a worker that was killed may have left a part of one."""
+        """Return whether the journal ends with a complete line. A killed worker may have left half a line."""
         if self._shared is not None:
             return True
         try:
