@@ -45,7 +45,7 @@ OWN = {  # not made of cases that are played
     **{name: (corpora.CORPORA[name][0], partial(corpora.run, name)) for name in corpora.CORPORA},
 }  # fmt: skip
 ELSEWHERE = """\
-Not here: F5 (sharded models), which trainrun has not; what the tests show without a fault from outside: F20 (no memory,
+Not here: what the tests show without a fault from outside: F20 (no memory,
 tests/training/recovery/test_retry.py, tests/runs/test_out_of_memory.py), F22 (a resume elsewhere,
 tests/assemble/test_resumption.py), F23 (two processes in one folder, tests/runs/test_lock.py)."""
 

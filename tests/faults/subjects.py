@@ -72,5 +72,6 @@ SUBJECTS = {
         _subject("ddp-workers", *TWO, "data.num_workers=1", ranks=2, samples=64),
         _subject("ddp-again", *AGAIN, ranks=2, samples=64),
         _subject("ddp3", *THREE, ranks=3, samples=60),
+        _subject("fsdp", "parallel=fsdp", *TWO[1:], ranks=2, samples=64),
     ]
 }  # fmt: skip

@@ -60,6 +60,10 @@ def f4(look: Look, rng: random.Random, size: float) -> list[Case]:
     return [kills(look, rng, names[n % len(names)], 2) for n in range(round(35 * size) or 1)]
 
 
+def f5(look: Look, rng: random.Random, size: float) -> list[Case]:
+    return [kills(look, rng, "fsdp", 2) for _ in range(round(25 * size) or 1)]
+
+
 def f7(look: Look, rng: random.Random, size: float) -> list[Case]:
     """Of a whole run, then of a resume, which sweeps and cuts before it goes on."""
     cases = []
@@ -194,6 +198,7 @@ SUITES: dict[str, tuple[str, Make]] = {
     "F2": ("the same: precisions, engines, workers, schedules, bucketing", f2),
     "F3": ("kill -9 at every micro-batch and every mark of the loop", f3),
     "F4": ("kill -9 of a random rank, 2 and 3 ranks", f4),
+    "F5": ("kill -9 of a random rank, a model in shards", f5),
     "F7": ("kill -9 before, in and after every file operation", f7),
     "F8": ("ENOSPC, EDQUOT, EIO, EROFS at a file operation, once and from then on", f8),
     "F9": ("a file system that is full for real, life after life", f9),
