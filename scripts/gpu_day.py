@@ -64,6 +64,7 @@ FP8 = (
     "data.train.block_size=65", "trainer.max_epochs=null", "trainer.max_steps=300",
 )  # fmt: skip
 GRAPHS, STEP = ("trainer.cuda_graphs=true",), ("trainer.compile=step",)
+SHARDS = ("parallel=fsdp", "parallel.devices=1")
 SHORT = ("trainer.max_steps=60",)
 LARGE = (*GPT, *MIXED, "trainer.max_steps=200", "checkpoint.every_n_train_steps=50")
 
@@ -76,12 +77,22 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "lstm plain": ("bugs", 120, LSTM),
     "lstm graphs": ("bugs", 120, (*LSTM, *GRAPHS)),  # the validation losses of both must fall alike
     "fp8 ragged": ("bugs", 120, FP8),
+    "fsdp offload": ("bugs", 240, (*GPT, *MIXED, *SHARDS, "parallel.offload=true", "trainer.max_steps=20")),
+    "fsdp meta device": (
+        "bugs",
+        180,
+        (*GPT, *MIXED, *SHARDS, "parallel.meta_device=true", "trainer.max_steps=20"),
+    ),
+    "fsdp pictures": ("bugs", 120, (*CNN, *SHARDS, "trainer.channels_last=true")),
     "gpt plain": ("speed", 120, (*GPT, *MIXED)),
     "gpt one chunk": ("speed", 120, (*GPT, *MIXED, "task.loss_chunks=1")),
     "gpt compile": ("speed", 240, (*GPT, *MIXED, "trainer.compile=model")),
     "gpt step": ("speed", 240, (*GPT, *MIXED, *STEP)),
     "gpt step graphs": ("speed", 240, (*GPT, *MIXED, *STEP, *GRAPHS)),
     "gpt graphs": ("speed", 120, (*GPT, *MIXED, *GRAPHS)),
+    "gpt fsdp": ("speed", 180, (*GPT, *MIXED, *SHARDS)),
+    "gpt fsdp compiled blocks": ("speed", 300, (*GPT, *MIXED, *SHARDS, "trainer.compile=regional")),
+    "gpt fsdp of all GPUs": ("speed", 240, (*GPT, *MIXED, "parallel=fsdp")),
     "gpt muon": ("speed", 120, (*GPT, *MIXED, "optimizer=muon")),
     "gpt full": ("speed", 120, (*GPT, *MIXED, "trainer.gradient_checkpointing=full")),
     "gpt act offload": (
@@ -119,6 +130,7 @@ def one_run(*words: str) -> dict[str, Any]:
         "training_seconds": done.status.get("seconds"),
         "samples_per_second": done.status.get("samples_per_second"),
         "tokens_per_second": done.status.get("tokens_per_second"),
+        "mfu": done.status.get("mfu"),
         "step_ms": step_ms([row["step_seconds"] for row in rows if row["kind"] == "train"]),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if torch.cuda.is_available() else None,
         "val": [row.get("val/loss") for row in rows if row["kind"] == "eval"][-8:],
