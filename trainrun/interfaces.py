@@ -455,6 +455,9 @@ class Parallel(Protocol):
         """Return a tree of whole tensors as this rank holds it. like: the model's tensors by name; state below such a
         name belongs to that tensor."""
 
+    def gather_tensor(self, tensor: Tensor) -> Tensor:
+        """Return the whole of a weight of the model, or of its gradient; all ranks call it together."""
+
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         """Return a context for forward and backward of a micro-batch. Ranks exchange gradients in the last one
         only.

@@ -39,7 +39,6 @@ BREAKS: tuple[dict[str, Any], ...] = (
     {"parallel.devices": [1, 1]},
     {"parallel.devices": 2},
     {**FSDP, "checkpoint.adapter_only": True, "init_from": "a"},
-    {**FSDP, "monitor.histograms_every_n_steps": 5},
     {**FSDP, "precision.fp8": True, "precision.mode": "bf16-mixed"},
     {**FSDP, "parallel.offload": True, "parallel.accelerator": "cpu"},
     {"step": STEP, "parallel.static_graph": True},

@@ -16,7 +16,7 @@ from trainrun.hook.histograms import BINS, compute_histograms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_counts_are_those_of_numpy(dtype: torch.dtype) -> None:
     values = torch.randn(5000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    low, high, counts = compute_histograms({"a": values.reshape(50, 100)})["a"]
+    low, high, counts = compute_histograms([("a", values.reshape(50, 100))])["a"]
     expected, edges = np.histogram(values.double().numpy(), BINS)
     assert (low, high) == (edges[0], edges[-1])
     assert sum(counts) == 5000
@@ -26,15 +26,17 @@ def test_counts_are_those_of_numpy(dtype: torch.dtype) -> None:
 def test_what_is_not_finite_or_all_alike_or_empty() -> None:
     nan, inf = float("nan"), float("inf")
     found = compute_histograms({"a": torch.tensor([nan, 1.0, inf]), "b": torch.zeros(3), "c": torch.full((2,), nan),
-                        "d": torch.zeros(0)})  # fmt: skip
+                        "d": torch.zeros(0)}.items())  # fmt: skip
     assert found["a"][:2] == [0.5, 1.5]
     assert {name: sum(row[2]) for name, row in found.items()} == {"a": 1, "b": 3}
-    assert compute_histograms({"d": torch.zeros(0)}) == {}
+    assert compute_histograms([("d", torch.zeros(0))]) == {}
 
 
 def test_rows_of_sparse_gradients_and_both_parts_of_complex_numbers() -> None:
     rows = torch.tensor([[0.0, 0.0], [2.0, 3.0], [0.0, 0.0], [3.0, 2.0]]).to_sparse(1)
-    found = compute_histograms({"a": rows, "b": torch.zeros(9, 2).to_sparse(1), "c": torch.tensor([1 - 2j])})
+    found = compute_histograms(
+        {"a": rows, "b": torch.zeros(9, 2).to_sparse(1), "c": torch.tensor([1 - 2j])}.items()
+    )
     assert [(name, low, high, sum(counts)) for name, (low, high, counts) in found.items()] == [
         ("a", 2.0, 3.0, 4),
         ("c", -2.0, 1.0, 2),

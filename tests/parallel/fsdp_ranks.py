@@ -14,7 +14,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 
-from exact_parts import parts_of, result
+from exact_parts import histograms_of, parts_of, result
 
 from trainrun.checkpoint.load import Loaded
 from trainrun.checkpoint.manager import CheckpointManager
@@ -25,6 +25,7 @@ from trainrun.parallel import deferred_init
 from trainrun.parallel.fsdp import Fsdp
 from trainrun.parallel.group import Group
 from trainrun.parallel.worker import run_as_rank
+from trainrun.runs.rank import explain_error
 from trainrun.runtime.signals import StopFlag
 from trainrun.train_state import TrainState
 from trainrun.training import loop
@@ -36,6 +37,7 @@ SAVED = ("optimizer=adamw", "optimizer.lr=0.03", "data.train.count=44", "ema=tru
          "trainer.gradient_clip_val=0.5", "precision=64")  # fmt: skip
 
 
+LBFGS = ("optimizer=custom", "optimizer._target_=torch.optim.LBFGS", "optimizer.lr=0.1")
 BATCH = 8  # samples of all ranks
 
 
@@ -97,6 +99,17 @@ def fault_of(call: Callable[[], Any]) -> list[str]:
     return ["", ""]
 
 
+def use_weights_outside_of_the_model(parallel: Fsdp) -> None:
+    """Compute with the rows of a weight that this rank has; raise the error that a user sees."""
+    run = parts_of((), parallel=another(parallel), batch_size=2)
+    try:
+        torch.nn.functional.linear(torch.ones(1, 9), run.model.layers[2].weight)
+    except RuntimeError as error:
+        explained = explain_error(run, TrainState(), error)
+        assert explained is not None
+        raise explained from error
+
+
 def work(parallel: Parallel, flag: StopFlag) -> int:
     assert isinstance(parallel, Fsdp)
     folder = Path(sys.argv[1])
@@ -116,6 +129,11 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
     seen["muon"] = fault_of(
         lambda: parts_of(("optimizer=muon", "optimizer.lr=0.02"), batch_size=2, parallel=another(parallel))
     )
+    seen["lbfgs"] = fault_of(lambda: parts_of(LBFGS, batch_size=2, parallel=another(parallel)))
+    seen["offload"] = fault_of(lambda: another(parallel, offload=True))
+    seen["sparse"] = fault_of(lambda: another(parallel).wrap(torch.nn.Embedding(4, 2, sparse=True)))
+    seen["a part of the model"] = fault_of(lambda: use_weights_outside_of_the_model(parallel))
+    seen["histograms"] = histograms_of(another(parallel), BATCH // parallel.world_size)
     if parallel.rank == 0:
         write_text(folder / "results.json", json.dumps(seen))
     return 0

@@ -15,7 +15,7 @@ from safetensors import safe_open
 sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 
 from exact_groups import BY_SETTINGS
-from exact_parts import composed, parts_of, result
+from exact_parts import composed, histograms_of, parts_of, result
 from test_exactness import LOSS_TOLERANCES, TOKENS, TOLERANCES, difference, same_rows
 
 from trainrun.assemble.step_function import check_task_before_sharding
@@ -52,6 +52,8 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
                                  "data.val.count=9"), {}),
     "a step that is not finite": ((DOUBLE, "data.train.count=19", "data.train.bad=3", "trainer.nan_policy=skip",
                                    "trainer.max_epochs=2", "scheduler=cosine", "ema=true"), {}),
+    "clipped, a step that is not finite": ((DOUBLE, "data.train.count=19", "data.train.bad=3",
+                                            "trainer.nan_policy=skip", "trainer.gradient_clip_val=0.5"), {}),
     "no target counts": ((DOUBLE, *TOKENS, "data.train.count=19", "+data.train.empty_below=9"), {}),
     "groups": ((DOUBLE, *BY_SETTINGS, "data.train.count=29", "trainer.max_epochs=2"), {}),
     "frozen, trained later": ((DOUBLE, "data.train.count=29", "+model.freeze=layers.0.*", "+model.unfreeze_at=2step",
@@ -162,11 +164,22 @@ def test_a_flipped_bit_in_any_file_is_found(file: str, seen: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("name", "error", "key"),
     [("no blocks", "ConfigError", "parallel.blocks="), ("replicate", "ConfigError", "parallel.replicate=3"),
-     ("muon", "PluginError", "optimizer: Muon")],
+     ("muon", "PluginError", "optimizer: Muon"), ("lbfgs", "PluginError", "LBFGS"),
+     ("offload", "ConfigError", "parallel.offload=true"), ("sparse", "ConfigError", "sparse=False"),
+     ("a part of the model", "PluginError", "parallel=ddp")],
 )  # fmt: skip
 def test_what_shards_cannot_do_is_refused(name: str, error: str, key: str, seen: dict[str, Any]) -> None:
     assert seen[name][0] == error
     assert key in seen[name][1]
+
+
+def test_histograms_are_of_whole_tensors(seen: dict[str, Any]) -> None:
+    one = histograms_of(None, 8)
+    assert len(one) == 8
+    assert seen["histograms"].keys() == one.keys()
+    for name, (low, high, counts) in one.items():
+        assert seen["histograms"][name][:2] == pytest.approx([low, high], abs=1e-12)
+        assert seen["histograms"][name][2] == counts
 
 
 class MeanLoss:

@@ -383,8 +383,7 @@ class Halves(Single):
 @pytest.mark.parametrize("bad", [False, True])
 def test_the_backend_joins_norms_and_flags_of_ranks_that_hold_parts(mode: str, bad: bool) -> None:
     model, halves = torch.nn.Linear(3, 1), type("Other", (Halves,), {"other_is_bad": bad})(CPU)
-    options = PrecisionOptions(mode, clip_value=None if mode == "16-mixed" else 1e6, nan_policy="skip")
-    precision, _ = build_precision(options, model, CPU, parallel=halves)
+    precision, _ = build_precision(PrecisionOptions(mode, nan_policy="skip"), model, CPU, parallel=halves)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     precision.backward(model(torch.ones(1, 3)).sum(), 1.0)
     before = model.weight.detach().clone()

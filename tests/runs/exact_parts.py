@@ -135,12 +135,12 @@ class Recorder:
 
 @functools.cache
 def composed(words: tuple[str, ...]) -> RunConfig:
-    has_momentum = not {"optimizer=adamw", "optimizer=muon"} & {*words}
+    has_momentum = not {"optimizer=adamw", "optimizer=muon", "optimizer=custom"} & {*words}
     return compose_run([word for word in WORDS if has_momentum or "momentum" not in word] + [*words]).config
 
 
 def parts_of(words: tuple[str, ...], recorder: Recorder | None = None, parallel: Parallel | None = None,
-             phases: PhaseTimer | None = None, **data: Any) -> Components:  # fmt: skip
+             phases: PhaseTimer | None = None, write: Any = None, **data: Any) -> Components:  # fmt: skip
     """Real `Components`. data: fields of the section `data`, and `accumulate`, without composing anew."""
     config = composed(words)
     inner = {f"data.train.{name}": data.pop(name) for name in ("count", "bad") if name in data}
@@ -149,7 +149,7 @@ def parts_of(words: tuple[str, ...], recorder: Recorder | None = None, parallel:
     seed_everything(derive_seed(config.seed))
     ranks = parallel or Single(torch.device("cpu"))
     site = RunContext(RunDir(FOLDER), "exact", ranks, StopFlag(), [recorder] if recorder else [],
-                phases=phases or PhaseTimer())  # fmt: skip
+                phases=phases or PhaseTimer(), write=write)  # fmt: skip
     return build_components(config, site)[0]
 
 
@@ -176,6 +176,17 @@ def result(words: tuple[str, ...], parallel: Parallel | None = None, **data: Any
         "eval": recorder.eval,
         "skipped": state.skipped_steps,
     }
+
+
+def histograms_of(parallel: Parallel | None, batch_size: int) -> dict[str, Any]:
+    """Return the last row of histograms of a short run whose gradients are clipped."""
+    words = ("precision=64", "data.train.count=16", "trainer.gradient_clip_val=0.05",
+             "monitor.histograms_every_n_steps=1")  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    run = parts_of(words, None, parallel, write=rows.append, batch_size=batch_size)
+    fitted(run)
+    tables = [row["histograms"] for row in rows if row["kind"] == "histogram"]
+    return tables[-1] if tables else {}
 
 
 def whole_weights(model: nn.Module) -> list[list[float]]:

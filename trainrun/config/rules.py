@@ -180,8 +180,6 @@ RULES = (
          "parallel=single is one device", "use parallel=ddp"),
     Rule("parallel=fsdp", lambda c: c.parallel.mode == "fsdp" and c.checkpoint.adapter_only,
          "does not go with checkpoint.adapter_only=true: no rank has the frozen weights whole", LEAVE_ONE),
-    Rule("parallel=fsdp", lambda c: c.parallel.mode == "fsdp" and c.monitor.histograms_every_n_steps,
-         "does not go with monitor.histograms_every_n_steps: no rank has a tensor whole", LEAVE_ONE),
     Rule("parallel=fsdp", lambda c: c.parallel.mode == "fsdp" and c.precision.fp8,
          "does not go with precision.fp8=true: its layers keep scales of whole weights", LEAVE_ONE),
     Rule("parallel.offload=true",

@@ -3,16 +3,20 @@
 When: to find layers that do not learn, weights that grow, gradients that vanish. When not: small steps of large
     models without a tracker that shows them. How: `monitor.histograms_every_n_steps=N`. They are computed on the
     device, from at most 2^20 evenly spaced values per tensor, and fetched together, so the host waits for the device
-    once. Gradients are those that the optimizer uses: averaged over ranks, unscaled, clipped; for a sparse one its
-    existing rows, for a complex tensor real and imaginary parts. Source: TensorBoard's histogram dashboard.
+    once. Ranks that hold shards gather one tensor at a time. Gradients are those that the optimizer uses: averaged
+    over ranks, unscaled, clipped; for a sparse one its existing rows, for a complex tensor real and imaginary parts.
+Source: TensorBoard's histogram dashboard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from trainrun.interfaces import runs_rank_zero_forwards
 
 if TYPE_CHECKING:
     from trainrun.train_state import TrainState
@@ -31,25 +35,31 @@ class Histograms:
 
     def on_gradients(self, run: Components) -> None:
         """Keep the gradients until the end of the step, because the update clears them."""
-        if (run.monitors.step + 1) % self._every == 0 and run.parallel.rank == 0:
+        if (run.monitors.step + 1) % self._every == 0 and runs_rank_zero_forwards(run.parallel):
             gradients = {name: param.grad for name, param in run.model.named_parameters()}
             self._gradients |= {
                 f"gradients/{name}": grad for name, grad in gradients.items() if grad is not None
             }
 
     def on_step_end(self, run: Components, state: TrainState) -> None:
-        if state.step % self._every or run.parallel.rank:
+        if state.step % self._every or not runs_rank_zero_forwards(run.parallel):
             return
         weights = {f"weights/{name}": param.detach() for name, param in run.model.named_parameters()}
-        tensors, self._gradients = weights | self._gradients, {}
-        run.monitors.write_row("histogram", state.step, {"histograms": compute_histograms(tensors)})
+        parts, self._gradients = weights | self._gradients, {}
+        tensors = ((name, run.parallel.gather_tensor(part)) for name, part in parts.items())
+        row = {"histograms": compute_histograms(tensors)}
+        if run.parallel.rank == 0:
+            run.monitors.write_row("histogram", state.step, row)
 
 
 @torch.no_grad()
-def compute_histograms(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return `[low, high, counts]` of the finite values of each tensor that has any."""
-    real = {name: _view_as_real_values(tensor) for name, tensor in tensors.items()}
-    counted = {name: _count_in_bins(values) for name, values in real.items() if values.numel()}
+def compute_histograms(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Return `[low, high, counts]` of the finite values of each named tensor that has any."""
+    counted: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        values = _view_as_real_values(tensor)
+        if values.numel():
+            counted[name] = _count_in_bins(values)
     if not counted:
         return {}
     numbers = torch.stack(list(counted.values())).tolist()  # the host waits for the device here

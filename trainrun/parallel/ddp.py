@@ -142,6 +142,9 @@ class Ddp:
     def load_state_dict(self, tree: Any, like: Mapping[str, Tensor]) -> Any:
         return tree
 
+    def gather_tensor(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         if self._learns_graph:  # torch fails where the first backward of a static graph exchanges nothing
             self._learns_graph, last = False, True

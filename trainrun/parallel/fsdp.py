@@ -146,13 +146,15 @@ class Fsdp:
 
     def grad_norm(self, norm: Tensor) -> Tensor:
         squared = norm.double().square()
-        with explain_lost_contact():
-            dist.all_reduce(squared, group=self._shard_group)
+        if self.world_size > 1:
+            with explain_lost_contact():
+                dist.all_reduce(squared, group=self._shard_group)
         return squared.sqrt().to(norm.dtype)
 
     def any_rank(self, flag: Tensor) -> Tensor:
-        with explain_lost_contact():
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        if self.world_size > 1:
+            with explain_lost_contact():
+                dist.all_reduce(flag, dist.ReduceOp.MAX)
         return flag
 
     def state_dict(self, tree: Any) -> Any:
@@ -160,6 +162,10 @@ class Fsdp:
 
     def load_state_dict(self, tree: Any, like: Mapping[str, Tensor]) -> Any:
         return self._own_rows(tree, None)
+
+    def gather_tensor(self, tensor: Tensor) -> Tensor:
+        with explain_lost_contact():
+            return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         return self._backward(last)

@@ -50,6 +50,9 @@ class Single:
     def load_state_dict(self, tree: Any, like: Mapping[str, Tensor]) -> Any:
         return tree
 
+    def gather_tensor(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
         return NO_EXCHANGE
 

@@ -212,9 +212,13 @@ class Update:
             return True
         if self._stopped:
             return False
-        suspects = [[norm]] if self._clips_norm and norm is not None else groups  # the norm tells as well
-        mark_nonfinite(suspects, self._found, self._one)
-        self._any_rank(self._found)
+        if (
+            self._clips_norm and norm is not None
+        ):  # which is that of all ranks, and not finite if a gradient is not
+            mark_nonfinite([[norm]], self._found, self._one)
+        else:
+            mark_nonfinite(groups, self._found, self._one)
+            self._any_rank(self._found)
         if self._flag_on_device and self._updated_once:
             # Not in the first step: fused SGD would keep an uninitialised momentum (torch 2.13).
             return True
