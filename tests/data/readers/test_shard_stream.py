@@ -17,7 +17,7 @@ from trainrun.data.cache import stored_files
 from trainrun.data.cache.room import list_cache_folders, list_caches
 from trainrun.data.readers.records import webdataset
 from trainrun.data.readers.records.shard_stream import ShardStream
-from trainrun.errors import DataError
+from trainrun.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.train
 SIZES = (4, 7, 5, 6, 3)  # samples in each shard
@@ -150,10 +150,30 @@ def test_parquet_files_are_streamed_with_the_classes_of_the_first(folder: Path, 
     words_of_run = [
         "data=parquet", "data.path=memory://tables/[01].parquet", "data.train.target=y", "seed=5", "model=mlp",
         "data.train.val_path=memory://tables/2.parquet", "data.train.stream=shuffled", "data.batch_size=3",
-        "model.in_shape=[1]", "data.num_workers=0", *QUIET,
+        "data.train.seed=3", "model.in_shape=[1]", "data.num_workers=0", *QUIET,
     ]  # fmt: skip
     train("whole", 13, *words_of_run)
     train("part", 7, *words_of_run)
     assert main(["resume", "part", "trainer.max_steps=13"]) == 0
     whole, part = weights("whole"), weights("part")
     assert all((part[name] == value).all() for name, value in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("word", "order"),
+    [
+        ("val_fraction=0.2", "shuffled"),
+        ("test_path=memory://bucket/val.tar", "in_order"),
+        ("seed=3", "in_order"),
+    ],
+)
+def test_settings_that_a_stream_does_not_read_are_refused(word: str, order: str, folder: Path):
+    words = [
+        *WORDS,
+        f"data.path={folder}",
+        f"data.train.stream={order}",
+        f"data.train.{word}",
+        "data.test=null",
+    ]
+    with pytest.raises(ConfigError, match=f"data.train.{word.partition('=')[0]}"):
+        train("run", 2, *words)

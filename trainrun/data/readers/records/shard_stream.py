@@ -28,6 +28,7 @@ from trainrun.errors import DataError
 from trainrun.limits import StreamOrder, is_url
 
 SHARD_ORDER, SAMPLE_ORDER = 0, 1  # kinds of orders that one seed gives
+HOLDS_NOTHING_OUT = "data.train.stream holds no samples out"
 ReadShards = Callable[[tuple[Path, ...]], ReadFiles]
 
 
@@ -47,6 +48,7 @@ class ShardStream(IterableDataset[Any]):
         self._info = info
         self.class_names = () if info is None else info.class_names
         self.num_classes = None if info is None else info.num_classes
+        self.unused_arguments = list_unused_arguments("train", order)
         self._epoch = 0
         self._position, self._num_read, self._shard = 0, 0, ""  # where the last sample was read
 
@@ -125,9 +127,24 @@ def build_stream_splits(
             )
         files = tuple(file for name in named for file in list_files(name, key, endings))
         samples = read(files)
-        return samples.build(ReaderDataset(samples.reader))
+        return samples.build(
+            ReaderDataset(samples.reader, unused_arguments=list_unused_arguments(split, order))
+        )
 
     return Splits(build)
+
+
+def list_unused_arguments(split: str, order: StreamOrder) -> dict[str, str]:
+    """Return the arguments that have no effect in a split, each with the reason."""
+    unused = dict.fromkeys(("val_fraction", "val_by"), HOLDS_NOTHING_OUT)
+    for other in ("val", "test"):
+        if split != other:
+            unused[f"{other}_path"] = f"this run has no data.{other} that reads it"
+    if split != "train" or order == "in_order":
+        unused["seed"] = "only data.train.stream=shuffled draws an order"
+    if split != "train":
+        unused["stream"] = "validation and test data are read by index"
+    return unused
 
 
 def find_first_shard(request: SplitRequest, endings: Sequence[str]) -> SplitFiles:
