@@ -142,15 +142,15 @@ def test_shard_borders(kind: str, size: int, shards: int, workdir: Path, capsys:
     assert_same(sources_of(source_words(words))["train"], after, exact=True)
 
 
-def test_quiet_lines_where_no_terminal_is(trainrun, workdir: Path):
-    done = trainrun("convert", "digits", "out", "--to", "npy", "data.train.val_fraction=0.5")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_quiet_lines_where_no_terminal_is(workdir: Path, capsys: pytest.CaptureFixture[str]):
+    assert convert("digits", "out", "--to", "npy", "data.train.val_fraction=0.5") == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
     assert [line.partition(" samples")[0] for line in lines[:2]] == ["train: 899", "val: 898"]
     assert "32 samples" in lines[-2]
     assert lines[-1] == "use it with: data=arrays data.path=out data.num_classes=10"
     assert len(lines) == 4
-    assert "\x1b" not in done.stdout
+    assert "\x1b" not in out
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

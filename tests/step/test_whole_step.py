@@ -127,20 +127,13 @@ def test_a_step_whose_memory_ends_runs_again_in_pieces() -> None:
 def test_compiled_code_equals_the_plain_step() -> None:
     words = ("model=test_whole_step.Both", *ADAMW, *CLIPPED)
     compare(words, ("trainer.compile=step",), 1e-12, batch_size=4, count=12)
-    plain, _, _ = run(*words, batch_size=4, count=12)
-    whole, _, _ = run(*words, "trainer.compile=step", batch_size=4, count=12)
-    for one, other in zip(weights_of(whole), weights_of(plain), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("step", "backend"), [(4, "eager"), pytest.param(8, "inductor", marks=pytest.mark.slow)]
-)
-def test_a_run_stopped_anywhere_ends_with_the_same_bits(own: Path, step: int, backend: str) -> None:
-    words = [*WORDS, "trainer.compile=step", f"trainer.compile.backend={backend}"]
+def test_a_stopped_run_ends_with_the_same_bits(own: Path) -> None:
+    words = [*WORDS, *STEP]
     assert main([*words, *stop_at(-1, "SIGINT"), "output_dir=whole"]) == 0
-    assert main([*words, *stop_at(step, "SIGINT"), "output_dir=stopped"]) == 130
+    assert main([*words, *stop_at(4, "SIGINT"), "output_dir=stopped"]) == 130
     assert main(["resume", "stopped"]) == 0
     whole, resumed = facts_of(own / "whole"), facts_of(own / "stopped")
     same(whole[0], resumed[0])
