@@ -180,6 +180,8 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
         say(f"sweep.max_time: the time of this call is over after {options.max_seconds:g} s", flush=True)
         return EXIT_AGAIN
     if relay.number:
+        if not sweep.folder.exists():
+            say("stopped before the first job; no folder is left", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN
     done = all(sweep.jobs[num].result.state in ENDED for num in sweep.wanted)
     return EXIT_DONE if done else EXIT_FAILED
