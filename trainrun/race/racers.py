@@ -124,7 +124,7 @@ def words_of_file(path: Path) -> list[str]:
 
 
 def words_of_default(entry: Any) -> Iterator[str]:
-    """Yield `precision=auto` of an entry such as `override /precision: auto` or `/precision/auto`."""
+    """Yield the options of an entry of `defaults` as words: `/precision/auto` becomes `precision=auto`."""
     pairs = entry.items() if isinstance(entry, dict) else [str(entry).strip("/").rpartition("/")[::2]]
     for group, option in pairs:
         if group:

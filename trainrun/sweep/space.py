@@ -100,7 +100,7 @@ class Dimension:
 
     @property
     def all_choices(self) -> tuple[str, ...] | None:
-        """A word for each value; None if they cannot be counted."""
+        """A word for each value; None if there are endless or too many values."""
         if self.interval is None:
             return self.choices
         if not self.interval.is_whole or self.interval.high - self.interval.low >= MOST_COUNTED:

@@ -40,7 +40,7 @@ def write_page(sweep: Sweep) -> Path:
 
 
 def page_parts(sweep: Sweep) -> list[str]:
-    """Return the parts of the page, the best first."""
+    """Return the parts of the page as HTML. Jobs and points are sorted, the best first."""
     jobs, points = ranked_jobs(list(sweep.jobs.values())), sweep.points()
     done = sum(job.result.state == "done" for job in jobs)
     parts = [
