@@ -35,6 +35,14 @@ class StoredTensor(Tensor):
         num_rows = self.shape[0] if self.dim() else 1
         return self._read_rows(start, num_rows if stop is None else stop).to(self.dtype)
 
+    def narrow_rows(self, start: int, stop: int) -> StoredTensor:
+        """Return some of the rows, which stay in the files."""
+        return StoredTensor(
+            (stop - start, *self.shape[1:]),
+            self.dtype,
+            lambda first, last: self.read(start + first, start + last),
+        )
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -43,15 +51,16 @@ class StoredTensor(Tensor):
             return cls(args[0].shape, kwargs["dtype"], args[0]._read_rows)
         if function is torch.ops.aten.detach.default:
             return cls(args[0].shape, args[0].dtype, args[0]._read_rows)
+        return function(*read_stored_tensors(args), **read_stored_tensors(kwargs or {}))
 
-        def with_memory(leaf: Any) -> Any:
-            return leaf.read() if isinstance(leaf, StoredTensor) else leaf
 
-        return function(*map_leaves(args, with_memory), **map_leaves(kwargs or {}, with_memory))
+def read_stored_tensors(tree: Any) -> Any:
+    """Return a tree of state with the values of its stored tensors."""
+    return map_leaves(tree, lambda leaf: leaf.read() if isinstance(leaf, StoredTensor) else leaf)
 
 
 def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the arguments of an operation with every value in its lists, tuples and dicts changed."""
+    """Return a tree with every value in its lists, tuples and dicts changed."""
     if type(tree) in (list, tuple):
         return type(tree)([map_leaves(item, change) for item in tree])
     if type(tree) is dict:

@@ -27,6 +27,7 @@ from trainrun.parallel.group import Group
 from trainrun.parallel.worker import run_as_rank
 from trainrun.runs.rank import explain_error
 from trainrun.runtime.signals import StopFlag
+from trainrun.tensors import StoredTensor
 from trainrun.train_state import TrainState
 from trainrun.training import loop
 from trainrun.training.components import Components
@@ -71,14 +72,39 @@ def save(run: Components, state: TrainState, folder: Path) -> CheckpointManager:
     return manager
 
 
+class BytesRead:
+    """How many bytes of numbers stored tensors read until the end, in all and at most in one piece."""
+
+    def __init__(self) -> None:
+        self.total = self.largest = 0
+        self._read = StoredTensor.read
+        StoredTensor.read = lambda tensor, *rows: self._count(self._read(tensor, *rows))  # type: ignore[method-assign]
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():  # no random states
+            self.total, self.largest = self.total + tensor.nbytes, max(self.largest, tensor.nbytes)
+        return tensor
+
+    def end(self) -> None:
+        StoredTensor.read = self._read  # type: ignore[method-assign]
+
+
 def save_at(parallel: Fsdp, folder: Path) -> dict[str, Any]:
     """Save in the middle, and go on from there; return whether that is the run that never stopped, to the bit."""
     whole, state = fit(SAVED, another(parallel), 4)
     manager = save(*fit(SAVED, another(parallel), 2), folder)
+    counts = BytesRead()
     resumed, _ = fit(SAVED, another(parallel), 4, manager.load_latest())
+    counts.end()
     same = [torch.equal(*pair) for pair in zip(leaves(whole), leaves(resumed), strict=True)]
     save(whole, state, folder)
-    return {"same": all(same), "tensors": len(same), "bytes_held": bytes_held(whole)}
+    return {
+        "same": all(same),
+        "tensors": len(same),
+        "bytes_held": bytes_held(whole),
+        "bytes_read": counts.total,
+        "largest_read": counts.largest,
+    }
 
 
 def bytes_held(run: Components) -> int:

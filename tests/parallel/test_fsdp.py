@@ -101,6 +101,13 @@ def test_a_resume_on_the_same_ranks_is_the_run_that_never_stopped(seen: dict[str
     assert seen["saved"]["same"]
 
 
+def test_a_resume_reads_the_rows_of_each_rank_alone(seen: dict[str, Any]) -> None:
+    saved = seen["saved"]
+    rows_of_largest = -(-9 // NUM_RANKS)  # layers.0.weight: (9, 5), float64
+    assert saved["largest_read"] <= rows_of_largest * 5 * 8
+    assert saved["bytes_read"] >= saved["bytes_held"]
+
+
 def test_one_process_goes_on_from_the_shards_of_all_ranks(seen: dict[str, Any]) -> None:
     words = ("optimizer=adamw", "optimizer.lr=0.03", "data.train.count=44", "ema=true", "ema.decay=0.5",
              "trainer.gradient_clip_val=0.5", "precision=64", "trainer.max_steps=4")  # fmt: skip

@@ -237,18 +237,14 @@ class Fsdp:
         return self._mapped(tree, shard, self._as_shards)
 
     def _own_rows(self, tree: Any, shard: LocalShard | None) -> Any:
-        """Return the tree with the rows of this rank of each whole tensor. Of a stored tensor, read no others."""
+        """Return the tree with the rows of this rank of each whole tensor. Rows of stored tensors stay in the files."""
         if not isinstance(tree, Tensor):
             return self._mapped(tree, shard, self._own_rows)
         is_whole = shard is not None and tree.shape == shard.whole.shape
         if shard is None or not is_whole:
             return tree.read() if isinstance(tree, StoredTensor) else tree
-        stop = shard.start + len(shard.local)
-        return (
-            tree.read(shard.start, stop)
-            if isinstance(tree, StoredTensor)
-            else tree[shard.start : stop].clone()
-        )
+        rows = shard.start, shard.start + len(shard.local)
+        return tree.narrow_rows(*rows) if isinstance(tree, StoredTensor) else tree[slice(*rows)].clone()
 
     def _mapped(self, tree: Any, shard: LocalShard | None, change: Callable[..., Any]) -> Any:
         if isinstance(tree, dict):

@@ -21,6 +21,7 @@ from trainrun.errors import CheckpointError
 from trainrun.interfaces import KeepsState
 from trainrun.optimizer.load_named_state import configured_fields, load_named_optimizer_state
 from trainrun.seeding import set_random_state
+from trainrun.tensors import read_stored_tensors
 from trainrun.train_state import OF_THIS_SESSION, TrainState
 from trainrun.training.components import Components
 from trainrun.training.named_optimizers import load_optimizer_states
@@ -59,6 +60,8 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     if run.base is not None:
         run.base.check(place, shared)
     shared = add_left_out_weights(place, run.parallel.load_state_dict(shared, live), live)
+    copied = {name: shared[name] for name in ("model", "ema")}  # into tensors that are there, one at a time
+    shared = read_stored_tensors({**shared, **dict.fromkeys(copied)}) | copied
     check_classes(place, shared, run.data_facts.class_names)
     check_restored_inputs(place, shared, run.data_facts.inputs)
     check_tensors(place, "this model", describe_tensors(live), describe_tensors(shared["model"]))
