@@ -18,6 +18,7 @@ from trainrun.interfaces import StepOutput
 from trainrun.train_state import TrainState
 from trainrun.training.evaluate import evaluate
 from trainrun.training.recovery.restore import load_train_state
+from trainrun.training.train_step import accumulate_gradients
 
 TOKENS = ("data.train._target_=exact_parts.tokens", "data.train.count=29", "data.batch_size=4")
 CLIPPED = ("trainer.gradient_clip_val=0.05",)
@@ -55,6 +56,23 @@ def test_micro_batches_counted_late_equal_one_large_batch(precision: str, tolera
     many = weights("Mean", *words, batch_size=2, accumulate=4)
     assert largest(many, weights("Mean", *words, batch_size=8)) <= tolerance
     assert largest(many, weights("Before", *words, batch_size=8)) <= tolerance
+
+
+@pytest.mark.parametrize("task", ["Before", "After"])
+def test_batch_of_another_rank_adds_nothing_to_the_gradient(task: str) -> None:
+    """A rank without samples at the end of an epoch computes on such a batch, and each count must stay as it was."""
+    gradients = []
+    for repeats in (0, 1):
+        run = parts_of((*TOKENS, f"task=exact_tasks.{task}", "precision=64-true"))
+        batches = run.train.epoch(0)
+        first, second = next(batches), next(batches)
+        fillers = [second._replace(real=False)] * repeats
+        found = accumulate_gradients(run, [first, *fillers])
+        run.train.close()
+        gradients.append(torch.cat([p.grad.flatten() for p in run.model.parameters() if p.grad is not None]))
+        assert [float(loss) for loss in found.losses[1:]] == [0.0] * repeats
+    assert gradients[0].any()
+    assert torch.equal(gradients[0], gradients[1])
 
 
 def test_a_window_that_is_cut_has_the_gradient_of_the_whole() -> None:
