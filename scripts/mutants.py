@@ -487,7 +487,7 @@ MUTANTS: Final = (
         "trainrun/training",
         "precision.backward(loss, batch.real / (agreed.items or counting.expected))",
         "precision.backward(loss, 1 / (agreed.items or counting.expected))",
-        ("tests/parallel/test_ddp.py", "tests/training"),
+        ("tests/training/test_counting.py::test_batch_of_another_rank_adds_nothing_to_the_gradient",),
     ),
     Mutant(
         "a distance in steps is passed one step late",
@@ -501,7 +501,7 @@ MUTANTS: Final = (
         "trainrun/training",
         "return state.epoch >= self.amount\n",
         "return state.epoch > self.amount\n",
-        ("tests/training/test_durations.py", "tests/training/test_triggers.py"),
+        ("tests/training/test_durations.py::test_run_without_known_epoch_length_ends_after_its_epochs",),
     ),
     Mutant(
         "a validation counts the items of its last batch alone",

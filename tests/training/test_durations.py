@@ -15,6 +15,8 @@ from trainrun.assemble.run_plan import resolve_interval
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.limits import EPOCH, Duration
+from trainrun.train_state import TrainState
+from trainrun.training.triggers import Lengths, RepeatInterval
 
 SHORT = (*QUIET, "monitor.verbose=false", "checkpoint.keep_last=99", "checkpoint.save_top_k=0")
 DIGITS = (
@@ -67,6 +69,16 @@ def test_whole_epochs_need_no_length() -> None:
     assert resolve_interval("checkpoint.every_n_epochs=1", Duration(1, EPOCH), lengths, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
         resolve_interval("trainer.val_check_interval=0.5", Duration(0.5, EPOCH), lengths, None)  # type: ignore[arg-type]
+
+
+def test_run_without_known_epoch_length_ends_after_its_epochs() -> None:
+    two_epochs = RepeatInterval(2, "epoch", Lengths(steps_per_epoch=None))
+    states = [
+        TrainState(step=9, epoch=1, batches=4),
+        TrainState(step=10, epoch=2),
+        TrainState(step=15, epoch=3),
+    ]
+    assert [two_epochs.is_reached(state) for state in states] == [False, True, True]
 
 
 @pytest.mark.parametrize(("kind", "last"), [("blocks", 6), ("lines", None)])
