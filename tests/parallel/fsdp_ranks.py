@@ -34,7 +34,7 @@ from trainrun.training.components import Components
 from trainrun.training.recovery.restore import load_tree
 
 OPTIONS = ParallelConfig(mode="fsdp", accelerator="cpu", timeout_seconds=60.0, blocks="layers.0")
-SAVED = ("optimizer=adamw", "optimizer.lr=0.03", "data.train.count=44", "ema=true", "ema.decay=0.5",
+SAVED = ("optimizer=adamw", "optimizer.lr=0.03", "data.train.count=88", "ema=true", "ema.decay=0.5",
          "trainer.gradient_clip_val=0.5", "precision=64")  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from trainrun.checkpoint.load import is_intact_checkpoint, read_checkpoint
 from trainrun.errors import ConfigError, PluginError
 from trainrun.folder.run_folder import RunDir, read_json, write_json
 from trainrun.interfaces import StepOutput
-from trainrun.parallel.fsdp import check_shapes, check_tied_weights, find_blocks
+from trainrun.parallel.fsdp import check_tied_weights, check_weights, find_blocks
 from trainrun.parallel.launch import launch_ranks
 from trainrun.train_state import TrainState
 from trainrun.training import loop
@@ -109,7 +109,7 @@ def test_a_resume_reads_the_rows_of_each_rank_alone(seen: dict[str, Any]) -> Non
 
 
 def test_one_process_goes_on_from_the_shards_of_all_ranks(seen: dict[str, Any]) -> None:
-    words = ("optimizer=adamw", "optimizer.lr=0.03", "data.train.count=44", "ema=true", "ema.decay=0.5",
+    words = ("optimizer=adamw", "optimizer.lr=0.03", "data.train.count=88", "ema=true", "ema.decay=0.5",
              "trainer.gradient_clip_val=0.5", "precision=64", "trainer.max_steps=4")  # fmt: skip
     middle, end = (
         read_checkpoint(seen["folder"] / "checkpoints" / format_folder_name(step)) for step in (2, 4)
@@ -243,7 +243,7 @@ def layers_with(change: str) -> torch.nn.Module:
 )
 def test_a_weight_that_torch_cannot_divide_is_named(change: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        check_shapes(layers_with(change))
+        check_weights(layers_with(change))
 
 
 def test_a_weight_of_two_blocks_is_refused() -> None:

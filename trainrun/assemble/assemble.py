@@ -379,7 +379,7 @@ def prepare_model_and_precision(
         data.train,
         parallel,
         context.chosen,
-        context.measures,
+        context.measures and not config.parallel.meta_device,
         num_batches,
         notes.choices,
     )

@@ -3,9 +3,9 @@
 What: torch's `fully_shard` (FSDP2). The blocks of the model are wrapped one by one, then the rest. A forward gathers
 the weights of one block at a time. The backward reduces each gradient to the rank that updates this part. With
 `parallel.replicate` groups of ranks hold the whole model each (HSDP).
-When: weights, gradients and moments do not fit on one device. When not: they do, since ddp sends less.
-How: the optimizer, the averages and the checkpoints work on plain tensors, the local shards, which share memory with
-torch's DTensors: an update through DTensors takes 110 us in place of 17 for four tensors.
+When: weights, gradients and moments do not fit on one device. When not: they fit, because ddp sends less.
+How: the optimizer, the averages and the checkpoints use plain tensors, the local rows of each weight. They share memory
+with torch's DTensors. An update of four small tensors takes 17 us; through DTensors it takes 110 us.
 Source: Zhao et al. 2023, arXiv:2304.11277; torch.distributed.fsdp.fully_shard.
 """
 
@@ -33,14 +33,15 @@ from trainrun.tensors import WHOLE_SHAPE, StoredTensor
 from trainrun.transform.blocks import model_blocks
 
 AUTO = "auto"
-OF_VIEWS = "FSDP2-wrapped module"  # torch's warning of what `refuse_changes_of_views` makes an error
+VIEW_WARNING = "FSDP2-wrapped module"  # how torch's warning begins; `protect_block_output` raises an error
 NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class LocalShard(NamedTuple):
-    """The part of a parameter that this rank holds. whole: torch's parameter. local: its part, in the same memory.
+    """The rows of a parameter that this rank holds.
 
-    start: the first row of the part.
+    whole: the DTensor parameter of torch. local: a plain parameter with the rows of this rank, in the same memory.
+    start: the first of these rows in the whole parameter.
     """
 
     whole: nn.Parameter
@@ -49,7 +50,7 @@ class LocalShard(NamedTuple):
 
 
 class Fsdp:
-    """Fills `Parallel`.
+    """The backend of `parallel=fsdp`. It fills the protocol `Parallel`.
 
     blocks: patterns of module names, each of which is gathered as a whole; `auto` takes the repeated blocks of the
     model, else the layers of its Sequentials. reshard: whether a block's weights are released between forward and
@@ -86,20 +87,20 @@ class Fsdp:
         self._reshard, self._replicate, self._blocks, self._offload = reshard, replicate, blocks, offload
         self._recording = DeferredInit() if meta_device else None
         self._shard_group: dist.ProcessGroup | None = None  # all ranks
-        self._writes = True
+        self._writes_shards = True
         self._model: nn.Module | None = None
-        self._held: nn.Module | None = None
-        self._parts: list[Any] = []
+        self._local_module: nn.Module | None = None
+        self._sharded_modules: list[Any] = []  # the blocks, and the model itself
         self._shards: list[LocalShard] = []
         self._by_name: dict[str, LocalShard] = {}
-        self._outputs: list[Tensor] = []  # of the forwards of a micro-batch
+        self._training_outputs: list[Tensor] = []  # of the forwards of a micro-batch
 
     def building_model(self) -> AbstractContextManager[Any]:
         return NOTHING if self._recording is None else self._recording.recording()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         check_parameters(model, "fsdp")
-        check_shapes(model)
+        check_weights(model)
         blocks = find_blocks(model, self._blocks)
         check_tied_weights(model, blocks)
         deferred = {name: param for name, param in model.named_parameters() if is_deferred(param)}
@@ -109,17 +110,17 @@ class Fsdp:
         with explain_lost_contact():
             spread_tensors([tensor for tensor in tensors if not is_deferred(tensor)], self._host)
             classes = {id(module): type(module) for module in model.modules()}
-            self._parts = self._shard(model, blocks)
-            for part in self._parts:
+            self._sharded_modules = self._shard_modules(model, blocks)
+            for part in self._sharded_modules:
                 part.unshard()  # torch lays out the shards anew in the first forward otherwise
                 part.reshard()
-        for part in self._parts:
-            name_as(type(part), classes[id(part)])
+        for part in self._sharded_modules:
+            copy_class_name(type(part), classes[id(part)])
         self._model = model
-        self._held = hold_shards(model, classes, self._shards)
-        self._by_name = name_shards(model, self._shards)
+        self._local_module = build_local_module(model, classes, self._shards)
+        self._by_name = map_shards_by_name(model, self._shards)
         self._fill_shards(deferred)
-        model.register_forward_hook(self._after_forward)
+        model.register_forward_hook(self._handle_forward)
         return model
 
     def _fill_shards(self, deferred: Mapping[str, nn.Parameter]) -> None:
@@ -133,8 +134,8 @@ class Fsdp:
         self._recording = None
 
     def held(self, model: nn.Module) -> nn.Module:
-        assert self._held is not None, "wrap comes first"
-        return self._held
+        assert self._local_module is not None, "wrap comes first"
+        return self._local_module
 
     def adopt_trained(self, model: nn.Module) -> bool:
         trained = [shard.whole.requires_grad for shard in self._shards]
@@ -158,28 +159,28 @@ class Fsdp:
         return flag
 
     def state_dict(self, tree: Any) -> Any:
-        return self._as_shards(tree, None)
+        return self._convert_to_shards(tree, None)
 
     def load_state_dict(self, tree: Any, like: Mapping[str, Tensor]) -> Any:
-        return self._own_rows(tree, None)
+        return self._convert_to_local_rows(tree, None)
 
     def gather_tensor(self, tensor: Tensor) -> Tensor:
         with explain_lost_contact():
             return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
-        return self._backward(last)
+        return self._exchange_after(last)
 
     def zero_loss(self, model: nn.Module) -> Tensor:
-        if not self._outputs:
+        if not self._training_outputs:
             raise PluginError(
                 "task: a batch from which nothing is learned needs a forward of the model, as the other ranks exchange "
                 "weights in it; call model(...) in step(), or use parallel=ddp"
             )
-        return torch.stack([output.sum().real.float() * 0.0 for output in self._outputs]).sum()
+        return torch.stack([output.sum().real.float() * 0.0 for output in self._training_outputs]).sum()
 
     def exchange(self) -> None:
-        """Hand the gradients to the local shards. Backward has exchanged them."""
+        """Give each local parameter its gradient, which the backward has exchanged. Copy rank 0's buffers."""
         for shard in self._shards:
             grad: Any = shard.whole.grad
             shard.local.grad = None if grad is None else grad._local_tensor
@@ -190,63 +191,63 @@ class Fsdp:
         destroy_group()
 
     @contextmanager
-    def _backward(self, last: bool) -> Iterator[None]:
-        self._outputs.clear()
+    def _exchange_after(self, last: bool) -> Iterator[None]:
+        self._training_outputs.clear()
         yield
-        self._outputs.clear()
-        for part in self._parts:
+        self._training_outputs.clear()
+        for part in self._sharded_modules:
             part.reshard()
         if last:
             self.exchange()
 
-    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Keep the outputs of a training forward; release the weights after any other, before they can change."""
+    def _handle_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Store the outputs of a training forward. After any other forward, release the gathered weights."""
         if torch.is_grad_enabled():
-            self._outputs += [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+            self._training_outputs += [tensor for tensor in collect_tensors(output) if tensor.requires_grad]
             return
-        for part in self._parts:
+        for part in self._sharded_modules:
             part.reshard()
 
-    def _shard(self, model: nn.Module, blocks: list[nn.Module]) -> list[Any]:
+    def _shard_modules(self, model: nn.Module, blocks: list[nn.Module]) -> list[Any]:
         """Shard the blocks, then the rest of the model, in place. Return the modules that were sharded."""
         kind, groups = self.device.type, self.world_size // self._replicate
         if self._replicate > 1:
             mesh = init_device_mesh(kind, (self._replicate, groups), mesh_dim_names=("replicate", "shard"))
             self._shard_group = mesh.get_group("shard")
-            self._writes = mesh.get_local_rank("replicate") == 0
+            self._writes_shards = mesh.get_local_rank("replicate") == 0
         else:
             mesh = init_device_mesh(kind, (groups,))
         policy = CPUOffloadPolicy() if self._offload else OffloadPolicy()
-        warnings.filterwarnings("ignore", OF_VIEWS)
+        warnings.filterwarnings("ignore", VIEW_WARNING)
         for module in [*blocks, model]:
-            module.register_forward_hook(refuse_changes_of_views)
+            module.register_forward_hook(protect_block_output)
             prepare_weights(module, self.device)
             fully_shard(module, mesh=mesh, reshard_after_forward=self._reshard, offload_policy=policy)
         rank_in_group = mesh.get_local_rank("shard") if self._replicate > 1 else mesh.get_local_rank()
         self._shards = [
-            LocalShard(whole, *local_rows(whole, groups, rank_in_group)) for whole in model.parameters()
+            LocalShard(whole, *view_local_rows(whole, groups, rank_in_group)) for whole in model.parameters()
         ]
         return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
-    def _as_shards(self, tree: Any, shard: LocalShard | None) -> Any:
+    def _convert_to_shards(self, tree: Any, shard: LocalShard | None) -> Any:
         """Return the tree with a `TensorShard` for each tensor that is a part of a larger one."""
         if isinstance(tree, Tensor):
             if shard is None or tree.shape != shard.local.shape:
                 return tree
-            return TensorShard(tree, shard.start, tuple(shard.whole.shape), self._writes)
-        return self._mapped(tree, shard, self._as_shards)
+            return TensorShard(tree, shard.start, tuple(shard.whole.shape), self._writes_shards)
+        return self._map_tree(tree, shard, self._convert_to_shards)
 
-    def _own_rows(self, tree: Any, shard: LocalShard | None) -> Any:
+    def _convert_to_local_rows(self, tree: Any, shard: LocalShard | None) -> Any:
         """Return the tree with the rows of this rank of each whole tensor. Rows of stored tensors stay in the files."""
         if not isinstance(tree, Tensor):
-            return self._mapped(tree, shard, self._own_rows)
+            return self._map_tree(tree, shard, self._convert_to_local_rows)
         is_whole = shard is not None and tree.shape == shard.whole.shape
         if shard is None or not is_whole:
             return tree.read() if isinstance(tree, StoredTensor) else tree
         rows = shard.start, shard.start + len(shard.local)
         return tree.narrow_rows(*rows) if isinstance(tree, StoredTensor) else tree[slice(*rows)].clone()
 
-    def _mapped(self, tree: Any, shard: LocalShard | None, change: Callable[..., Any]) -> Any:
+    def _map_tree(self, tree: Any, shard: LocalShard | None, change: Callable[..., Any]) -> Any:
         if isinstance(tree, dict):
             return {key: change(value, self._by_name.get(key, shard)) for key, value in tree.items()}
         if isinstance(tree, list | tuple):
@@ -255,7 +256,7 @@ class Fsdp:
 
 
 class OutputOfBlock(torch.autograd.Function):
-    """The identity. Autograd refuses to change its output in place, which is a view."""
+    """The identity, whose output is a view that autograd does not allow to be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -266,22 +267,22 @@ class OutputOfBlock(torch.autograd.Function):
         return gradient
 
 
-def refuse_changes_of_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return the output of a block so that a later `output += x` raises an error if the output is a view.
+def protect_block_output(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return the output of a block. If it is a view, a later `output += x` raises an error.
 
-    Without it, such a change removes the hook by which torch gathers the weights for the backward.
+    Such a change would remove the hook by which torch gathers the weights of the block for the backward.
     """
     if isinstance(output, Tensor):
         is_view = torch.is_grad_enabled() and output.requires_grad and output._base is not None
         return OutputOfBlock.apply(output) if is_view else output  # type: ignore[no-untyped-call]
     if type(output) in (tuple, list):
-        return type(output)([refuse_changes_of_views(module, inputs, part) for part in output])
+        return type(output)([protect_block_output(module, inputs, part) for part in output])
     if type(output) is dict:
-        return {name: refuse_changes_of_views(module, inputs, part) for name, part in output.items()}
+        return {name: protect_block_output(module, inputs, part) for name, part in output.items()}
     return output
 
 
-def tensors_of(output: Any) -> list[Tensor]:
+def collect_tensors(output: Any) -> list[Tensor]:
     """Return the tensors in the output of a model: in containers, and in objects such as dataclasses."""
     if isinstance(output, Tensor):
         return [output]
@@ -291,7 +292,7 @@ def tensors_of(output: Any) -> list[Tensor]:
         parts = output.values()
     else:
         parts = getattr(output, "__dict__", {}).values()
-    return [tensor for part in parts for tensor in tensors_of(part)]
+    return [tensor for part in parts for tensor in collect_tensors(part)]
 
 
 def find_blocks(model: nn.Module, patterns: Any) -> list[nn.Module]:
@@ -321,8 +322,8 @@ def find_blocks(model: nn.Module, patterns: Any) -> list[nn.Module]:
     return blocks
 
 
-def check_shapes(model: nn.Module) -> None:
-    """Raise ConfigError for weights that torch cannot divide: a group of mixed types, scalars, other memory formats."""
+def check_weights(model: nn.Module) -> None:
+    """Raise ConfigError for weights that torch cannot divide: scalars, complex or sparse ones, or several types."""
     for name, param in model.named_parameters():
         if param.ndim == 0:
             raise ConfigError(
@@ -362,7 +363,7 @@ def check_tied_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 
 def prepare_weights(module: nn.Module, device: torch.device) -> None:
-    """Give the weights memory if they have none, and the order of rows that torch divides. Divided ones stay."""
+    """Make the weights of a module contiguous, and allocate those without memory. Sharded weights do not change."""
     changed: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, param in part._parameters.items():
@@ -377,7 +378,7 @@ def prepare_weights(module: nn.Module, device: torch.device) -> None:
                 param.data = param.data.contiguous()
 
 
-def local_rows(whole: Any, num_parts: int, part: int) -> tuple[nn.Parameter, int]:
+def view_local_rows(whole: Any, num_parts: int, part: int) -> tuple[nn.Parameter, int]:
     """Return a plain parameter in the memory of a DTensor's local part, and its first row."""
     local = nn.Parameter(whole._local_tensor.detach(), requires_grad=whole.requires_grad)
     setattr(local, WHOLE_SHAPE, tuple(whole.shape))
@@ -385,16 +386,18 @@ def local_rows(whole: Any, num_parts: int, part: int) -> tuple[nn.Parameter, int
     return local, min(part * size, whole.shape[0])
 
 
-def name_as(kind: type, original: type) -> None:
-    """Give a class that torch made the name of the original class, by which messages and checks know a module."""
+def copy_class_name(kind: type, original: type) -> None:
+    """Give a class that torch derived the name of the original class, which messages and checks use."""
     kind.__name__, kind.__qualname__ = original.__name__, original.__qualname__
     kind.__module__ = original.__module__
 
 
-def hold_shards(model: nn.Module, classes: Mapping[int, type], shards: Sequence[LocalShard]) -> nn.Module:
-    """Return a module of the same structure whose parameters are the local shards; buffers are the same objects.
+def build_local_module(
+    model: nn.Module, classes: Mapping[int, type], shards: Sequence[LocalShard]
+) -> nn.Module:
+    """Return a module of the same structure whose parameters are the local ones. Buffers are the same objects.
 
-    Its forward is never called. classes: of the modules by identity, before they were sharded.
+    Its forward is never called. classes: the classes of the modules before they were sharded, by identity.
     """
     local = {id(shard.whole): shard.local for shard in shards}
     copies: dict[int, nn.Module] = {}
@@ -417,7 +420,7 @@ def hold_shards(model: nn.Module, classes: Mapping[int, type], shards: Sequence[
     return copy_of(model)
 
 
-def name_shards(model: nn.Module, shards: Sequence[LocalShard]) -> dict[str, LocalShard]:
+def map_shards_by_name(model: nn.Module, shards: Sequence[LocalShard]) -> dict[str, LocalShard]:
     """Return the shards by every name of their parameters."""
     by_whole = {id(shard.whole): shard for shard in shards}
     return {name: by_whole[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
