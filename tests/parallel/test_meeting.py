@@ -15,6 +15,7 @@ import pytest
 from faults.forks import ForkedCommand
 
 from trainrun.folder.run_folder import RunDir, read_json
+from trainrun.parallel import worker
 
 pytestmark = pytest.mark.process
 
@@ -122,10 +123,12 @@ def test_connections_that_do_not_come_about_end_in_time(
     env: dict[str, str], workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_one_rank_sleep(monkeypatch, PLACES["group"], late=1)
-    ranks = [start_rank(rank, env, "parallel.meeting_seconds=2") for rank in range(2)]
+    end_after = worker.end_process_after  # the handshake before it has the usual time
+    monkeypatch.setattr(worker, "end_process_after", lambda seconds, whom, end: end_after(2.0, whom, end))
+    ranks = [start_rank(rank, env) for rank in range(2)]
     codes, errors = end_of(*ranks)
     assert codes == [1, 1], errors
-    assert all("waited 2 s for " in text for text in errors)
+    assert all("waited 2 s for " in text for text in errors), errors
     assert read_json(RunDir(workdir / "run").status)["state"] == "failed"
 
 
@@ -190,7 +193,9 @@ def test_a_failure_after_the_ranks_met_is_one_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (workdir / "broken.py").write_text(BROKEN)
-    monkeypatch.setattr("trainrun.runs.torchrun.FAILURE_SECONDS", 0.5 if "model.only=1" in words else 60.0)
+    monkeypatch.setattr(
+        "trainrun.runs.failure_message.FAILURE_SECONDS", 0.5 if "model.only=1" in words else 60.0
+    )
     codes, errors = end_of(*[start_rank(rank, env, *words) for rank in range(2)])
     assert codes == [code, code], errors
     messages = [line for line in "".join(errors).splitlines() if line.startswith("trainrun: ")]
@@ -204,7 +209,7 @@ def test_a_rank_that_died_in_a_validation_is_named_with_the_last_step(
     env: dict[str, str], workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "broken.py").write_text(BROKEN)
-    monkeypatch.setattr("trainrun.runs.torchrun.FAILURE_SECONDS", 0.1)
+    monkeypatch.setattr("trainrun.runs.failure_message.FAILURE_SECONDS", 0.1)
     words = ["model=broken.Broken", "model.at=validation", "model.only=1"]
     codes, errors = end_of(*[start_rank(rank, env, *words) for rank in range(2)])
     assert codes == [1, -signal.SIGKILL], errors

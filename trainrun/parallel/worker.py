@@ -53,12 +53,11 @@ def run_as_rank(
 
 def connect(options: ParallelConfig, store: Store | None, end: Callable[[str], object]) -> Parallel:
     """Connect to the other ranks, and return the backend of `parallel=`. Call `end` if they do not come in time."""
-    if store is None:
-        with explain_timeout(options.meeting_seconds, "rank 0"):
-            store = open_store(options.meeting_seconds)
-    store.set(f"here/{os.environ['RANK']}", "")
-    # a connection of its own, because that of the process group is blocked
-    side: Store = store.clone()  # type: ignore[attr-defined]  # public, not in torch's stubs
+    with explain_timeout(options.meeting_seconds, "rank 0"):
+        store = store or open_store(options.meeting_seconds)
+        store.set(f"here/{os.environ['RANK']}", "")
+        # a connection of its own, because that of the process group is blocked
+        side: Store = store.clone()  # type: ignore[attr-defined]  # public, not in torch's stubs
     with end_process_after(options.meeting_seconds, lambda: describe_missing_ranks(side), end):
         return build_backend(options, store)
 

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import socket
 import sys
-import threading
 import time
-from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
 
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import ParallelConfig, RunConfig
@@ -28,24 +22,14 @@ from trainrun.folder.run_folder import LaunchSpec, RunDir
 from trainrun.folder.status import write_status
 from trainrun.output import say
 from trainrun.parallel.devices import describe_local_ranks_fault
-from trainrun.parallel.handshake import (
-    ANSWER_SECONDS,
-    Meeting,
-    has_agent_store,
-    read_previous_folder,
-    receive_config,
-    release_rank_zero,
-    send_config,
-    wait_for_other_ranks,
-)
-from trainrun.parallel.rank_place import Failure, explain_failures, read_failure
+from trainrun.parallel.handshake import Meeting, read_previous_folder, receive_config, send_config
+from trainrun.parallel.rank_place import read_failure
+from trainrun.runs.failure_message import print_failure_once
 from trainrun.runs.joined_rank import run_joined_rank
 from trainrun.runtime.signals import exit_at_stops
 
 FOLDER_SECONDS = 20.0  # for a network's folder to show what rank 0 wrote
 POLL_SECONDS = 0.1
-FAILURE_SECONDS = 5.0  # for the ranks to send their failures, and for rank 0 to print one
-PRINTED = "printed"  # the key of the rank that prints for all
 MEETING = "parallel.meeting_seconds="
 
 
@@ -150,57 +134,8 @@ def find_earlier_folder() -> str | None:
 def _train_this_rank(run: RunDir, config: RunConfig, order: LaunchSpec, meeting: Meeting) -> int:
     code = run_joined_rank(run, config, order, meeting.store)
     failure = None if code == EXIT_DONE else read_failure(run, int(os.environ["RANK"]))
-    if failure is not None and failure.rank == 0:
-        failures = _collect_failures(failure, meeting.store)
-        first, line = explain_failures(failures, int(os.environ["WORLD_SIZE"]))
-        write_status(run, config.run_name, state="failed", exit_code=code, message=line)
-        if not meeting.store.check([PRINTED]):
-            meeting.store.set(PRINTED, "")
-            _print_failure(first, line)
-        if not has_agent_store():
-            wait_for_other_ranks(meeting.store, FAILURE_SECONDS)
-    elif failure is not None:
-        _leave_message_to_rank_zero(failure, meeting.store)
+    if failure is not None:
+        message = print_failure_once(failure, meeting.store)
+        if failure.rank == 0:
+            write_status(run, config.run_name, state="failed", exit_code=code, message=message)
     return code
-
-
-def _collect_failures(own: Failure, store: Store) -> list[Failure]:
-    """Return the failures of all ranks so far. If this rank only lost contact, wait for one with the cause."""
-    until = time.monotonic() + FAILURE_SECONDS
-    keys = [f"failure/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))]
-    while True:
-        others = [json.loads(store.get(key)) for key in keys if store.check([key])]
-        failures = [own, *(Failure(**values) for values in others)]
-        if any(failure.kind != "echo" for failure in failures) or time.monotonic() > until:
-            return failures
-        time.sleep(POLL_SECONDS)
-
-
-def _leave_message_to_rank_zero(failure: Failure, store: Store) -> None:
-    """Send the failure of this rank to rank 0, which prints one message for all. Print it here if rank 0 does not.
-
-    A thread talks to the store, because it waits for an answer forever if the network is cut.
-    """
-    is_printed = threading.Event()
-
-    def send_failure() -> None:
-        with contextlib.suppress(RuntimeError):  # rank 0 hosts the store, and has ended
-            store.set(f"failure/{failure.rank}", json.dumps(asdict(failure)))
-            try:
-                store.wait([PRINTED], timedelta(seconds=FAILURE_SECONDS))
-            except RuntimeError:  # rank 0 still trains
-                store.set(PRINTED, "")
-                return
-            is_printed.set()
-            release_rank_zero(store)
-
-    thread = threading.Thread(target=send_failure, name="trainrun failure", daemon=True)
-    thread.start()
-    thread.join(FAILURE_SECONDS + ANSWER_SECONDS)
-    if not is_printed.is_set():
-        _print_failure(failure, f"rank {failure.rank} failed: {failure.message}")
-
-
-def _print_failure(failure: Failure, line: str) -> None:
-    text = f"rank {failure.rank}: {failure.traceback}" if failure.kind == "bug" else line
-    say(f"trainrun: {text}", file=sys.stderr)
