@@ -6,8 +6,7 @@
 3. Rank 0 sends the verdict: all ranks train, or all exit with the same code.
 
 The answer contains a fresh prefix for the keys of the process group. torchrun keeps one store over all restarts:
-without the prefix, ranks read the addresses of dead processes (a restart worked in 1 of 5 tries, with it in 5 of 5;
-pytorch issue 135712).
+without the prefix, ranks read the addresses of dead processes (pytorch issue 135712).
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ FOLDER = "trainrun/folder"  # the key of the run folder in the store
 class Meeting:
     """The result of the handshake.
 
-    payload: the data from rank 0. store: for the process group. exit_code: of all ranks if nothing is trained, else
-        None.
+    payload: the data from rank 0. store: for the process group. exit_code: of all ranks if nothing is trained.
     """
 
     payload: dict[str, Any]
@@ -133,10 +131,7 @@ def release_rank_zero(store: Store) -> None:
 
 
 def read_previous_folder(seconds: float) -> str | None:
-    """Return the run folder of the attempt before the restart, on rank 0; None without one.
-
-    It is in the store of torchrun's agent, which outlives the ranks and belongs to this job alone.
-    """
+    """Return the run folder of the attempt before the restart, on rank 0, from the store of torchrun's agent."""
     if not has_agent_store():
         return None
     with explain_lost_contact():
