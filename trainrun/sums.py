@@ -128,7 +128,9 @@ def _merge_shapes(ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, t
     return dict(sorted(shapes.items()))
 
 
-def gather_rows(parallel: Parallel, rows: Mapping[str, list[Tensor]], names: list[str]) -> dict[str, Tensor]:
+def gather_rank_rows(
+    parallel: Parallel, rows: Mapping[str, list[Tensor]], names: list[str]
+) -> dict[str, Tensor]:
     """Return the rows of all ranks, those of rank 0 first.
 
     names: the same on every rank; a rank may have no rows of a name.

@@ -56,15 +56,15 @@ class StoredTensor(Tensor):
 
 def read_stored_tensors(tree: Any) -> Any:
     """Return a tree of state with the values of its stored tensors."""
-    return map_leaves(tree, lambda leaf: leaf.read() if isinstance(leaf, StoredTensor) else leaf)
+    return map_tree_leaves(tree, lambda leaf: leaf.read() if isinstance(leaf, StoredTensor) else leaf)
 
 
-def map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
+def map_tree_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Return a tree with every value in its lists, tuples and dicts changed."""
     if type(tree) in (list, tuple):
-        return type(tree)([map_leaves(item, change) for item in tree])
+        return type(tree)([map_tree_leaves(item, change) for item in tree])
     if type(tree) is dict:
-        return {name: map_leaves(item, change) for name, item in tree.items()}
+        return {name: map_tree_leaves(item, change) for name, item in tree.items()}
     return change(tree)
 
 

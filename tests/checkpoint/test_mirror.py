@@ -78,7 +78,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyStore]:
     monkeypatch.chdir(tmp_path)
     files = FaultyStore()
-    monkeypatch.setattr(mirrors, "open_store", lambda url, key: (files, str(tmp_path / "bucket/run")))
+    monkeypatch.setattr(mirrors, "open_object_store", lambda url, key: (files, str(tmp_path / "bucket/run")))
     yield files
     files.opened.set()
 

@@ -14,7 +14,7 @@ from s3_bucket import s3_bucket
 
 import trainrun
 from trainrun.checkpoint.mirror import fetch_run, list_stored_steps
-from trainrun.runtime.object_store import open_store
+from trainrun.runtime.object_store import open_object_store
 
 pytestmark = pytest.mark.process
 
@@ -58,6 +58,6 @@ def test_a_bucket_that_is_not_there_is_noted_once(capsys: pytest.CaptureFixture[
 def test_a_killed_upload_is_never_taken():
     done = subprocess.run([sys.executable, "-c", KILLED], env=os.environ)
     assert done.returncode == -9
-    store, root = open_store(URL, "checkpoint.mirror")
+    store, root = open_object_store(URL, "checkpoint.mirror")
     assert "step-00000002" not in list_stored_steps(store, root)
     assert store.find(f"{root}/step-00000002")  # a part of it is there

@@ -12,7 +12,7 @@ import pytest
 from trainrun.config.aliases import collect_aliases, resolve_alias, resolve_value_alias
 from trainrun.config.help_text import iterate_setting_rows
 from trainrun.config.schema import RunConfig, replace_values, settings
-from trainrun.config.validate import check_nodes, check_values
+from trainrun.config.validate import check_all_values, check_nodes
 from trainrun.limits import NODES, choice, node, nodes, section, setting
 
 
@@ -39,9 +39,9 @@ def test_a_new_setting_is_known_to_help_checks_and_aliases_by_its_field_alone() 
     assert resolve_value_alias("inner.kind", "True", Mine) == "round"
     assert settings(Mine)["doors"].opens == NODES
     good = replace_values(Mine(), {"model": {"_target_": "my.Net"}, "doors.first": {"_target_": "my.Door"}})
-    assert [*check_values(good, Mine), *check_nodes(good, Mine)] == []
+    assert [*check_all_values(good, Mine), *check_nodes(good, Mine)] == []
     bad = replace_values(good, {"inner.size": 0, "inner.kind": "squar", "doors.first": 1, "model": None})
-    assert list(check_values(bad, Mine).values()) == [
+    assert list(check_all_values(bad, Mine).values()) == [
         "inner.size=0: must be a whole number, 1 or more",
         "inner.kind=squar: must be one of round, square. Did you mean square?",
     ]
@@ -60,7 +60,7 @@ def test_every_setting_says_what_it_is_and_no_name_means_two() -> None:
 
 
 def test_the_defaults_are_what_the_settings_allow() -> None:
-    assert check_values(RunConfig()) == {}
+    assert check_all_values(RunConfig()) == {}
 
 
 def test_a_config_never_changes_and_gives_another_one() -> None:

@@ -162,7 +162,7 @@ def test_who_waits_for_a_thread_of_its_own_is_read_where_it_is(monkeypatch: pyte
 def test_where_cuda_was_started_nothing_is_forked_that_the_main_process_will_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(look_module, "can_fork", lambda: False)
+    monkeypatch.setattr(look_module, "can_fork_safely", lambda: False)
     for changes, here in (({"num_workers": 0}, True), ({}, True), ({"num_workers": 2}, False)):
         source, state = Samples(lambda i: torch.rand(2, 3)), torch.get_rng_state()
         assert look_at(source, options(**changes)).first == FirstInput("floats", (2, 3))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.monitor.test_console import FACTS
-from trainrun.monitor.evaluation_table import HEAD_EVERY, EvaluationTable, format_number
+from trainrun.monitor.evaluation_table import HEAD_EVERY, EvaluationTable, format_cell_number
 from trainrun.monitor.run_lines import (
     doubled_limit,
     end_lines,
@@ -89,10 +89,10 @@ def test_no_epoch_is_shown_where_none_ends() -> None:
     "value", [0.0, 1.0, 0.25, 0.001234, 1.2e-5, 12.5, 999.96, 9999.6, 54321.0, 1e9, -2.5]
 )
 def test_numbers_are_short_and_right(value: float) -> None:
-    text = format_number(value)
+    text = format_cell_number(value)
     assert len(text) <= 8
     assert float(text) == pytest.approx(value, rel=5e-3)
-    assert format_number(float("nan")) == "nan"
+    assert format_cell_number(float("nan")) == "nan"
 
 
 def test_commands_at_the_end_can_be_pasted(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

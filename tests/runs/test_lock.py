@@ -17,7 +17,7 @@ from approved import approve_error, refused
 
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
-from trainrun.folder.lock import RunBusy, describe_inherited_lock, hold_inherited_lock, lock_folder
+from trainrun.folder.lock import RunBusy, describe_inherited_lock, hold_inherited_lock, lock_run_folder
 from trainrun.folder.run_folder import RunDir
 
 pytestmark = pytest.mark.process
@@ -35,7 +35,7 @@ def holder(run: RunDir, then: str) -> subprocess.Popen[str]:
     code = (
         "import os, sys, time; from pathlib import Path\n"
         "from trainrun.folder.run_folder import RunDir; from trainrun.folder.lock import *\n"
-        f"with lock_folder(RunDir(Path({str(run.root)!r}))):\n    {then}\n"
+        f"with lock_run_folder(RunDir(Path({str(run.root)!r}))):\n    {then}\n"
     )
     root = str(Path(__file__).parents[2])
     process = subprocess.Popen(
@@ -58,7 +58,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 def is_free(run: RunDir) -> bool:
     try:
-        with lock_folder(run):
+        with lock_run_folder(run):
             return True
     except RunBusy:
         return False
@@ -71,7 +71,7 @@ def test_the_second_is_told_who_is_first_and_kill_9_frees_the_folder(
     began = time.monotonic()
     with (
         pytest.raises(RunBusy, match=rf"process {process.pid} on \S+ trains there") as caught,
-        lock_folder(run),
+        lock_run_folder(run),
     ):
         pass
     assert caught.value.exit_code == 75
@@ -104,7 +104,7 @@ def test_a_rank_holds_the_lock_of_its_launcher(run: RunDir) -> None:
     )
     process = holder(run, start)
     kill(process)
-    with lock_folder(run, note=lambda text: (told.append(text), go.touch())):  # waits for the rank
+    with lock_run_folder(run, note=lambda text: (told.append(text), go.touch())):  # waits for the rank
         pass
     assert [f"what is left of process {process.pid}" in text for text in told] == [True]
 
@@ -113,9 +113,9 @@ def test_no_file_of_the_lock_stays_open(run: RunDir) -> None:
     gc.collect()  # files that nobody closed
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
     for _ in range(3):
-        with lock_folder(run):
+        with lock_run_folder(run):
             assert describe_inherited_lock()[0]
-            with pytest.raises(RunBusy), lock_folder(run):
+            with pytest.raises(RunBusy), lock_run_folder(run):
                 pass
     assert describe_inherited_lock()[0] == []
     if sys.platform == "linux":
@@ -132,7 +132,7 @@ def test_where_there_are_no_locks_that_is_said(
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with lock_folder(run):
+    with lock_run_folder(run):
         pass
     monkeypatch.undo()
     approve_error(capsys.readouterr().err)
@@ -141,13 +141,13 @@ def test_where_there_are_no_locks_that_is_said(
 def test_a_resume_is_held_off_too(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data=digits", "model=mlp", "output_dir=run", *QUIET]) == 0
     before = (workdir / "run" / "status.json").read_bytes()
-    with lock_folder(RunDir(workdir / "run")):
+    with lock_run_folder(RunDir(workdir / "run")):
         assert main(["resume", "run", "trainer.max_steps=5"]) == 75
     assert (workdir / "run" / "status.json").read_bytes() == before
 
 
 def test_a_copy_of_the_open_file_does_not_keep_the_folder(run: RunDir) -> None:
-    with lock_folder(run):
+    with lock_run_folder(run):
         copy = os.dup(describe_inherited_lock()[0][0])
     try:
         assert is_free(run)
@@ -157,7 +157,7 @@ def test_a_copy_of_the_open_file_does_not_keep_the_folder(run: RunDir) -> None:
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_name_another_one(run: RunDir) -> None:
     run.lock.mkdir()
-    with refused(ConfigError) as told, lock_folder(run):
+    with refused(ConfigError) as told, lock_run_folder(run):
         pass
     assert "hydra.run.dir" not in str(told.value)
 
@@ -169,6 +169,6 @@ def test_a_lock_that_leads_elsewhere_is_refused_and_nothing_is_written_there(
     target = tmp_path / "precious"
     target.write_text("kept")
     run.lock.symlink_to(target)
-    with refused(ConfigError), lock_folder(run):
+    with refused(ConfigError), lock_run_folder(run):
         pass
     assert target.read_text() == "kept"

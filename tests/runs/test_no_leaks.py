@@ -15,7 +15,7 @@ import psutil
 import pytest
 from faults.forks import ForkedCommand
 
-from trainrun.folder.lock import lock_folder
+from trainrun.folder.lock import lock_run_folder
 from trainrun.folder.run_folder import RunDir
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -125,6 +125,6 @@ def test_kill_9_of_the_command(name: str, tmp_path: Path) -> None:
         process.kill()
         process.communicate(timeout=300)
         assert left_of(family) == []
-    with lock_folder(RunDir(tmp_path / "run")):  # and the folder is free
+    with lock_run_folder(RunDir(tmp_path / "run")):  # and the folder is free
         state = json.loads((tmp_path / "run" / "status.json").read_text())["state"]
     assert state == ("stopped" if "ranks" in name else "running")  # ranks save when their launcher is gone

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainrun.errors import ConfigError, PluginError
-from trainrun.runtime.child_process import ChildError, can_fork, run_in_child
+from trainrun.runtime.child_process import ChildError, can_fork_safely, run_in_child
 
 pytestmark = pytest.mark.process
 
@@ -124,11 +124,11 @@ def test_a_child_that_dies_or_takes_too_long_is_an_error() -> None:
 
 def test_beside_a_thread_of_the_users_nothing_is_forked() -> None:
     """A data set may have started it, and would wait for its answers for ever in a fork, which lacks it."""
-    assert can_fork()
+    assert can_fork_safely()
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait, daemon=True)
     thread.start()
-    assert not can_fork()
+    assert not can_fork_safely()
     ended.set()
     thread.join()
-    assert can_fork()
+    assert can_fork_safely()

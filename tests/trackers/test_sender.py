@@ -15,7 +15,7 @@ import pytest
 from approved import approve
 
 from trainrun.cli.main import main
-from trainrun.folder.lock import lock_folder
+from trainrun.folder.lock import lock_run_folder
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import RunFacts
 from trainrun.trackers import sender
@@ -194,5 +194,5 @@ def test_rows_of_all_sessions_are_sent_to_a_tracker_that_some_did_not_have(workd
     assert main(["report", "run", "--to", "csv"]) == 0
     rows = [line.split(",") for line in Path("run/metrics.csv").read_text().splitlines()]
     assert [int(row[0]) for row in rows if row[2] == "train/loss"] == list(range(1, 10))
-    with lock_folder(RunDir(workdir / "run")):
+    with lock_run_folder(RunDir(workdir / "run")):
         assert main(["report", "run", "--to", "csv"]) == 75

@@ -461,7 +461,7 @@ class Locked(Mean):
 
 @pytest.mark.parametrize("forks", [True, False])
 def test_a_task_that_cannot_be_copied_is_checked(forks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(without_trace, "can_fork", lambda: forks)
+    monkeypatch.setattr(without_trace, "can_fork_safely", lambda: forks)
     run, data, _ = parts_with(Locked())
     before = [value.clone() for value in run.model.state_dict().values()]
     with refused(PluginError, "Locked"):

@@ -129,7 +129,7 @@ def steps_made(folder: str) -> list[int]:
 def test_a_fault_is_found_before_the_first_step(
     task: str, forks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(without_trace, "can_fork", lambda: forks)
+    monkeypatch.setattr(without_trace, "can_fork_safely", lambda: forks)
     with refused(PluginError) as caught:
         train(task, "output_dir=run", "trainer.check_task=false")
     assert "\n" not in str(caught.value)
@@ -161,7 +161,7 @@ def test_what_only_looks_like_a_fault_trains(task: str) -> None:
 
 @pytest.mark.parametrize("forks", [True, False])
 def test_nothing_of_the_trial_remains(forks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(without_trace, "can_fork", lambda: forks)
+    monkeypatch.setattr(without_trace, "can_fork_safely", lambda: forks)
     weights = []
     for tried in (True, False):
         if not tried:

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to leave no trace: a forked child, and everything put back."""
     if request.param == "put back":
-        monkeypatch.setattr(without_trace, "can_fork", lambda: False)
+        monkeypatch.setattr(without_trace, "can_fork_safely", lambda: False)
 
 
 class Net(nn.Module):
@@ -238,7 +238,7 @@ def test_an_error_of_a_trial_is_raised_and_leaves_nothing() -> None:
 
 
 def test_without_memory_for_a_copy_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(without_trace, "can_fork", lambda: False)
+    monkeypatch.setattr(without_trace, "can_fork_safely", lambda: False)
     monkeypatch.setattr(without_trace, "read_free_bytes", lambda device: 100)
     with pytest.raises(NoTrial, match="memory"):
         run_trial(lambda: pytest.fail("tried"), CPU, Net())

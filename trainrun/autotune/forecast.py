@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD, Optimizer
 
 from trainrun.data.split_batch import count_rows, list_tensors, select_rows
-from trainrun.runtime.child_process import can_fork
+from trainrun.runtime.child_process import can_fork_safely
 from trainrun.runtime.machine import read_free_bytes
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import read_stored_values
@@ -67,7 +67,7 @@ def memory_forecast(run: Components, rough: float) -> tuple[str, float]:
     if rough < free / 8 or trainer.compile.scope != "off":
         return "", rough
     reads = getattr(run.train, "may_be_read_before", True)
-    if device.type != "cpu" or not can_fork() or not reads:
+    if device.type != "cpu" or not can_fork_safely() or not reads:
         return "", rough
 
     def step(rows: Any) -> None:

@@ -40,8 +40,8 @@ from trainrun.data.split_batch import count_rows, list_tensors, select_rows
 from trainrun.interfaces import Batches, Parallel
 from trainrun.precision import autocast
 from trainrun.precision.autocast import is_tiny_step
-from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED, build_context
-from trainrun.runtime.child_process import can_fork
+from trainrun.precision.update import AUTOCAST_TYPES, FULL, MIXED, build_autocast_context
+from trainrun.runtime.child_process import can_fork_safely
 from trainrun.training.recovery.oom import find_batch_norm
 from trainrun.training.without_trace import read_first_batches, run_trial
 
@@ -64,7 +64,7 @@ def choose_numbers(
     """
     if num_batches < FEW_BATCHES:
         return
-    here = parallel.device.type == "cpu" and can_fork()
+    here = parallel.device.type == "cpu" and can_fork_safely()
     if not all(parallel.gather(here and not other_step(config) and not other_cost(config, train))):
         return
 
@@ -143,7 +143,9 @@ class NumberTrial:
     def _turn(self, mode: str, rows: int = 0) -> float:
         """Measure the seconds of a step. rows: of the batch; 0 for all."""
         data = select_rows(self._data, 0, rows, self._count) if rows else self._data
-        return self._step.seconds(data, partial(build_context, AUTOCAST_TYPES.get(mode), self._device))
+        return self._step.seconds(
+            data, partial(build_autocast_context, AUTOCAST_TYPES.get(mode), self._device)
+        )
 
     def _with_threads(self, number: int, mode: str) -> float:
         torch.set_num_threads(number)

@@ -36,7 +36,7 @@ from trainrun.checkpoint.load import BEST, parse_manifest, read_manifest
 from trainrun.checkpoint.save import MANIFEST
 from trainrun.errors import CheckpointError, ConfigError
 from trainrun.folder.run_folder import RunDir, read_identity
-from trainrun.runtime.object_store import open_store
+from trainrun.runtime.object_store import open_object_store
 
 KEY = "checkpoint.mirror"
 RUN_FILES = "run.json"  # names, sizes and hashes of the files below `run/`
@@ -75,7 +75,7 @@ class ObjectStoreMirror:
 
     def __init__(self, url: str, keep: int, run_id: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.url, self.keep, self._run_id, self._clock = url, keep, run_id, clock
-        self._store, self._root = open_store(url, KEY)
+        self._store, self._root = open_object_store(url, KEY)
         self._changed = threading.Condition()
         self._waiting: Upload | None = None
         self._is_busy = False
@@ -256,7 +256,7 @@ def fetch_run(url: str, say: Callable[[str], None]) -> Path:
     The folder is `outputs/NAME` by the last name of the URL. If this run is there already and is not older, it is used
     as it is. Raise ConfigError if the store has no run, or cannot be read.
     """
-    store, root = open_store(url, "RUN_DIR")
+    store, root = open_object_store(url, "RUN_DIR")
     folder = Path("outputs").absolute() / root.rpartition("/")[2]
     try:
         steps = list_stored_steps(store, root)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainrun.errors import EXIT_FAILED, EXIT_INTERRUPTED
-from trainrun.folder.run_folder import format_json
+from trainrun.folder.run_folder import format_json_file
 from trainrun.output import HIDDEN, RESULT, is_secret_value, mask_secrets, print_encodable
 
 FLAG = "--json"
@@ -41,7 +41,7 @@ def run_as_json(command: str, run: Callable[[], int]) -> int:
         answer["error"] = RESULT.pop("error", None)
         answer["result"] = dict(RESULT)
         if os.environ.get("RANK", "0") == "0":  # of several ranks of torchrun one answers
-            print_encodable(format_json(convert_to_public_value(answer)), output, end="", flush=True)
+            print_encodable(format_json_file(convert_to_public_value(answer)), output, end="", flush=True)
     return int(answer["exit_code"])
 
 

@@ -54,7 +54,7 @@ COMMANDS = {
 MODULES = {  # where the file, or the function, has another name
     "evaluate": "cli.predict_command:evaluate_command",
     "help": "cli.manual_pages",
-    "again": "cli.resume_command:again_command",
+    "again": "cli.resume_command:repeat_command",
     "compare": "cli.report_command:compare_command",
     "diagnose": "benchmark.diagnose_command",
     "autotune": "benchmark.autotune_command",

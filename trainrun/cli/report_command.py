@@ -11,7 +11,7 @@ from pathlib import Path
 from trainrun.cli.run_arguments import Parser, add_trust_option
 from trainrun.config.overrides import load_tracker_nodes
 from trainrun.errors import EXIT_DONE, ConfigError
-from trainrun.folder.lock import lock_folder
+from trainrun.folder.lock import lock_run_folder
 from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.folder.seal import check_files, check_sealed
 from trainrun.folder.status import find_named_run
@@ -135,7 +135,7 @@ def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
     facts |= {"folder": str(run.root), "config": config}
     sent = {}
     for name in names:
-        with lock_folder(run):
+        with lock_run_folder(run):
             sent[name] = send_all(run, name, (tracker_options | nodes)[name], facts, rows)
         say(f"{name}: {format_count(sent[name], 'row')} sent")
     report_result(sent=sent)

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     )
 
 
-def again_command(argv: list[str]) -> int:
+def repeat_command(argv: list[str]) -> int:
     """Start a new run with the settings of another run. Return its exit code."""
     parser = build_run_parser(
         "again",

@@ -20,7 +20,7 @@ from trainrun.folder.status import read_status
 from trainrun.output import format_path_to_paste, report_result, say
 from trainrun.parallel.devices import is_one_task_a_node, is_started_by_launcher
 from trainrun.parallel.launch import launch_on_node
-from trainrun.runs.run import choose_folder, import_torchrun, open_or_create_run, start_training
+from trainrun.runs.run import choose_run_folder, import_torchrun, open_or_create_run, start_training
 from trainrun.runtime.python_module import add_import_paths, module_command
 
 LAUNCH_OPTION = re.compile(r"launch(\.\w+)?=")
@@ -98,7 +98,7 @@ def launch_on_cluster(
     if options.kind in ("k8s", "sky"):
         manifest.print_manifest(options, name, words)
         return EXIT_DONE
-    folder = choose_folder(composition)
+    folder = choose_run_folder(composition)
     words = build_job_words(options, words, folder)
     if options.kind == "ray":
         code = ray.run_on_cluster(options, composition.config, words)

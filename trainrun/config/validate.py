@@ -78,7 +78,7 @@ TORCH: dict[str, Any] = {  # torch's signatures name no limits, so those of the 
 
 def check_config(config: RunConfig) -> list[str]:
     """Return all faults of a config's values, one line each; [] if the config can run."""
-    wrong_values, wrong_nodes = check_values(config), check_nodes(config)
+    wrong_values, wrong_nodes = check_all_values(config), check_nodes(config)
     lines = list(wrong_values.values())
     if wrong_nodes:
         return lines + wrong_nodes
@@ -87,7 +87,7 @@ def check_config(config: RunConfig) -> list[str]:
     ]
 
 
-def check_values(config: Any, schema: type = RunConfig) -> dict[str, str]:
+def check_all_values(config: Any, schema: type = RunConfig) -> dict[str, str]:
     """Return a message by key for each setting whose value is not allowed."""
     return {
         key: f"{key}={fault}"

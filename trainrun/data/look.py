@@ -46,7 +46,7 @@ from trainrun.runtime.child_process import (
     ChildError,
     ChildExited,
     ChildTimeout,
-    can_fork,
+    can_fork_safely,
     report_progress,
     run_in_child,
 )
@@ -155,7 +155,7 @@ def uses_fork(options: StreamOptions) -> bool:
         return False
     if options.num_workers not in ("auto", 0) and options.engine != "threads":
         return True
-    return can_fork()
+    return can_fork_safely()
 
 
 def build_recipe(options: StreamOptions, scale: Scale | None = None) -> Recipe:

@@ -43,7 +43,7 @@ def print_note(text: str) -> None:
 
 
 @contextmanager
-def lock_folder(
+def lock_run_folder(
     run: RunDir, note: Callable[[str], None] = print_note, patient: bool = False
 ) -> Iterator[None]:
     """Lock the run folder inside the block. Raise RunBusy if another process trains there.

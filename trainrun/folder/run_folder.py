@@ -234,10 +234,10 @@ def write_text(path: Path, text: str, durable: bool = False) -> None:
 
 def write_json(path: Path, value: Any, durable: bool = False) -> None:
     """Write strict JSON with one key per line."""
-    write_text(path, format_json(value), durable)
+    write_text(path, format_json_file(value), durable)
 
 
-def format_json(value: Any) -> str:
+def format_json_file(value: Any) -> str:
     """Return strict JSON with one key per line."""
     return json.dumps(replace_non_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -264,10 +264,10 @@ def sync_path(path: Path) -> None:
 
 def read_json(path: Path) -> Any:
     """Return the value of a JSON file. Raise OSError or ValueError."""
-    return parse_json(read_bytes(path, MAX_JSON_BYTES).decode("utf-8"))
+    return parse_json_text(read_bytes(path, MAX_JSON_BYTES).decode("utf-8"))
 
 
-def parse_json(text: str) -> Any:
+def parse_json_text(text: str) -> Any:
     """Return the value of a JSON text. Raise ValueError if it is invalid or nested too deep."""
     try:
         return json.loads(text)

@@ -48,7 +48,7 @@ class EvaluationTable:
         for unlimited.
         """
         cells = position_cells(step, epoch, self._facts)
-        cells |= {name: format_number(value) for name, value in metrics.items()}
+        cells |= {name: format_cell_number(value) for name, value in metrics.items()}
         if is_best and self.monitored in cells:
             cells[self.monitored] += BEST
         if speed is not None:
@@ -128,7 +128,7 @@ def position_cells(step: int, epoch: float, facts: RunFacts | None) -> dict[str,
     return {"epoch": rounded + end, **cells}
 
 
-def format_number(value: float) -> str:
+def format_cell_number(value: float) -> str:
     """Return four significant digits in at most eight characters. Trailing zeros stay, so columns are aligned."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"

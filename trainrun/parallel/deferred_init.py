@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainrun.errors import ConfigError
-from trainrun.tensors import StoredTensor, map_leaves
+from trainrun.tensors import StoredTensor, map_tree_leaves
 
 LARGE_BYTES = 1 << 16
 META, HOST = torch.device("meta"), torch.device("cpu")
@@ -162,8 +162,10 @@ class DeferredInit(TorchDispatchMode):
         if not any(map(is_deferred, tensors_in((args, kwargs)))):
             return self._create(function, args, kwargs)
         if must_compute(function, args, kwargs):
-            return function(*map_leaves(args, self._with_memory), **map_leaves(kwargs, self._with_memory))
-        shapes = map_leaves((args, on_device(kwargs, META)), without_memory)
+            return function(
+                *map_tree_leaves(args, self._with_memory), **map_tree_leaves(kwargs, self._with_memory)
+            )
+        shapes = map_tree_leaves((args, on_device(kwargs, META)), without_memory)
         random = self._advance(function, args, kwargs)
         arguments = self._recorded((args, kwargs))
         DeferredTensor.computes_shapes = True
@@ -171,7 +173,7 @@ class DeferredInit(TorchDispatchMode):
             result = function(*shapes[0], **shapes[1])
         finally:
             DeferredTensor.computes_shapes = False
-        result = map_leaves(result, as_deferred)
+        result = map_tree_leaves(result, as_deferred)
         self._record(function, arguments, args, kwargs, result, random)
         return result
 
@@ -205,7 +207,7 @@ class DeferredInit(TorchDispatchMode):
             scratch = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype)
             function(scratch, *args[1:], **kwargs)
         else:
-            inputs = map_leaves((args, on_device(kwargs, HOST)), self._with_memory)
+            inputs = map_tree_leaves((args, on_device(kwargs, HOST)), self._with_memory)
             function(*inputs[0], **inputs[1])
         return generator, state
 
@@ -245,7 +247,7 @@ class DeferredInit(TorchDispatchMode):
                 leaf = leaf.detach().clone()
             return Constant(leaf, leaf._version)
 
-        return map_leaves(tree, recorded)
+        return map_tree_leaves(tree, recorded)
 
     def _window(self, tensor: Tensor) -> Window:
         storage = tensor.untyped_storage()
@@ -300,7 +302,7 @@ def repeat(operation: Operation, storages: Storages) -> None:
             return leaf.tensor
         return leaf
 
-    args, kwargs = map_leaves((operation.args, operation.kwargs), with_memory)
+    args, kwargs = map_tree_leaves((operation.args, operation.kwargs), with_memory)
     kwargs = on_device(kwargs, HOST)
     if operation.random is None:
         result = operation.function(*args, **kwargs)
@@ -331,7 +333,7 @@ def view_of(window: Window, storages: Storages) -> Tensor:
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors among the arguments or results of an operation."""
     found: list[Tensor] = []
-    map_leaves(tree, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
+    map_tree_leaves(tree, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
     return found
 
 

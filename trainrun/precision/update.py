@@ -69,7 +69,7 @@ class Update:
         self._model = model
         self._device = device
         self._book = (phases or PhaseTimer()).open
-        self._context = build_context(autocast_dtype, device)
+        self._context = build_autocast_context(autocast_dtype, device)
         self._scaler: torch.amp.GradScaler | None = None
         if autocast_dtype is torch.float16:
             self._scaler, self._overflowed = build_scaler(device), has_overflowed
@@ -272,7 +272,7 @@ class Update:
             self._scaler.load_state_dict(state["scaler"])
 
 
-def build_context(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
+def build_autocast_context(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[Any]:
     """Build the autocast context, which is entered for every micro-batch."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from trainrun.cli.run_arguments import Parser
 from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
-from trainrun.folder.lock import lock_folder
+from trainrun.folder.lock import lock_run_folder
 from trainrun.folder.run_folder import RunDir, is_run_folder, remove_new_folder, resolve_folder
 from trainrun.output import format_count, format_path_to_paste, report_result, say
 from trainrun.race.race_report import PAGE, print_report, race_facts, write_report
@@ -137,7 +137,7 @@ def run_race(race: Race, changes: Sequence[Variation], again: str) -> int:
     is_new = not race.folder.exists()
     with contextlib.ExitStack() as closing:
         race.open()
-        closing.enter_context(lock_folder(RunDir(race.folder)))
+        closing.enter_context(lock_run_folder(RunDir(race.folder)))
         runs = format_count(len(race.racers) * race.num_seeds, "run")
         differences = f", {format_count(len(changes), 'difference')}" if changes else ""
         say(f"race: {describe_racers(race.racers)}{differences}; {runs} in {race.folder}", flush=True)

@@ -128,7 +128,7 @@ def train_until_rollback(
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         goes_on = resume and bool(list_committed_steps(run_dir.checkpoints))
         begin = None if goes_on and not config.checkpoint.adapter_only else config.init_from
-        site = build_context(run_dir, identity, parallel, flag, listeners, begin)
+        site = build_run_context(run_dir, identity, parallel, flag, listeners, begin)
         site = replace(site, phases=phases, measures=not resume, is_new=not goes_on, typed=order.typed)
         run, facts = build_components(config, site)
         closing.push(lambda kind, error, trace: finish_save_at_failure(run, kind))
@@ -197,7 +197,7 @@ def load_start_state(
     return state
 
 
-def build_context(
+def build_run_context(
     run_dir: RunDir, identity: dict[str, Any], parallel: Parallel, flag: StopFlag, listeners: RunMonitors | None,
     init_from: str | None,
 ) -> RunContext:  # fmt: skip

@@ -20,14 +20,14 @@ from trainrun.config.saved_values import separate_secrets
 from trainrun.config.schema import RunConfig, record_setting_reads, stop_recording_reads
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
 from trainrun.folder.environment import describe_environment, read_uncommitted_changes
-from trainrun.folder.lock import lock_folder
+from trainrun.folder.lock import lock_run_folder
 from trainrun.folder.run_folder import (
     SEED,
     SEED_DRAWN,
     LaunchSpec,
     RunDir,
     build_folder_error,
-    format_json,
+    format_json_file,
     has_ever_saved,
     is_run_file_name,
     is_run_folder,
@@ -61,13 +61,13 @@ def open_or_create_run(
     Yield the folder, the config with its seed, and whether an existing run is continued. Raise ConfigError if the
     folder holds a run with other settings, or a sweep; nothing is overwritten.
     """
-    run, config = RunDir(choose_folder(composition)), composition.config
+    run, config = RunDir(choose_run_folder(composition)), composition.config
     if is_sweep(run.root):
         raise ConfigError(
             f"output_dir={run.root}: holds a sweep; name another folder, or go on with the sweep: "
             f"trainrun resume {format_path_to_paste(run.root)}"
         )
-    with remove_if_refused(run), lock_folder(run):
+    with remove_if_refused(run), lock_run_folder(run):
         earlier_config = None
         if any(path != run.lock for path in run.root.iterdir()):
             earlier_config = resume.load_config_to_continue(run, config)
@@ -124,7 +124,7 @@ def create_run(
 
     seed_drawn: whether the seed was drawn at random and not given by the user.
     """
-    run = run or RunDir(choose_folder(composition))
+    run = run or RunDir(choose_run_folder(composition))
     assert not run.config.exists()
     run.create()
     config = composition.config
@@ -150,7 +150,7 @@ def create_run(
 def write_config(run: RunDir, config: RunConfig, seal: bool = True) -> None:
     """Write the config of a run, and its secrets to a file of their own. seal: also seal the folder as this user's."""
     secret_values = separate_secrets(config)[1]
-    files = {run.secrets: format_json(secret_values)} if secret_values else {}
+    files = {run.secrets: format_json_file(secret_values)} if secret_values else {}
     files[run.config] = format_config(config)
     if seal:
         try:
@@ -170,7 +170,7 @@ def write_overrides(run: RunDir, words: list[str]) -> None:
     write_text(run.overrides, "".join(f"{mask_argument(word)}\n" for word in words))
 
 
-def choose_folder(composition: Composition) -> Path:
+def choose_run_folder(composition: Composition) -> Path:
     named = composition.own.get("hydra.run.dir")
     if named:
         return resolve_folder(named)
@@ -268,7 +268,7 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
 
     Overrides that the run refuses are discarded.
     """
-    with lock_folder(run):
+    with lock_run_folder(run):
         return _continue_run(run, overrides, paths, trust)
 
 

@@ -62,7 +62,7 @@ class ChildExited(ChildError):
     """The error that a child process exited without a result."""
 
 
-def can_fork() -> bool:
+def can_fork_safely() -> bool:
     """Return whether a forked child of this process can run user code: forward passes on the CPU, and data sets."""
     if sys.platform != "linux":
         return False

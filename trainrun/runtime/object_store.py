@@ -10,7 +10,7 @@ from typing import Any
 from trainrun.errors import ConfigError
 
 
-def open_store(url: str, key: str) -> tuple[Any, str]:
+def open_object_store(url: str, key: str) -> tuple[Any, str]:
     """Return fsspec's file system of a URL and the path in it. Nothing is connected yet.
 
     key: the setting that gives the URL, for the messages. Raise ConfigError for a package that is missing, or a

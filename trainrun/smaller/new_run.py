@@ -25,7 +25,7 @@ from trainrun.config.compose import Composition
 from trainrun.config.schema import InitConfig, RunConfig, replace_values
 from trainrun.errors import EXIT_DONE, ConfigError, SaveError
 from trainrun.export.served import output_tensors, record_call
-from trainrun.folder.lock import lock_folder
+from trainrun.folder.lock import lock_run_folder
 from trainrun.folder.run_folder import (
     RunDir,
     read_identity,
@@ -157,7 +157,7 @@ def write_run(source: SourceRun, config: RunConfig, model: nn.Module, reason: st
         "init_from": None, "init": InitConfig(), "ckpt_path": None, "checkpoint.adapter_only": False
     })  # fmt: skip
     source_identity = read_identity(source.run)
-    with atomic_folder(source.new_run) as part, lock_folder(part):
+    with atomic_folder(source.new_run) as part, lock_run_folder(part):
         create_run(Composition(config, {}, [], {}), [f"# {reason}"], part)
         if source.run.tokenizer.is_file():
             shutil.copyfile(source.run.tokenizer, part.tokenizer)

@@ -32,7 +32,7 @@ from trainrun.precision.update import AUTOCAST_TYPES
 from trainrun.runtime.machine import read_free_bytes
 from trainrun.seeding import evaluation_mode, restore_random_state
 from trainrun.task.batches import split_inputs_and_target
-from trainrun.task.classification import check_shapes
+from trainrun.task.classification import check_logit_shapes
 from trainrun.task.distillation import LOGITS, Distillation, Teacher, check_layer, collect_outputs
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def check_answers(task: Distillation, teacher: Teacher, model: nn.Module, batch:
     with evaluation_mode(model), collect_outputs(model, list(task.hidden)) as seen:
         logits = task.hard.logits(model, inputs, few)
         if not target.is_floating_point():
-            check_shapes(logits, target)
+            check_logit_shapes(logits, target)
         task.terms(logits, seen, teacher(few), target)
 
 

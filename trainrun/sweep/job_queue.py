@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from trainrun.errors import EXIT_USAGE
-from trainrun.folder.lock import lock_folder
+from trainrun.folder.lock import lock_run_folder
 from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
 from trainrun.runtime.python_module import module_command
@@ -270,7 +270,9 @@ class JobQueue:
     def _start_process(self, job: Job, lease: Lease) -> None:
         folder = self._sweep.folder / job.folder
         folder.mkdir(exist_ok=True)
-        with lock_folder(RunDir(folder), patient=True):  # the job of a sweep that was killed saves and ends
+        with lock_run_folder(
+            RunDir(folder), patient=True
+        ):  # the job of a sweep that was killed saves and ends
             goes_on = has_checkpoint(folder)
             if not goes_on:
                 shutil.rmtree(folder)  # an earlier try that saved nothing

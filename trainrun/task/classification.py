@@ -208,7 +208,7 @@ class Classification:
     def _check(self, logits: Tensor, target: Tensor) -> None:
         """Check the first batch, because the check waits for the device, and move the loss to the model's device."""
         check_target_type(logits, target)
-        check_shapes(logits, target)
+        check_logit_shapes(logits, target)
         ignores = target.ndim > 1 and self.ignore_index is not None
         if not ignores:  # `count` counts all of them: what torch would ignore is to be out of range
             if self.ignore_index in range(logits.shape[1]):
@@ -234,7 +234,7 @@ class Classification:
             raise build_weight_count_error(self.weighted, logits.shape[1])
 
 
-def check_shapes(logits: Tensor, target: Tensor) -> None:
+def check_logit_shapes(logits: Tensor, target: Tensor) -> None:
     """Raise PluginError unless the logits are (B, C, ...) and the target is (B, ...)."""
     if logits.ndim == target.ndim + 1 and logits.shape[:1] + logits.shape[2:] == target.shape:
         return

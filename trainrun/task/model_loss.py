@@ -75,14 +75,14 @@ def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return loss.reshape(())
 
 
-def find_labels(batch: Mapping[str, Any]) -> tuple[str, Tensor] | None:
+def find_label_tensor(batch: Mapping[str, Any]) -> tuple[str, Tensor] | None:
     labels = ((key, batch[key]) for key in TARGET_KEYS if key in batch)
     return next(((key, value) for key, value in labels if isinstance(value, Tensor)), None)
 
 
 def count_labels(batch: Mapping[str, Any], rule: str) -> Tensor | int:
     """Return the number of items in a batch. Raise PluginError if it lacks the labels that the rule counts."""
-    labelled = find_labels(batch)
+    labelled = find_label_tensor(batch)
     if rule == "samples":
         tensor = next(value for value in batch.values() if isinstance(value, Tensor))
         return len(tensor)
@@ -99,10 +99,10 @@ def detect_loss_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
     PluginError if no rule or several rules fit; DataError if the labels are the inputs and the model does not shift
     them. The model is unchanged afterwards.
     """
-    labels = find_labels(batch)
+    labels = find_label_tensor(batch)
     with evaluation_mode(model), torch.autocast(find_batch_device(batch), enabled=False):
         pair = build_probe(batch, labels)
-        parts = [copy_rows(pair, [0]), copy_rows(pair, [1])]
+        parts = [copy_batch_rows(pair, [0]), copy_batch_rows(pair, [1])]
         both, *means = (float(compute_model_loss(model, part)) for part in (pair, *parts))
         rules: tuple[str, ...] = RULES[:1]
         if labels is not None and labels[1].ndim > 1:  # one that shifts does not look at the first label
@@ -141,8 +141,8 @@ def build_probe(batch: Mapping[str, Any], labels: tuple[str, Tensor] | None) -> 
             raise PluginError(
                 f"task.count=auto: the first batch has one row, and two are compared; {WAY_OUT}"
             )
-        return copy_rows(batch, [0, 1])
-    key, pair = labels[0], copy_rows(batch, [0, 0])
+        return copy_batch_rows(batch, [0, 1])
+    key, pair = labels[0], copy_batch_rows(batch, [0, 0])
     real = labels[1][labels[1] != IGNORED]
     if labels[1].shape[1] < LEAST_LENGTH or not len(real):
         raise PluginError(f"task.count=auto: the first batch has too few labels to find out; {WAY_OUT}")
@@ -158,7 +158,7 @@ def replace_first_label(labels: Tensor) -> Tensor:
     return changed
 
 
-def copy_rows(batch: Mapping[str, Any], indices: list[int]) -> dict[str, Any]:
+def copy_batch_rows(batch: Mapping[str, Any], indices: list[int]) -> dict[str, Any]:
     """Return a copy of some rows of every tensor."""
     return {
         key: value[indices] if isinstance(value, Tensor) and value.ndim else value

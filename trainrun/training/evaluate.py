@@ -19,7 +19,7 @@ from trainrun.sums import (
     check_metric_names,
     compute_metrics,
     flatten_sums,
-    gather_rows,
+    gather_rank_rows,
     sum_all_ranks,
 )
 from trainrun.timing.phases import LOGGING
@@ -84,7 +84,9 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
 
         check_same([problem for _, problem in answers], f"data.{split.replace('/', '.')}")
     totals, (count,) = sum_all_ranks(run.parallel, sums, [float(items)])  # waits for the device
-    joined = gather_rows(run.parallel, rows, list(dict.fromkeys(chain(*(names for names, _ in answers)))))
+    joined = gather_rank_rows(
+        run.parallel, rows, list(dict.fromkeys(chain(*(names for names, _ in answers))))
+    )
     metrics = {
         f"{split}/{name}": value for name, value in compute_metrics(totals, count, task, joined).items()
     }

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.interfaces import Batches, MicroBatch
-from trainrun.runtime.child_process import LIMIT_SECONDS, can_fork, run_in_child
+from trainrun.runtime.child_process import LIMIT_SECONDS, can_fork_safely, run_in_child
 from trainrun.runtime.machine import read_free_bytes
 from trainrun.seeding import restore_random_state
 
@@ -83,7 +83,7 @@ def run_trial(
     """
     if any(is_sharded(owner) for owner in owners):
         raise NoTrial("the ranks exchange weights in each forward")
-    if device.type == "cpu" and can_fork():
+    if device.type == "cpu" and can_fork_safely():
         return run_in_child(functools.partial(_run_without_ranks, work), limit_seconds)
     with restore_state(owners, device):
         return work()

@@ -23,7 +23,7 @@ from trainrun.data.readers.records.record import META_NAME
 from trainrun.errors import DataError
 from trainrun.limits import is_url
 from trainrun.output import format_count, format_quantity, say_note
-from trainrun.runtime.object_store import open_store
+from trainrun.runtime.object_store import open_object_store
 
 VERSION_NAMES = (
     "ETag",
@@ -45,7 +45,7 @@ def fetch_files(url: str, names: Sequence[str], key: str, endings: Sequence[str]
     names: what the braces of the URL stand for; the URL itself without any. key: the setting. endings: of the files of
     a folder. Raise DataError if there are none, or if they cannot be read or have no room.
     """
-    store, _ = open_store(names[0], key)
+    store, _ = open_object_store(names[0], key)
     with explain_store_errors(url, key):
         listed = list_stored_files(store, names, key, endings)
         folder = open_download(store, url, listed)
@@ -55,7 +55,7 @@ def fetch_files(url: str, names: Sequence[str], key: str, endings: Sequence[str]
 
 def list_urls(url: str, names: Sequence[str], key: str, endings: Sequence[str]) -> list[str]:
     """Return the URL of each file of a URL, in the order of their names; see `fetch_files`. Nothing is downloaded."""
-    store, _ = open_store(names[0], key)
+    store, _ = open_object_store(names[0], key)
     with explain_store_errors(url, key):
         paths = list_stored_files(store, names, key, endings)
         return [str(store.unstrip_protocol(path)) for path in paths if not path.endswith(META_NAME)]
@@ -95,7 +95,7 @@ def list_stored_files(
     store.invalidate_cache()
     listed: dict[str, dict[str, Any]] = {}
     for name in names:
-        files = list_path_files(store, open_store(name, key)[1], endings)
+        files = list_path_files(store, open_object_store(name, key)[1], endings)
         if not files:
             raise DataError(f"{key}={name}: no file is there, or none with {' or '.join(endings)}")
         listed |= {path: files[path] for path in sorted(files, key=lambda path: Path(path).parts)}

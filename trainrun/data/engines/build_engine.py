@@ -34,7 +34,7 @@ from trainrun.data.stream_options import (
 )
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
-from trainrun.runtime.child_process import can_fork
+from trainrun.runtime.child_process import can_fork_safely
 
 SequencePlanner = Callable[[Plan], Any]  # a `SequencePlan`, or None
 Finish = Callable[[Batches], Batches]
@@ -180,7 +180,7 @@ def _choose_iterable_workers(source: Any, options: StreamOptions) -> tuple[int, 
         number, reason = 0, "an IterableDataset"
         if continues:
             number, reason = 1, "an IterableDataset that goes on from epoch to epoch"
-        elif continues is None and can_fork():
+        elif continues is None and can_fork_safely():
             number, reason = 1, "an IterableDataset that is slow to read"
     if number == 0 and continues is not False:
         options.report(f"{options.key}: {type(source).__name__} {GOES_ON if continues else NOT_COMPARED}")

@@ -32,7 +32,7 @@ from trainrun.data.order.sampler import Plan, build_batch_size_error, build_end_
 from trainrun.data.same_samples import check_same, digest_of
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
-from trainrun.runtime.child_process import ChildTimeout, can_fork, end_pipes_and_sockets, run_in_child
+from trainrun.runtime.child_process import ChildTimeout, can_fork_safely, end_pipes_and_sockets, run_in_child
 from trainrun.user_code import format_user_line
 
 PASS_SAMPLES = 32  # of each of two passes that are compared
@@ -294,7 +294,7 @@ def continues_where_left(source: Any) -> bool | None:
     """
     if keeps_place(source):
         return False
-    if not can_fork():
+    if not can_fork_safely():
         return False if hasattr(source, "set_epoch") else None
 
     def compare_passes() -> bool:

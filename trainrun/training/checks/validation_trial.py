@@ -21,7 +21,7 @@ from trainrun.config.schema import RunConfig
 from trainrun.config.validate import suggest_closest_name
 from trainrun.errors import ConfigError, DataError, LaunchError, PluginError, TrainrunError
 from trainrun.instantiate import named_nodes
-from trainrun.runtime.child_process import ChildTimeout, can_fork, run_in_child
+from trainrun.runtime.child_process import ChildTimeout, can_fork_safely, run_in_child
 from trainrun.sums import ReservedName, compute_metrics
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
@@ -115,7 +115,7 @@ def retry_after_step(run: Components, state: TrainState, error: Exception) -> No
 
     A step of several ranks exchanges gradients, which a forked process cannot do.
     """
-    alone = run.parallel.world_size == 1 and run.parallel.device.type == "cpu" and can_fork()
+    alone = run.parallel.world_size == 1 and run.parallel.device.type == "cpu" and can_fork_safely()
     if not alone or isinstance(error, LaunchError):
         return
     fault = ""
