@@ -1,4 +1,4 @@
-"""Trains a PyTorch model from one command; from Python with the same words.
+"""Train PyTorch models from one command, or from Python with the same settings.
 
 run = trainrun.train("data=digits", "trainer.max_epochs=5")
 model = run.load_model("best")
@@ -43,10 +43,10 @@ def load_model(
 ) -> nn.Module:
     """Return the trained network of a run folder, in evaluation mode, on the CPU.
 
-    which: best, last, or a checkpoint's name; without it the best, or the last where no metric chose a best one. trust:
-    the folder is from somebody else, and all that it names may be used.
-    model: the like of that which the run was given, of a run of objects (`trainrun.train(model=...)`). merge: a plain
-    network, with what LoRA learned in its weights.
+    which: best, last, or a checkpoint's name. By default the best, or the last if no metric chose a best one.
+    trust: use a folder from somebody else, with all code that it names.
+    model: a network built like the one that the run got from Python (`trainrun.train(model=...)`).
+    merge: return a plain network, with the LoRA corrections added to its weights.
     """
     from trainrun.runs.api import load_run
 
@@ -61,7 +61,7 @@ MODULES = {  # of the public names
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is asked for: the command line must not pay for it."""
+    """Import a public name at its first use, so that the command line does not import everything."""
     if name not in MODULES:
         raise AttributeError(f"module 'trainrun' has no attribute '{name}'")
     return getattr(import_module(MODULES[name]), "load_run" if name == "load" else name)

@@ -1,4 +1,4 @@
-"""`python -m trainrun`, and what the installed command calls."""
+"""The entry point of `python -m trainrun` and of the installed command."""
 
 import os
 import sys
@@ -16,9 +16,9 @@ TRAINING = ("resume", "again")  # and what begins with a setting
 
 
 def entry() -> None:
-    """Run the command line.
+    """Run the command line and exit with its code.
 
-    Handle Ctrl-C before the slow imports, and set what torch reads when it is imported.
+    Ctrl-C is handled before the slow imports, and the variables that torch reads at its import are set.
     """
     guard_streams()
     sys.excepthook = print_uncaught_error
@@ -35,15 +35,16 @@ def entry() -> None:
 
 
 def set_spin_wait() -> None:
-    """Threads that wait for each other look for a moment before they sleep, unless the user said how.
+    """Set how long OpenMP threads that wait for each other stay awake, unless the user has set it.
 
-    OpenMP's usual way is to look sixty times as long, for 4 ms on the machine named below, and where another process
-    has taken the core of the one that is waited for, this takes the core from it too: next to one busy process a step
-    of a small GPT took 286 to 366 ms with two threads, 98 to 100 this way and 69 asleep at once. But a core that sleeps
-    is slow to wake where nobody else uses it: quiet, that step took 37 ms in the usual way, 39 this way and 57 to 58
-    asleep at once (2 cores of an Intel Xeon, a virtual machine).
+    By default they stay awake for 4 ms (on the machine below). If another process has taken the core of the thread
+    that they wait for, this also takes the core from it. Beside one busy process, a step of a small GPT with two
+    threads took 286 to 366 ms with the default, 98 to 100 ms with this setting, and 69 ms if threads sleep at once.
+    On a quiet machine, the step took 37 ms with the default, 39 ms with this setting, and 57 to 58 ms if threads
+    sleep at once, because a sleeping core is slow to wake (2 cores of an Intel Xeon, a virtual machine).
 
-    Read when OpenMP is loaded, so set here, ahead of torch; ranks and workers inherit it.
+    OpenMP reads the setting when it is loaded. It is therefore set before torch is imported. Ranks and workers
+    inherit it.
     """
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", *WAITING)):
         os.environ.update(WAITING)

@@ -1,6 +1,5 @@
-"""Every fault a user can cause.
-
-Anything else that escapes is a bug of ours and keeps its traceback.
+"""The errors that a user can cause. Any other exception that reaches the user is a bug in trainrun, with a
+traceback.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ EXIT_INTERRUPTED = 130  # stopped by Ctrl-C, the state is saved
 
 
 class TrainrunError(Exception):
-    """A fault with a message that names the key as typed, what is allowed and the way out."""
+    """An error whose message names the setting as typed, what is allowed, and what to do instead."""
 
     exit_code = EXIT_USAGE
 
 
 class ConfigError(TrainrunError):
-    """One or more words of the config are wrong; `faults` holds one line for each."""
+    """The error that settings are wrong. faults: one line for each of them."""
 
     def __init__(self, *faults: str) -> None:
         super().__init__("\n".join(faults))
@@ -39,25 +38,25 @@ class ConfigError(TrainrunError):
 
 
 class DataError(TrainrunError):
-    """The data is missing, damaged, empty, or does not fit the model."""
+    """The error that the data is missing, damaged, empty, or does not fit the model."""
 
 
 class PluginError(TrainrunError):
-    """A user's `_target_` cannot be imported, takes other arguments, or breaks its contract."""
+    """The error that a user's `_target_` cannot be imported, takes other arguments, or breaks its contract."""
 
 
 class CheckpointError(TrainrunError):
-    """A checkpoint is missing, damaged, or belongs to another model."""
+    """The error that a checkpoint is missing, damaged, or belongs to another model."""
 
 
 class SaveError(CheckpointError):
-    """What a run wants to keep cannot be written: the disk is full, or gone. The words were right."""
+    """The error that a run cannot write its files, because the disk is full or gone. The settings were right."""
 
     exit_code = EXIT_FAILED
 
 
 class LaunchError(TrainrunError):
-    """The ranks of a run could not be started or did not stay together."""
+    """The error that the ranks of a run could not be started, or lost each other."""
 
 
 class LostContact(LaunchError):
@@ -85,7 +84,7 @@ class MeetingFailed(LostContact):
 
 
 class TrainingError(TrainrunError):
-    """The training itself failed: a non-finite loss, a dead rank, no memory."""
+    """The error that the training failed: a loss that is not finite, a dead rank, or not enough memory."""
 
     exit_code = EXIT_FAILED
 
@@ -103,7 +102,7 @@ ANY_FAULT = (Exception, SystemExit)  # sys.exit in code that is called would end
 
 @contextmanager
 def raise_as_config_error(kind: type[Exception] = RuntimeError) -> Iterator[None]:
-    """Raise an error of the block again as ConfigError; the text of the error must name the setting."""
+    """Raise an error of the block again as ConfigError. The text of the error must name the setting."""
     try:
         yield
     except kind as error:

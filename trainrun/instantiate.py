@@ -1,10 +1,10 @@
-"""From an open node to an object: a plain dict with `_target_` and keyword arguments, and nothing else.
+"""Build the object that an open node of the config describes: a dict with `_target_` and keyword arguments.
 
     {"_target_": "my_net.Net", "width": 64, "head": {"_target_": "torch.nn.ReLU"}}
 
-`_args_` is a list of positional arguments; `_partial_: true` gives a `functools.partial`. Nested nodes,
-in dicts and lists too, are built first. `check_node_arguments` finds the mistakes before anything is built; with
-`_check_: false` it leaves the arguments to the target.
+`_args_` is a list of positional arguments. `_partial_: true` gives a `functools.partial`. Nested nodes, also in
+dicts and lists, are built first. `check_node_arguments` finds mistakes before anything is built. With `_check_:
+false` only the target itself checks its arguments.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REFUSED = ("builtins", "ctypes", "importlib", "marshal", "nt", "os", "pickle", "
 
 
 def is_node(value: Any) -> bool:
-    """Return whether a value of a config stands for an object to build."""
+    """Return whether a value of a config describes an object to build."""
     return isinstance(value, dict) and TARGET in value
 
 
@@ -53,17 +53,18 @@ def read_target_name(node: Any, usual: str = "") -> str:
 
 
 def named_nodes(value: Any) -> dict[str, Any]:
-    """Return the named nodes of a place that has no target of its own; empty for any other place."""
+    """Return the named nodes in a value that has no `_target_` of its own; {} for any other value."""
     if not isinstance(value, dict) or value.get(TARGET):
         return {}
     return {name: inner for name, inner in value.items() if is_node(inner)}
 
 
 def import_target(target: Any, key: str) -> Any:
-    """Return the callable at a dotted path: modules are imported, the rest are attributes.
+    """Return the callable at a dotted path. Modules are imported; the rest of the path are attributes.
 
-    PluginError: not found, fails when imported, not callable, or a way to the operating system. The
-        last is a guard against slips and copied configs, not a sandbox: naming a target runs code.
+    Raise PluginError if it is not found, cannot be imported or called, or belongs to a refused module of the
+    operating system. The refusal is a guard against slips and copied configs. It is no sandbox: naming a target runs
+    code.
     """
     if target is None:
         raise PluginError(f"{key}: needs a class or function; name it, as {key}.{TARGET}=my_net.Net")
@@ -130,7 +131,7 @@ def import_longest_prefix(names: list[str], fault: str) -> tuple[ModuleType, str
 
 
 def enter_working_directory() -> None:
-    """Have `trainrun.here` stand for the working directory of now, which a process may have changed."""
+    """Make `trainrun.here` stand for the current working directory, which the process may have changed."""
     here = importlib.import_module(HERE.rstrip("."))
     folder = str(Path.cwd())
     if list(here.__path__) != [folder]:
@@ -140,7 +141,7 @@ def enter_working_directory() -> None:
 
 
 def is_shadowed_module(name: str) -> bool:
-    """Return whether a module of the working directory is hidden by another one of the same name."""
+    """Return whether another module of the same name hides a module of the working directory."""
     with suppress(OSError):  # the working directory may be gone
         folder = Path.cwd().resolve()
         if name in KEPT or folder not in {Path(path).resolve() for path in sys.path}:
@@ -160,10 +161,11 @@ def is_shadowed_module(name: str) -> bool:
 def check_node_arguments(
     node: Any, key: str, extra: Sequence[str] = (), also: Iterable[str] = ()
 ) -> list[str]:
-    """Return a line for each mistake in a node and in the nodes inside it. Targets are imported, nothing is built.
+    """Return a line for each mistake in a node and in the nodes inside it. Targets are imported, but nothing is
+    built.
 
-    extra: names of the positional arguments that trainrun itself passes. also: names that stand beside the arguments,
-    whatever the target; here they are only suggested.
+    extra: names of the positional arguments that trainrun itself passes. also: names of settings beside the
+        arguments, which are only suggested here.
     """
     faults = [
         fault for name, value in iterate_children(node, key) for fault in check_node_arguments(value, name)
@@ -183,10 +185,10 @@ def check_node_arguments(
 
 
 def build_node(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
-    """Build the object that a node describes; return other values with the nodes inside them built.
+    """Build the object that a node describes. In any other value, build the nodes inside it.
 
-    positional arguments come before the node's own; extra replaces keyword arguments of the same name.
-    PluginError: the target cannot be imported, or raised. A TrainrunError of the target passes.
+    `positional` arguments come before the node's own. `extra` replaces keyword arguments of the same name. Raise
+    PluginError if the target cannot be imported or if it raises. A TrainrunError of the target is not changed.
     """
     if not is_node(node):
         return build_inner_nodes(node, key)
@@ -208,7 +210,7 @@ def build_node(node: Any, key: str, /, *positional: Any, **extra: Any) -> Any:
 
 
 def build_inner_nodes(value: Any, key: str) -> Any:
-    """Return dicts and lists with the nodes inside them built."""
+    """Return a dict or list with the nodes inside it built; other values unchanged."""
     if isinstance(value, dict):
         return {name: build_node(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, list):
@@ -217,7 +219,7 @@ def build_inner_nodes(value: Any, key: str) -> Any:
 
 
 def iterate_children(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the values inside a value that may hold nodes, with their keys."""
+    """Yield key and value of each entry of a dict or list."""
     if isinstance(value, dict):
         yield from ((f"{key}.{name}", item) for name, item in value.items())
     elif isinstance(value, list):
@@ -225,7 +227,7 @@ def iterate_children(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def check_special_keys(node: dict[str, Any], key: str) -> list[str]:
-    """Return the mistakes in words such as `_target_`."""
+    """Return a message for each wrong value of a special key such as `_partial_`."""
     faults = []
     if not isinstance(node.get(ARGS, []), list):
         faults.append(f"{key}.{ARGS}={node[ARGS]}: must be a list")
@@ -238,8 +240,9 @@ def check_special_keys(node: dict[str, Any], key: str) -> list[str]:
 def check_target_signature(
     target: Callable[..., Any], node: dict[str, Any], key: str, extra: Sequence[str], also: Iterable[str]
 ) -> list[str]:
-    """Bind the node's arguments to the target's signature, and return the mistakes; none if it has no usable
-    signature.
+    """Bind the arguments of a node to the signature of its target. Return a message for each mistake.
+
+    Return [] if the target has no usable signature.
     """
     parameters = list_parameters(target)
     if parameters is None:
@@ -272,15 +275,14 @@ def check_target_signature(
 
 
 def is_called_later(target: Any, key: str) -> bool:
-    """Return whether a function is named where what the function makes is called later."""
+    """Return whether the target is a function at a key where an object is expected that is called later."""
     return inspect.isroutine(target) and key.endswith(CALLED)
 
 
 def list_parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Return what is really called takes: a wrapper often takes more than the function that it says it wraps.
+    """Return the parameters of what is really called, since a wrapper may take more than the function that it wraps.
 
-    None: C code without a signature, or one that somebody set by hand, as `transformers` and pydantic do: only the
-    call can tell.
+    Return None for C code without a signature, and for a signature that was set by hand (`transformers`, pydantic).
     """
     called = (target, getattr(target, "__init__", None), getattr(target, "__new__", None))
     if any("__signature__" in getattr(item, "__dict__", ()) for item in called):
@@ -292,15 +294,14 @@ def list_parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | Non
 
 
 def is_positional_only(by_place: list[inspect.Parameter], name: str) -> bool:
-    """Return whether a name may also be a keyword: a positional-only parameter leaves its name free for **kwargs."""
+    """Return whether a name is a positional-only parameter, so that **kwargs may contain it too."""
     return any(p.name == name and p.kind is p.POSITIONAL_ONLY for p in by_place)
 
 
 def import_satellite(name: str, without: str, tell: Callable[[str], None]) -> ModuleType | None:
-    """Import the module `trainrun.<name>`; if its folder was removed, report this in one line and return
-    None.
+    """Import the module `trainrun.<name>`. If its folder was removed, report this in one line and return None.
 
-    without: what the run does instead, as "no pictures are drawn".
+    without: what the run does instead, such as "no pictures are drawn".
     """
     folder = f"trainrun.{name.partition('.')[0]}"
     try:

@@ -37,9 +37,9 @@ FIELDS_BESIDE = "_batch_fields"  # the attribute of a batch's first tensor that 
 
 
 class Contract(NamedTuple):
-    """What the runner asks of code that is not its own.
+    """A rule that the user's code must follow.
 
-    check: the function or class, `module:name`, that compares what such code does with it. when: at which time.
+    check: the function or class, as `module:name`, that checks the rule. when: the time of the check.
     """
 
     name: str
@@ -299,12 +299,12 @@ def convert_batch_to_dict(batch: Any) -> dict[str, Any]:
 
 
 def read_attached_fields(data: Any) -> Mapping[str, Any]:
-    """Return the fields that the first tensor of a structure carries; empty if there are none."""
+    """Return the fields that the first tensor of a structure carries as an attribute; {} if there are none."""
     return getattr(_first_array(data), FIELDS_BESIDE, None) or {}
 
 
 def is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Return whether a value is a Mapping. Every Mapping has `keys`: that question takes 0.05 us, the other one 0.4."""
+    """Return whether a value is a Mapping. Testing for `keys` first takes 0.05 us instead of 0.4."""
     return hasattr(value, "keys") and isinstance(value, Mapping)
 
 
@@ -355,7 +355,7 @@ class GradReport:
 
 
 class Precision(Protocol):
-    """Which numbers are computed in which type, and the guarded update that goes with it."""
+    """The number types of the computation, and the update of the weights that fits them."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context for forward and loss, in training and in evaluation."""
@@ -368,13 +368,13 @@ class Precision(Protocol):
 
     @property
     def had_gradient(self) -> Collection[Tensor]:
-        """Parameters that have had a gradient at an update so far."""
+        """Return the parameters that have had a gradient at an update so far."""
 
     def look_again(self) -> None:
-        """Read groups, states and weights again, since the user's code may have changed them after the last update."""
+        """Read groups, states and weights of the optimizer again, because the user's code may have changed them."""
 
     def failure(self, wait: bool) -> str:
-        """Return why training cannot go on ("" while it can). `wait` allows a wait for the device."""
+        """Return why training cannot continue; "" if it can. `wait` allows a wait for the device."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -410,7 +410,7 @@ class TensorShard(NamedTuple):
 
 
 class Parallel(Protocol):
-    """Who else trains the same model, and how the ranks talk to each other."""
+    """The ranks that train the same model, and how they communicate."""
 
     @property
     def device(self) -> torch.device: ...
@@ -423,11 +423,11 @@ class Parallel(Protocol):
 
     @property
     def local_world_size(self) -> int:
-        """Ranks on this machine: they share its cores and memory."""
+        """Return the number of ranks on this machine, which share its cores and memory."""
 
     @property
     def forward_is_collective(self) -> bool:
-        """Return whether the ranks exchange weights in a forward, so that every forward is made by all of them."""
+        """Return whether the ranks exchange weights in a forward, so that all ranks must make every forward."""
 
     def building_model(self) -> AbstractContextManager[Any]:
         """Return a context in which the model is built, begins with stored weights, and gets its transforms."""
@@ -436,41 +436,52 @@ class Parallel(Protocol):
         """Return the module to call in training, which averages gradients over the ranks."""
 
     def held(self, model: nn.Module) -> nn.Module:
-        """Return the wrapped model as this rank holds it, for the optimizer: parameters are plain tensors, which may be
-        parts of the model's."""
+        """Return the model as this rank holds it, for the optimizer. Its parameters may be parts of those of the
+        model.
+        """
 
     def adopt_trained(self, model: nn.Module) -> bool:
-        """Average the gradients of the parameters that require one now; return whether these are others than before."""
+        """Average the gradients of the parameters that require one now. Return whether these parameters have
+        changed.
+        """
 
     def grad_norm(self, norm: Tensor) -> Tensor:
-        """Return the 2-norm of all gradients (0-d), from that of the gradients of this rank after their exchange."""
+        """Return the 2-norm of all gradients (0-d). norm: that of the gradients of this rank after their exchange."""
 
     def any_rank(self, flag: Tensor) -> Tensor:
-        """Raise a flag (0-d, of this rank's gradients after their exchange) in place where any rank raised it."""
+        """Set a flag (0-d) in place on this rank if any rank has set it. flag: about this rank's exchanged
+        gradients.
+        """
 
     def state_dict(self, tree: Any) -> Any:
-        """Return a tree of state as checkpoints hold it: a `TensorShard` in place of a tensor that is a part of one."""
+        """Return a tree of state in the form of checkpoints: a tensor that is a part of another becomes a
+        `TensorShard`.
+        """
 
     def load_state_dict(self, tree: Any, like: Mapping[str, Tensor]) -> Any:
-        """Return a tree of whole tensors as this rank holds it. like: the model's tensors by name; state below such a
-        name belongs to that tensor."""
+        """Return a tree of complete tensors in the form that this rank holds. like: the model's tensors by name.
+
+        State below the name of a tensor belongs to that tensor.
+        """
 
     def gather_tensor(self, tensor: Tensor) -> Tensor:
         """Return the whole of a weight of the model, or of its gradient; all ranks call it together."""
 
     def sync_gradients(self, last: bool) -> AbstractContextManager[Any]:
-        """Return a context for forward and backward of a micro-batch. Ranks exchange gradients in the last one
-        only.
+        """Return a context for forward and backward of a micro-batch. Ranks exchange gradients only if it is the
+        last one.
         """
 
     def zero_loss(self, model: nn.Module) -> Tensor:
-        """Return a 0-d zero, for a batch of which nothing is learned. The ranks exchange as much in its backward."""
+        """Return a 0-d zero as loss of a batch from which nothing is learned. The ranks exchange as much in its
+        backward.
+        """
 
     def exchange(self) -> None:
         """Average the gradients over the ranks. A second call changes nothing."""
 
     def agree(self, items: int, stop: int, save: int) -> Agreed:
-        """Exchange the state of a step between ranks, on the host. The device is not waited for."""
+        """Exchange the state of a step between ranks, on the host, without waiting for the device."""
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         """Sum over the ranks, element by element, in float64. The result has the same bits on every rank."""
@@ -484,14 +495,15 @@ class Parallel(Protocol):
 
 
 def runs_rank_zero_forwards(parallel: Parallel) -> bool:
-    """Return whether this rank makes the forwards whose results rank 0 alone uses, as those of pictures."""
+    """Return whether this rank must make the forwards whose results only rank 0 uses, such as those for pictures."""
     return parallel.rank == 0 or parallel.forward_is_collective
 
 
 class Gradients(NamedTuple):
-    """What forward and backward of a window give besides the gradients; the fields of `StepReport`.
+    """What the forward and backward of a step's micro-batches return besides the gradients; the fields of
+    `StepReport`.
 
-    items: a tensor until they are settled, where outputs on a device say them.
+    items: a tensor, until it is read, if the count comes from outputs on a device.
     """
 
     losses: list[Tensor]
@@ -501,8 +513,7 @@ class Gradients(NamedTuple):
 
 
 class Counting(Protocol):
-    """How the number of items, by which gradients are divided, is known: before the forward, or from its
-    output.
+    """How the number of items is determined, by which gradients are divided: before the forward, or from its output.
 
     expected: the divisor of the loss in the backward if the count is not known by then.
     """
@@ -511,15 +522,15 @@ class Counting(Protocol):
     def expected(self) -> float: ...
 
     def read_output_count(self, out: StepOutput) -> Any:
-        """Return the items that only the output says, an int or a 0-d tensor; 0 if they are known already."""
+        """Return the items that only the output contains, an int or a 0-d tensor; 0 if they are known already."""
 
 
 @dataclass(slots=True)
 class StepReport:
-    """Facts of one optimizer step. Tensors stay on the device until a monitor asks.
+    """Facts of one optimizer step. Tensors stay on the device until a monitor reads them.
 
     losses: one per micro-batch, 0-d and detached, or a float: the loss summed over the items of this rank.
-    items: the items of this rank. agreed: the result of `run.agree`; the runner calls it after a step that did not.
+    items: the items of this rank. agreed: the result of `run.agree`; the runner calls it if the step did not.
     sums: the task's metric sums of the step on this rank; empty unless `run.triggers.sums` is set.
     grad: the result of the update.
     """
@@ -535,11 +546,14 @@ class StepReport:
 class RunFacts:
     """Facts of a run before its first step, for monitors and the first lines on the screen.
 
-    sample_every: every such step counts for metrics of training; `train/loss` is over all steps. max_seconds: the limit
-    of training time over all sessions. seconds_before, epochs_before: training of earlier sessions. choices: automatic
-    choices with their reasons, one line each. advice: what a user should know or change, one line each. update:
-    optimizer, learning rate and schedule as text. classes: those of the training data and their counts as text. run_id:
-    kept by a resume. config: `config.yaml`, without secrets. monitor: the metric of the best checkpoint, and its mode.
+    sample_every: metrics of training are computed in every step of this number; `train/loss` in all steps.
+    max_seconds: the limit of training time over all sessions. seconds_before, epochs_before: training of earlier
+        sessions.
+    choices: automatic choices with their reasons, one line each. advice: what a user should know or change, one line
+        each.
+    update: optimizer, learning rate and schedule as text. classes: the training classes and their counts as text.
+    run_id: the same after a resume. config: `config.yaml`, without secrets.
+    monitor, mode: the metric of the best checkpoint, and its mode.
     """
 
     name: str
@@ -571,31 +585,31 @@ class RunFacts:
 
 
 class Monitor(Protocol):
-    """Listens to a run; it cannot change it. Called on rank 0 only, by the thread that trains.
+    """An observer of a run, which cannot change it. It is called on rank 0 only, by the thread that trains.
 
-    One of the user's own (`monitor.NAME._target_`) may leave out any method. A method `on_row(row)` gets every row
-    as it stands in `metrics.jsonl`: those of training and validation again, and those of hardware, phases and notes.
+    A monitor of your own (`monitor.NAME._target_`) may leave out any method. A method `on_row(row)` receives every
+    row of `metrics.jsonl`: those of training and validation, and those of hardware, phases and notes.
 
-    Rows are flat: names as users type them (`train/loss`, `val/acc`, `lr`), plain numbers.
+    Rows are flat: names as users type them (`train/loss`, `val/acc`, `lr`), and plain numbers.
     """
 
     def on_start(self, facts: RunFacts, step: int) -> None:
-        """Before the first step; `step` is above 0 after a resume."""
+        """Called before the first step; `step` is above 0 after a resume."""
 
     def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        """At every log point. epoch: how many epochs are done, with fraction."""
+        """Called at every log point. epoch: the number of finished epochs, with a fraction."""
 
     def on_eval(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
-        """After every validation."""
+        """Called after every validation."""
 
     def on_note(self, text: str) -> None:
-        """Receive a line for people: a checkpoint was saved, a step was skipped."""
+        """Receive a line for people, for example that a checkpoint was saved or a step was skipped."""
 
     def on_end(self, summary: Mapping[str, Any]) -> None:
-        """After the last step, also when the run was stopped; the summary as in `status.json`."""
+        """Called after the last step, also if the run was stopped. summary: the content of `status.json`."""
 
     def close(self) -> None:
-        """Always called, after a failure too."""
+        """Release all resources. It is always called, also after a failure."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""What a value may be: a type as `Annotated[int, Limits(at_least=1)]`, or a form of its own, as `2epoch`. No torch.
+"""The allowed values of settings: a type such as `Annotated[int, Limits(at_least=1)]`, or a text such as `2epoch`.
 
-The fields of the config and the signatures of models, tasks, optimizers, schedules and readers say their limits in
-these types; the checks before a run, the messages and `--help` are made from them.
+The fields of the config, and the signatures of models, tasks, optimizers, schedules and readers, use these types.
+The checks before a run, the messages and `--help` are made from them. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 @dataclass(frozen=True)
 class Limits:
-    """The range of a number, which must be finite. whole: 1e3 is whole too."""
+    """The range of a number, which must be finite. whole: only whole numbers, of which 1e3 is one."""
 
     at_least: float | None = None
     above: float | None = None
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Lasts:
-    """A text that is a duration: so many of some units, as `2epoch`."""
+    """A text that is a duration in one of some units, such as `2epoch`."""
 
     units: tuple[str, ...] = ("step", "epoch", "sample", "token")
 
@@ -72,18 +72,18 @@ NODE, NODES, NAMED, ANY = "node", "nodes", "named", "any"  # a `_target_`; sever
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether it is a number that a float can hold, and neither nan nor infinite."""
+    """Return whether a value is a finite number that fits into a float."""
     return is_number(value) and math.isfinite(value)
 
 
 def is_number(value: Any) -> bool:
-    """Return whether it is a number that a float can hold."""
+    """Return whether a value is a number that fits into a float."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, float) or (whole and abs(value) <= sys.float_info.max)
 
 
 def fits_kind(value: Any, kind: Any) -> bool:
-    """Return whether a plain value of a config is of that kind; a type that is not listed here takes any value."""
+    """Return whether a plain value of a config has a type. A type that is not handled here accepts any value."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return any(fits_kind(value, part) for part in inner)
@@ -106,7 +106,7 @@ def fits_kind(value: Any, kind: Any) -> bool:
 
 
 def list_choices(kind: Any) -> tuple[str, ...]:
-    """Return the names among the values of a kind; empty if it has none."""
+    """Return the names that a type allows (of `Literal`); () if it has none."""
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     return tuple(name for part in get_args(kind) for name in list_choices(part))
@@ -114,11 +114,12 @@ def list_choices(kind: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of one field. kind: the type of its values; parse: raises ValueError for a wrong one.
+    """All facts about one field of the config.
 
-    words: values that are read as others. opens: what may stand below it, if keys there may be the user's own. short:
-    of a section, the field that `section=value` sets. typed: where the nodes of a field are typed and saved.
-    read_by: who reads it, if no training does before its first batch.
+    kind: the type of its values. parse: raises ValueError for a wrong value. words: values that stand for others.
+    opens: which keys of the user may stand below it. short: the field of a section that `section=value` sets.
+    typed: the section in which the nodes of a field are typed and saved.
+    read_by: who reads the setting, if no training reads it before its first batch.
     """
 
     key: str
@@ -141,7 +142,10 @@ def setting(
     default: Any, help: str, *, kind: Any = None, parse: Callable[[Any], object] | None = None,
     aliases: tuple[str, ...] = (), words: dict[str, str] | None = None, read_by: str = "", **limits: Any,
 ) -> Any:  # fmt: skip
-    """Declare a field of one value. kind: if it takes more than its annotation says. limits: as in `Limits`."""
+    """Declare a field with one value.
+
+    kind: its type, if the annotation says too little. limits: as in `Limits`.
+    """
     about = {
         "help": help, "kind": kind, "parse": parse, "aliases": aliases, "words": words or {}, "read_by": read_by,
     }  # fmt: skip
@@ -149,26 +153,29 @@ def setting(
 
 
 def choice(*choices: str, help: str, default: str = "", **about: Any) -> Any:
-    """Declare a field with one of several names. The first is the default unless another is given."""
+    """Declare a field with one of several names. The first name is the default unless another is given."""
     return setting(default or choices[0], help, kind=Literal[choices], **about)
 
 
 def node(help: str, *, required: bool = False, named: bool = False, also: tuple[str, ...] = ()) -> Any:
     """Declare an open node: `_target_` and the arguments of that target, or null.
 
-    named: a map of several nodes, by name, is allowed too. also: names that stand for something else.
+    named: several nodes by name are allowed too. also: names that are allowed instead of a node.
     """
     about = {"help": help, "opens": NAMED if named else NODE, "required": required, "also": also}
     return field(default=None, metadata=about)
 
 
 def nodes(help: str, typed: str = "") -> Any:
-    """Open nodes by name: `section.mine._target_=my_file.MyClass`. typed: the section, if it is not this field."""
+    """Declare a field with open nodes by name: `section.mine._target_=my_file.MyClass`.
+
+    typed: the section in which they are typed, if it is not this field.
+    """
     return field(default_factory=dict, metadata={"help": help, "opens": NODES, "typed": typed})
 
 
 def section(kind: type, short: str = "", aliases: tuple[str, ...] = ()) -> Any:
-    """Declare a part of the config with fields of its own. short: the field that `section=value` sets."""
+    """Declare a section of the config. short: the field that `section=value` sets."""
     return field(default_factory=kind, metadata={"help": "", "short": short, "aliases": aliases})
 
 
@@ -188,14 +195,14 @@ _CACHES = "none, memory, pool:<size> (pool:500MB, pool:2GiB) or disk:<folder> (d
 
 @dataclass(frozen=True)
 class Duration:
-    """So many of a unit of `UNITS`; parts of epochs and seconds may be fractions."""
+    """An amount of a unit of `UNITS`. Only epochs and seconds may be fractions."""
 
     amount: float
     unit: str
 
 
 def parse_duration(value: Any, *units: str) -> Duration:
-    """Parse a text such as `2epoch` or `1e9token`, in one of these units (default: all). Raise ValueError."""
+    """Parse a text such as `2epoch` or `1e9token`, in one of some units (default: all). Raise ValueError."""
     units = units or tuple(UNITS)
     match = _DURATION.match(value.strip().lower()) if isinstance(value, str) else None
     if match is not None:
@@ -209,8 +216,9 @@ def parse_duration(value: Any, *units: str) -> Duration:
 
 
 def parse_interval(value: Any, *units: str) -> Duration:
-    """Parse 100 as steps, 0.25 and 1.0 as a part of an epoch, else a duration of at most one epoch or of whole
-    ones.
+    """Parse an interval: 100 (steps), 0.25 or 1.0 (part of an epoch), or a duration. Raise ValueError.
+
+    A duration in epochs must be at most one epoch, or whole epochs.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return Duration(value, STEP)
@@ -228,12 +236,12 @@ def parse_interval(value: Any, *units: str) -> Duration:
 
 
 def parse_untimed_interval(value: Any) -> Duration:
-    """Parse what `parse_interval` does, but not a time."""
+    """Parse an interval that is not a time. Raise ValueError."""
     return parse_interval(value, STEP, EPOCH, SAMPLE, TOKEN)
 
 
 def parse_saving_interval(value: Any) -> Duration | None:
-    """Parse what `parse_untimed_interval` does; null is None. A time has another setting."""
+    """Parse an interval that is not a time, or null. Raise ValueError, which names the setting for a time."""
     try:
         return None if value is None else parse_untimed_interval(value)
     except ValueError as error:
@@ -244,24 +252,24 @@ URL = re.compile(r"[a-z][a-z0-9+.-]+://.+")
 
 
 def is_url(text: object) -> bool:
-    """Return whether a text names a file or folder of an object store."""
+    """Return whether a text is the URL of a file or folder in an object store."""
     return isinstance(text, str) and URL.fullmatch(text) is not None
 
 
 def parse_url(value: Any) -> str | None:
-    """Return the URL of an object store; null is None. Raise ValueError for other texts."""
+    """Return the URL of an object store; None for null. Raise ValueError for other texts."""
     if value is not None and not is_url(value):
         raise ValueError("must be a URL, as s3://bucket/run or file:///folder")
     return None if value is None else str(value).rstrip("/")
 
 
 def parse_any_duration(value: Any) -> Duration | None:
-    """Parse a duration of any unit; null is None."""
+    """Parse a duration of any unit; None for null. Raise ValueError."""
     return None if value is None else parse_duration(value)
 
 
 def parse_steps_or_epochs(value: Any) -> Duration | None:
-    """Parse steps or whole epochs; null is None."""
+    """Parse a number of steps or of whole epochs; None for null. Raise ValueError."""
     found = None if value is None else parse_interval(value, STEP, EPOCH)
     if found is not None and not float(found.amount).is_integer():
         raise ValueError("must be whole epochs or steps, as 1epoch or 500step")
@@ -287,21 +295,21 @@ def parse_seconds(value: Any) -> float | None:
 
 
 def check_batch_limit(value: Any) -> None:
-    """Check a number of batches, or a fraction of them. Raise ValueError."""
+    """Raise ValueError unless the value is a number of batches, or a fraction of them."""
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if not whole and not (isinstance(value, float) and 0 < value <= 1):
         raise ValueError("must be a fraction above 0 up to 1.0, or a whole number of batches")
 
 
 def check_batch_limit_or_zero(value: Any) -> None:
-    """Check a limit of which 0 leaves the whole split out. Raise ValueError."""
+    """Raise ValueError unless the value is a number of batches, a fraction of them, or 0 for none."""
     if isinstance(value, bool) or value != 0:
         check_batch_limit(value)
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What `data.cache` keeps. text: as typed. num_bytes: of a pool. folder: of a cache on disk."""
+    """The parsed value of `data.cache`. text: as typed. num_bytes: the size of a pool. folder: of a cache on disk."""
 
     text: str
     mode: str = "none"
@@ -310,7 +318,7 @@ class CacheSpec:
 
 
 def parse_cache(spec: Any) -> CacheSpec:
-    """Read the value of `data.cache`; no file is looked at. Raise ValueError."""
+    """Parse the value of `data.cache`. No file is read. Raise ValueError."""
     text = str(spec).strip()
     mode, colon, rest = (part.strip() for part in text.partition(":"))
     mode = mode.lower()
@@ -332,7 +340,7 @@ def _parse_bytes(text: str) -> int:
 
 
 def parse_name_map(value: Any) -> dict[str, str]:
-    """Parse a map from text to text; None is an empty one. Raise ValueError."""
+    """Parse a map from text to text; {} for null. Raise ValueError."""
     if value is None:
         return {}
     if isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair):
@@ -341,7 +349,7 @@ def parse_name_map(value: Any) -> dict[str, str]:
 
 
 def check_shares(value: Any) -> None:
-    """Check shares by name. Raise ValueError."""
+    """Raise ValueError unless the value is a map from names to positive numbers, or null."""
     numbers = list(value.values()) if isinstance(value, dict) else []
     if value is not None and not (numbers and all(is_finite(one) and one > 0 for one in numbers)):
         raise ValueError("must be numbers above 0 by the names of data.train, as {a: 0.7, b: 0.3}, or null")

@@ -1,4 +1,4 @@
-"""What is printed: numbers as people read them; names and values may be anybody's, so none can steer a terminal."""
+"""Print texts and format numbers for people. Control characters in names and values are escaped, secrets are masked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEEDS = {f"{unit}_per_second": f"{unit}/s" for unit in UNITS}
 
 
 def make_printable(text: object, encoding: str = "utf-8") -> str:
-    """Return a text with secrets masked, and with control and unencodable characters as `\\x1b`."""
+    r"""Return a text with secrets masked. Control characters and characters that the encoding lacks become `\x1b`."""
     shown = mask_secrets(str(text))
     if not shown.isprintable():  # all that CONTROLS names is not printable
         shown = CONTROLS.sub(lambda found: ascii(found[0])[1:-1], shown)
@@ -32,7 +32,7 @@ def make_printable(text: object, encoding: str = "utf-8") -> str:
 
 
 def format_path_to_paste(path: Path) -> str:
-    """Return a path as a word of a command line; below the working directory it is relative."""
+    """Return a path quoted for a shell; relative if it is below the working directory."""
     return shlex.quote(os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path))
 
 
@@ -45,7 +45,9 @@ IN_ASCII = {
 
 
 def substitute_characters(error: UnicodeError) -> tuple[str, int]:
-    """Return what stands for characters that an encoding lacks: a similar one, or `\\u65e5`."""
+    r"""Return a replacement for characters that an encoding lacks: a similar one, or `\u65e5`. A codec error
+    handler.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
@@ -57,12 +59,12 @@ codecs.register_error(SUBSTITUTE, substitute_characters)
 
 
 def make_encodable(text: str, encoding: str) -> str:
-    """Return the text without characters that the encoding lacks."""
+    """Return the text with characters that the encoding lacks replaced."""
     return text.encode(encoding, SUBSTITUTE).decode(encoding)
 
 
 class EncodableStream:
-    """A text stream that writes any character: what draws in a terminal can not fail by its encoding."""
+    """A text stream that replaces characters that its encoding lacks, so that no write fails."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -77,9 +79,9 @@ class EncodableStream:
 
 
 def say(text: object = "", file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Print a text that others wrote, with control characters escaped. file: None is standard output.
+    """Print a text, with control characters escaped and secrets masked. file: None is standard output.
 
-    Messages, which go to standard error, are wrapped between words if that is a terminal.
+    Messages to standard error are wrapped between words if that is a terminal.
     """
     shown = make_printable(text)
     if file is not None and file is sys.stderr and file.isatty():
@@ -99,9 +101,10 @@ def say_note(text: str) -> None:
 
 
 def wrap_message(line: str, width: int | None) -> str:
-    """Return a line with a hanging indent, at most `width` wide. A command, a path and code stay whole.
+    """Return a line with a hanging indent, wrapped to `width` characters. Commands, paths and code are not wrapped.
 
-    A line that begins with two spaces is one of a block with names of ten letters, as the first lines of a run.
+    A line that begins with two spaces belongs to a block with names of ten letters, such as the first lines of a
+    run.
     """
     in_block = line.startswith("  ")
     text = line[INDENT:] if in_block else line
@@ -115,26 +118,28 @@ def wrap_message(line: str, width: int | None) -> str:
 
 
 def print_encodable(text: str, file: IO[str] | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Print what `plain` returned, whatever the encoding of the file lacks."""
+    """Print a text that `make_printable` returned. Characters that the encoding of the file lacks are replaced."""
     out = file or sys.stdout
     print(make_encodable(text, getattr(out, "encoding", None) or "utf-8"), file=out, end=end, flush=flush)
 
 
 def redraw_line(text: str = "") -> None:
-    """Put a text in place of the last line of the terminal."""
+    """Replace the last line of the terminal by a text."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     print(f"\r\033[K{make_printable(text, encoding)}", end="", flush=True)
 
 
 def print_uncaught_error(kind: type[BaseException], error: BaseException, trace: object) -> None:
-    """Print the traceback of an uncaught exception; a `sys.excepthook`."""
+    """Print the traceback of an uncaught exception. This is a `sys.excepthook`."""
     import traceback
 
     say("".join(traceback.format_exception(error)), file=sys.stderr, end="")
 
 
 def format_number(value: object) -> str:
-    """Format fractions with four significant digits and whole numbers in groups of three; other values as they are."""
+    """Format a fraction with four significant digits, a whole number in groups of three digits, and other values as
+    text.
+    """
     if isinstance(value, bool) or value is None:
         return str(value)
     if isinstance(value, int):
@@ -146,10 +151,7 @@ def format_number(value: object) -> str:
 
 
 def format_metrics(metrics: Mapping[str, float]) -> list[str]:
-    """Format metrics:
-
-    `train/loss 0.21`, `val/loss 0.25`, `val/acc 0.921`. Losses come first, others in the given order.
-    """
+    """Format metrics as `train/loss 0.21`, `val/loss 0.25`, `val/acc 0.921`. Losses come first."""
     names = sorted(metrics, key=lambda name: (0, name) if name.endswith("/loss") else (1, ""))
     return [f"{name} {format_number(metrics[name])}" for name in names]
 
@@ -180,18 +182,21 @@ def format_duration(seconds: float) -> str:
 
 
 def find_throughput(row: Mapping[str, Any]) -> tuple[float, str] | None:
-    """Return the throughput of a row or summary with its unit: useful tokens if the data has tokens."""
+    """Return the throughput in a row or summary and its unit; None without one. Tokens are preferred to samples."""
     return next(((row[name], unit) for name, unit in SPEEDS.items() if row.get(name) is not None), None)
 
 
 def format_short_list(names: Sequence[str], most: int = 5) -> str:
-    """Return `a, b and 3 more`."""
+    """Return the first names of a list, as `a, b and 3 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def choose_fitting_fields(widths: Sequence[int], ranks: Sequence[int], room: int, gap: int = 2) -> list[int]:
-    """Return the numbers of the fields that fit side by side into `room`; the largest rank is dropped first."""
+    """Return the numbers of the fields that fit side by side into `room` characters.
+
+    Fields with the largest rank are left out first.
+    """
     kept = list(range(len(widths)))
     while len(kept) > 1 and sum(widths[one] + gap for one in kept) - gap > room:
         kept.remove(max(kept, key=lambda one: ranks[one]))
@@ -199,7 +204,7 @@ def choose_fitting_fields(widths: Sequence[int], ranks: Sequence[int], room: int
 
 
 def format_clock_time(seconds: float) -> str:
-    """Return 0:12, 2:05, 1:02:05."""
+    """Format seconds as 0:12, 2:05 or 1:02:05."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -234,19 +239,21 @@ PLAIN = ("null", "None", "true", "True", "false", "False", "''", '""')
 
 
 def is_secret_name(key: str) -> bool:
-    """Return whether a setting has the name of a secret: `token`, `x.api_key`, `db_password`; not `num_token`."""
+    """Return whether the name of a setting suggests a secret: `token`, `x.api_key`, `db_password`; but not
+    `num_token`.
+    """
     names = [name for name in re.split(r"[.\[\]]+", key) if not re.fullmatch(r"-?\d*", name)]
     return bool(names) and SECRET_NAME.fullmatch(names[-1].lower().replace("-", "_")) is not None
 
 
 def is_secret_value(key: str, value: Any) -> bool:
-    """Return whether a value is a secret: a text, and no reference to the environment."""
+    """Return whether a value is a secret: a text of a setting with a secret-like name, and no environment reference."""
     is_text = isinstance(value, str) and value != ""
     return is_text and is_secret_name(key) and not value.lstrip("'\"").startswith("${oc.env:")
 
 
 def is_secret_typed_value(key: str, value: str) -> bool:
-    """Return the same of a value as it is typed, where `6` is a number and `'6'` a text."""
+    """Return whether a value as typed is a secret. `6` is a number and no secret; `'6'` is a text."""
     try:
         float(value)
     except ValueError:
@@ -255,7 +262,7 @@ def is_secret_typed_value(key: str, value: str) -> bool:
 
 
 def mask_argument(word: str) -> str:
-    """Return a word of a command line with secrets masked."""
+    """Return an argument of a command line with secrets masked."""
     key, equals, value = word.partition("=")
     return f"{key}={HIDDEN}" if equals and is_secret_typed_value(key, value) else mask_pairs(word)
 
@@ -265,7 +272,7 @@ def mask_arguments(words: Iterable[str]) -> list[str]:
 
 
 def mask_secrets(text: str) -> str:
-    """Mask the values of secrets in `key=value` and `{key: value}`."""
+    """Mask the secrets in a text that has the form `key=value` or `{key: value}`."""
     if "=" in text:
         text = SETTING.sub(
             lambda found: f"{found[1]}={HIDDEN}" if is_secret_typed_value(found[1], found[2]) else found[0],

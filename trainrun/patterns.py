@@ -1,4 +1,4 @@
-"""Names chosen by patterns, as `blocks.*.qkv`: `*` stands for any text, `?` for one letter."""
+"""Choose names by patterns such as `blocks.*.qkv`: `*` matches any text, `?` matches one character."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ Patterns = str | int | Sequence[str | int]  # a layer of a Sequential is called 
 def match_names(
     names: Iterable[str], patterns: Patterns, key: str, things: str = "name in the model"
 ) -> list[str]:
-    """Return the names that fit a pattern, in their order; a number is a name too. Raise ValueError if a pattern fits
-    none.
+    """Return the names that match one of the patterns, in their order. Raise ValueError if a pattern matches none.
 
-    things: what has these names, for the message.
+    A pattern that is a number is a name too. things: a description of the names, for the message.
     """
     known = list(names)
     given = [patterns] if isinstance(patterns, str | int) else patterns
@@ -36,6 +35,9 @@ def match_names(
 
 
 def matches_name(name: str, pattern: str) -> bool:
-    """Return whether a name fits. A weight that `torch.nn.utils.parametrize` computes also has its earlier name."""
+    """Return whether a name matches a pattern.
+
+    A weight that `torch.nn.utils.parametrize` computes is also matched by its original name.
+    """
     before = COMPUTED.sub(r"\1", name)
     return fnmatchcase(name, pattern) or (before != name and fnmatchcase(before, pattern))

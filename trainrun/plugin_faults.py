@@ -1,4 +1,4 @@
-"""What is said of a target that cannot be found, called or built: the nearest name, the line, the arguments."""
+"""Messages about a target that cannot be found, called or built, with the nearest name, the line, or the arguments."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ EXTRAS = {
 
 
 def is_missing_module(error: BaseException, path: str) -> bool:
-    """Return whether an import failed because the module itself, or a package it lies in, does not exist."""
+    """Return whether an import failed because the module itself, or a package that contains it, does not exist."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     return name is not None and f"{path}.".startswith(f"{name}.")
 
 
 def list_top_modules(name: str) -> list[str]:
-    """Return the importable modules for a guess, those in the working directory first."""
+    """Return the importable modules among which a similar name is searched; those of the working directory first."""
     own = [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
     return own if difflib.get_close_matches(name, own) else [module.name for module in pkgutil.iter_modules()]
 
 
 def describe_missing_module(name: str) -> str:
-    """Describe a missing module: what to install, or the name that was probably meant."""
+    """Return a message about a missing module, with the extra to install or a similar name."""
     extra = EXTRAS.get(name)
     guess = f"; pip install 'trainrun[{extra}]'" if extra else suggest_name(name, list_top_modules(name))
     return f"no module {name} (looked in {Path.cwd()}, PYTHONPATH and what is installed){guess}"
 
 
 def describe_failed_call(error: Exception, args: Sequence[Any], keywords: dict[str, Any]) -> str:
-    """Return what became of a call with these arguments."""
+    """Return a message about a call with these arguments that raised an error."""
     given = (
         f"its arguments: {format_arguments(args, keywords)}" if args or keywords else "it got no arguments"
     )
@@ -55,22 +55,20 @@ def describe_failed_call(error: Exception, args: Sequence[Any], keywords: dict[s
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean x?`, or an empty text."""
+    """Return `; did you mean x?` with the most similar known name; "" if none is similar."""
     guesses = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {guesses[0]}?" if guesses else ""
 
 
 def format_class_example(module: ModuleType) -> str:
-    """Return the first classes that a module defines, for a guess."""
+    """Return the first class that a module defines, as an example for a message; "" without one."""
     classes = [item for item in vars(module).values() if inspect.isclass(item)]
     own = [item.__name__ for item in classes if item.__module__ == module.__name__]
     return f", as {module.__name__.removeprefix('trainrun.here.')}.{own[0]}" if own else ""
 
 
 def describe_error_location(error: BaseException) -> str:
-    """Return `Type: first line of the message (file line n)`, with the innermost line outside of installed
-    packages.
-    """
+    """Return `Type: first line of the message (file line n)`, with the innermost line outside installed packages."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if isinstance(error, SyntaxError):
@@ -88,7 +86,7 @@ def describe_error_location(error: BaseException) -> str:
 def describe_unknown_argument(
     key: str, name: str, target: str, takes: list[str], also: Iterable[str], words: Sequence[str]
 ) -> str:
-    """words: those of a node that are no arguments."""
+    """Return the message for an unknown argument. words: the keys of a node that are no arguments, such as `_args_`."""
     if name.startswith("_") and name.endswith("_"):
         return f"{key}.{name}: not a word of trainrun, which knows {', '.join(words)}"
     takes_text = f"It takes: {', '.join(takes)}" if takes else "It takes none"
@@ -99,7 +97,7 @@ def describe_unknown_argument(
 
 
 def format_arguments(args: Sequence[Any], keywords: dict[str, Any]) -> str:
-    """Format the arguments of a call, shortened: objects by their type alone."""
+    """Format the arguments of a call in a short form. For objects only the type is given."""
     parts = [format_brief_value(value) for value in args] + [
         f"{name}={format_brief_value(value)}" for name, value in keywords.items()
     ]
@@ -112,7 +110,7 @@ def format_brief_value(value: Any) -> str:
 
 
 def describe_missing_satellite(error: Exception) -> str:
-    """Return what to say of a command whose folder was taken away; empty for every other error."""
+    """Return the message for a command whose folder was removed from the package; "" for any other error."""
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if not name or not name.startswith("trainrun."):
         return ""

@@ -1,4 +1,4 @@
-"""Random states: derived seeds, the generators of a process saved and put back, and evaluations that move none."""
+"""Random states: derive seeds, save and restore the generators of a process, and evaluate without moving them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MT19937_BYTES = 624 * 4 + 4  # its words and the position in them
 
 
 def derive_seed(*parts: int) -> int:
-    """Return a 63-bit seed that depends on every part, and on nothing else."""
+    """Return a 63-bit seed that depends on all parts and on nothing else."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -34,21 +34,22 @@ def seed_everything(seed: int) -> None:
 
 
 def build_memory_reader(value: Any) -> Callable[[], bytes]:
-    """Return a function that copies the memory of an object behind its type and its reference count. CPython alone."""
+    """Return a function that copies the memory of an object after its type and reference count. CPython only."""
     size_of_head = object.__basicsize__
     return partial(ctypes.string_at, id(value) + size_of_head, type(value).__basicsize__ - size_of_head)
 
 
 def build_python_memory_reader(generator: random.Random) -> Callable[[], Any]:
-    """Return a function whose value differs after each draw from one of Python's generators."""
+    """Return a function that returns another value after each draw from one of Python's generators."""
     words = build_memory_reader(generator)
     return lambda: (words(), getattr(generator, "gauss_next", None))
 
 
 def build_numpy_memory_reader(generator: Any, find_bits: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the same of a RandomState. Half of a gaussian pair lies in it, all else in its bit generator.
+    """Return a function that returns another value after each draw from a RandomState of NumPy.
 
-    The value is None for a bit generator that is no Mersenne Twister.
+    It returns None for a bit generator other than the Mersenne Twister. A RandomState holds half of a pair of
+    Gaussian numbers; everything else is in its bit generator.
     """
     half_of_pair = build_memory_reader(generator)
 
@@ -63,7 +64,7 @@ def build_numpy_memory_reader(generator: Any, find_bits: Callable[[], Any]) -> C
 
 @cache
 def is_memory_changed_by_draws() -> bool:
-    """Return whether each draw changes the memory that `GlobalGenerator` compares; a test on new generators."""
+    """Return whether every draw changes the memory that `GlobalGenerator` compares, tested on new generators."""
     if sys.implementation.name != "cpython":
         return False
     of_python, of_numpy = random.Random(0), numpy.random.RandomState(0)
@@ -86,7 +87,7 @@ def is_memory_changed_by_draws() -> bool:
 
 
 class Generator(Protocol):
-    """A random generator. `state` returns the same object as before if the generator has not moved."""
+    """A random generator. `state` returns the same object as before if nothing was drawn since."""
 
     def state(self) -> Any: ...
 
@@ -94,7 +95,7 @@ class Generator(Protocol):
 
 
 class TorchGenerator:
-    """A generator of torch. `state` returns the same tensor as before if the generator has not moved."""
+    """A generator of torch. `state` returns the same tensor as before if nothing was drawn since."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -111,10 +112,11 @@ class TorchGenerator:
 
 
 class GlobalGenerator:
-    """A generator of this process, whose state is read and written only if it has moved.
+    """A generator of this process whose state is read and written only if something was drawn.
 
-    NumPy takes 70 us to read its state and as long to write it, Python 16 and 7. Comparing their memory takes 1 us.
-    read, write: the whole state. memory: what every draw changes; None if it cannot be read.
+    NumPy takes 70 us to read its state and as long to write it; Python takes 16 and 7. Comparing their memory takes
+    1 us. read, write: functions for the complete state. memory: returns what every draw changes; None if it cannot
+    be read.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class GlobalGenerator:
         self._newest: tuple[Any, Any] = (None, None)  # a mark, and the state that belongs to it
 
     def mark(self) -> Any:
-        """Return a value that differs once the generator has moved."""
+        """Return a value that differs once something was drawn."""
         mark = self._memory() if is_memory_changed_by_draws() else None
         return pickle.dumps(self._read()) if mark is None else mark
 
@@ -135,7 +137,7 @@ class GlobalGenerator:
         return self._newest[1]
 
     def put_back(self, state: Any) -> None:
-        """Go on from a state that `state` returned."""
+        """Restore a state that `state` returned."""
         mark, newest = self._newest
         if newest is not state or self.mark() != mark:
             self._write(state)
@@ -171,7 +173,7 @@ def read_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `read_random_state` returned."""
+    """Restore the state that `read_random_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     torch.set_rng_state(state["torch"])
@@ -182,9 +184,9 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def read_cuda_states() -> list[torch.Tensor]:
-    """Return the state of the one GPU that this process trains on.
+    """Return the state of the GPU on which this process trains.
 
-    The list is empty if CUDA was not started, since asking for the state would start it.
+    The list is empty if CUDA was not started, because reading the state would start it.
     """
     started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return [torch.cuda.get_rng_state()] if started else []
@@ -210,7 +212,7 @@ def restore_random_state() -> Iterator[None]:
 
 
 def has_plain_train_and_eval(module: nn.Module) -> bool:
-    """Return whether `train` and `eval` of a module set the attribute `training`, and do nothing else."""
+    """Return whether `train` and `eval` of a module do nothing but set the attribute `training`."""
     kind, own = type(module), module.__dict__
     if "train" in own or "eval" in own or hasattr(kind, "training"):
         return False
@@ -227,9 +229,10 @@ def has_plain_train_and_eval(module: nn.Module) -> bool:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluate `model` inside without gradients. Restore the modes of modules and the random state afterwards.
+    """Put `model` into evaluation mode without gradients inside the block. Restore its modes and the random state
+    after it.
 
-    `eval` takes 3 us a module, and writing the attribute into its dictionary 0.1 us.
+    `eval` takes 3 us for a module; writing the attribute into its dictionary takes 0.1 us.
     """
     modules = list(model.modules())
     whole, modes = model.training, [module.training for module in modules]

@@ -1,4 +1,4 @@
-"""What a task sums up besides its loss: added in float64 over batches and ranks, and divided once, at the end."""
+"""Metric sums of a task: they are added in float64 over batches and ranks, and divided once, at the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOSSES = "\2"  # the sum of the loss over all training steps, whose other sums m
 
 
 class ReservedName(PluginError):
-    """A metric of a task has a name that is taken."""
+    """The error that a metric of a task has a reserved name."""
 
 
 def flatten_sums(sums: Sums, task: Any) -> dict[str, Tensor]:
@@ -42,7 +42,7 @@ def flatten_sums(sums: Sums, task: Any) -> dict[str, Tensor]:
 
 
 def check_metric_names(names: Iterable[str], task: Any) -> None:
-    """Raise ReservedName if a task gives a metric the name of the loss, whose value would be replaced."""
+    """Raise ReservedName if a task names a metric like the loss, whose value it would replace."""
     if LOSS in names:
         raise ReservedName(
             f'task: {type(task).__name__} has a metric "{LOSS}", which is the name of the loss that is minimised; give '
@@ -68,12 +68,15 @@ def _convert_to_float64(value: Any, name: str, task: Any) -> Tensor:
 
 
 def add_sums(sums: dict[str, Tensor], new: Sums, task: Any, counts: bool = True) -> None:
-    """Add `new` to `sums` in place, or zeros of its names and shapes. PluginError: a shape is another than before."""
+    """Add the sums `new` to `sums` in place. Raise PluginError if a shape differs from before.
+
+    counts: False adds zeros of the same names and shapes.
+    """
     add_flat_sums(sums, flatten_sums(new, task), task, counts)
 
 
 def add_flat_sums(sums: dict[str, Tensor], new: Mapping[str, Tensor], task: Any, counts: bool = True) -> None:
-    """Add the sums that `flatten_sums` returned to the totals."""
+    """Add sums that `flatten_sums` returned to `sums` in place. counts: False adds zeros."""
     for name, value in new.items():
         before, value = sums.get(name), value if counts else torch.zeros_like(value)
         if before is not None and before.shape != value.shape:
@@ -82,7 +85,7 @@ def add_flat_sums(sums: dict[str, Tensor], new: Mapping[str, Tensor], task: Any,
 
 
 def describe_changed_shape(task: Any, name: str, value: Tensor, before: Tensor) -> str:
-    """Return the message about a sum whose shape changed."""
+    """Return the message about a sum whose shape differs from before."""
     return (
         f'task: {type(task).__name__}.step() gave sums["{name.removeprefix(OWN)}"] of shape '
         f"{tuple(value.shape)}, and {tuple(before.shape)} before; a sum has the same shape in every batch"
@@ -90,16 +93,16 @@ def describe_changed_shape(task: Any, name: str, value: Tensor, before: Tensor) 
 
 
 def add_by_name(sums: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Both added up by name."""
+    """Return the values of both mappings added by name."""
     return {**sums, **{name: sums[name] + value if name in sums else value for name, value in more.items()}}
 
 
 def sum_all_ranks(
     parallel: Parallel, sums: Mapping[str, Tensor], numbers: list[float]
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Return the sums and numbers, each added up over all ranks. The host waits for the device.
+    """Return the sums and numbers, each added over all ranks. The host waits for the device.
 
-    A sum that only some ranks have counts as zeros on the others. Raise PluginError if its shapes differ.
+    A sum that only some ranks have counts as zero on the others. Raise PluginError if its shapes differ.
     """
     if parallel.world_size == 1:
         return {name: sums[name].to("cpu", torch.float64) for name in sorted(sums)}, numbers
@@ -131,10 +134,7 @@ def _merge_shapes(ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, t
 def gather_rank_rows(
     parallel: Parallel, rows: Mapping[str, list[Tensor]], names: list[str]
 ) -> dict[str, Tensor]:
-    """Return the rows of all ranks, those of rank 0 first.
-
-    names: the same on every rank; a rank may have no rows of a name.
-    """
+    """Return the rows of all ranks, those of rank 0 first. names: the same on every rank; some may lack rows."""
     found = {}
     for name in names:
         parts = parallel.gather(torch.cat(rows[name]) if name in rows else None)
@@ -148,8 +148,8 @@ def compute_metrics(
 ) -> dict[str, float]:  # fmt: skip
     """Return the metrics: sums divided by their counts, and the results of the task's `summarize`.
 
-    items: counts of single sums that differ from `count`. Raise PluginError if a sum with several numbers has
-    no `summarize`, or if `summarize` returns anything but numbers by name, or a name that exists already.
+    items: counts of single sums that differ from `count`. Raise PluginError if a sum with several numbers has no
+        `summarize`, or if `summarize` returns anything but numbers by new names.
     """
     names = [name for name in sums if not name.startswith(OWN)]
     found = {
@@ -173,9 +173,9 @@ def compute_metrics(
 
 
 def compute_train_metrics(sums: Mapping[str, Tensor], task: Any) -> dict[str, float]:
-    """Return the metrics of training steps: each sum divided by the number of items of the steps that had it.
+    """Return the metrics of training steps: each sum divided by the items of the steps that computed it.
 
-    `loss` is over all steps. sums: those of the task, and `LOSSES`, each with its `ITEMS`.
+    `loss` covers all steps. sums: those of the task, and `LOSSES`, each with its `ITEMS`.
     """
     items = {name.removeprefix(ITEMS): float(sums[name]) for name in sums if name.startswith(ITEMS)}
     loss = {"loss": float(sums[LOSSES]) / items[LOSSES]} if items.get(LOSSES) else {}

@@ -1,4 +1,4 @@
-"""Small functions and facts of tensors that models, tasks, data and ranks share."""
+"""Small functions of tensors that models, tasks, data and ranks share."""
 
 from __future__ import annotations
 
@@ -69,10 +69,11 @@ def map_tree_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def segment_mask(segment_ids: Tensor, causal: bool = False) -> Tensor:
-    """Return which key a query may see, as `attn_mask` of `scaled_dot_product_attention`: (B, 1, T, T) bool.
+    """Return the mask for `attn_mask` of `scaled_dot_product_attention`: (B, 1, T, T) bool, True where a query sees
+    a key.
 
-    segment_ids: (B, T), 0 at padding; an attention mask (B, T) will do as well, as one segment a row.
-    Padding sees padding, so that no row of the softmax is empty, and nothing else sees it.
+    segment_ids: (B, T), 0 at padding. An attention mask (B, T) also works, as one segment per row. Padding sees only
+        padding, so that no row of the softmax is empty.
     """
     ids = segment_ids.long()
     mask = ids[:, None, :, None] == ids[:, None, None, :]
@@ -80,7 +81,7 @@ def segment_mask(segment_ids: Tensor, causal: bool = False) -> Tensor:
 
 
 def read_whole_shape(parameter: Tensor) -> list[int]:
-    """Return the shape of a parameter; of one that is a part of a larger tensor the shape of that."""
+    """Return the shape of a parameter; for a part of a larger tensor, the shape of that tensor."""
     return list(getattr(parameter, WHOLE_SHAPE, parameter.shape))
 
 

@@ -1,4 +1,4 @@
-"""All that changes during a run besides the tensors of its components."""
+"""The state of a run that changes during the training, besides the tensors of its components."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_THIS_SESSION = ("stop_request", "save_request", "validate_request", "stop_rea
 
 
 class BadStep(NamedTuple):
-    """A window without an update, its losses, and the position in the data where it begins."""
+    """The micro-batches of a step without an update, their losses, and the position in the data where they begin."""
 
     window: list[MicroBatch]
     losses: list[Tensor]
@@ -33,19 +33,19 @@ class BadStep(NamedTuple):
 
 @dataclass
 class TrainState:
-    """All that changes besides the tensors: saved with every checkpoint, so that a resume is exact.
+    """The training state besides tensors. Every checkpoint holds it, so that a resume is exact.
 
-    step: optimizer updates tried; epoch: finished epochs; batches: micro-batches done in this epoch.
-    items: what the loss was averaged over so far, on an average rank; step_items: in the last step.
-    watched_metric, bad_validations, early_stop: the memory of early stopping.
-    best_by, watched_by: the metric and mode that best_metric and watched_metric are of; empty if nobody knows.
-    ended_step: where the training last ended by itself, and hooks were told.
+    step: optimizer updates tried. epoch: finished epochs. batches: micro-batches done in this epoch.
+    items: items that the loss was averaged over so far, on an average rank. step_items: those of the last step.
+    watched_metric, bad_validations, early_stop: the state of early stopping.
+    best_by, watched_by: metric and mode of best_metric and of watched_metric; "" if unknown.
+    ended_step: the step at which the training last ended by itself, after which `on_end` was called.
     seconds: training time of all sessions of the run.
-    rollbacks: how often the run went back to a checkpoint. bad: the step just made, if its update was left out.
-    losses, logged_items: of this rank, of steps that no row has yet (0-d tensors, and their items).
-    sums, sum_items: the task's sums of those of these steps that were sampled, and the items of each sum.
-    logged, since_validation: losses and sums over all ranks, on the host, that were read from the device since the last
-    log point, and since the last validation that was due.
+    rollbacks: how often the run went back to a checkpoint. bad: the last step, if its update was skipped.
+    losses, logged_items: of this rank, from steps that are in no row yet (0-d tensors, and their items).
+    sums, sum_items: the task's sums in the sampled ones of these steps, and the items of each sum.
+    logged, since_validation: losses and sums over all ranks, on the host, since the last log point and since the
+        last validation.
     """
 
     step: int = 0
@@ -81,7 +81,7 @@ class TrainState:
     last_metrics: dict[str, float] = field(default_factory=dict)
 
     def advance(self, window: list[MicroBatch], report: StepReport) -> None:
-        """Count a step after its effect."""
+        """Count a step after its update."""
         if report.grad.skipped:
             self.bad = BadStep(window, report.losses, self.epoch, self.batches)
             self.skipped_steps += 1
@@ -113,21 +113,20 @@ class TrainState:
 
 
 def read_watched_value(metrics: Mapping[str, float], name: str, named: bool) -> float:
-    """Return a metric of a validation; NaN if the loss of the same set is not finite, so that it is never the
-    best.
+    """Return a metric of a validation; NaN if the loss of the same set is not finite, so that it is never the best.
 
-    named: the user chose the metric. Then the loss does not matter, since some tasks have none in a
-    validation.
+    named: whether the user chose the metric. Then the loss does not matter, because some tasks have none in a
+        validation.
     """
     losses = [value for key, value in metrics.items() if key.endswith("/loss") and name.startswith(key[:-4])]
     return float(metrics.get(name, math.nan)) if named or all(map(math.isfinite, losses)) else math.nan
 
 
 class RollBack(Exception):
-    """The run returns to its newest checkpoint, and continues after the bad step in the data.
+    """The exception that the run returns to its newest checkpoint and continues after the bad step in the data.
 
-    epoch, batches: the position after the bad step. rollbacks: the number so far, this one included. seconds:
-    of training so far.
+    epoch, batches: the position after the bad step. rollbacks: their number so far, with this one. seconds: of
+        training so far.
     """
 
     def __init__(self, state: TrainState) -> None:

@@ -1,4 +1,4 @@
-"""Whose code an exception came from: ours, torch's, or the user's own; and the lines of theirs."""
+"""Find out whose code raised an exception (trainrun's, torch's or the user's), and format the lines of the user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 
 
 def is_raised_by_torch(error: BaseException) -> bool:
-    """Return whether code of torch raised it, and none of the user's took part, from where it was caught inwards."""
+    """Return whether code of torch raised the error, without code of the user between trainrun and torch."""
     names: list[str] = []
     frame = error.__traceback__
     while frame is not None:
@@ -22,7 +22,7 @@ def is_raised_by_torch(error: BaseException) -> bool:
 
 
 def format_error(error: BaseException) -> str:
-    """Return the message of an error, with its class if the message says little, as of KeyError."""
+    """Return the message of an error; with its class for errors such as KeyError, whose message alone says little."""
     plain = isinstance(error, TypeError | ValueError | RuntimeError)
     return str(error) if plain else f"{type(error).__name__}: {error}"
 
@@ -30,7 +30,7 @@ def format_error(error: BaseException) -> str:
 def list_user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of the user's code in a traceback, the outermost first.
 
-    If the error has none, those of the first of its causes that has any.
+    If the error has none, return those of the first of its causes that has some.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -44,13 +44,13 @@ def list_user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def format_user_line(error: BaseException) -> str:
-    """` (file line n)` of the innermost line of the user's code, or nothing."""
+    """Return ` (file line n)` for the innermost line of the user's code; "" without one."""
     frames = list_user_frames(error)
     return f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
 
 
 def format_user_traceback(error: BaseException) -> str:
-    """Return a traceback of the user's lines alone; empty if none took part."""
+    """Return a traceback with the user's lines only; "" if the user's code took no part."""
     frames = list_user_frames(error)
     if not frames:
         return ""
@@ -66,7 +66,7 @@ def is_users_class(kind: type) -> bool:
 
 
 def describe_system_error(error: BaseException) -> str:
-    """Return what the operating system said, as `PATH: Permission denied`; empty if code of the user's took part."""
+    """Return the message of the operating system, as `PATH: Permission denied`; "" if user code took part."""
     if list_user_frames(error):
         return ""
     if not isinstance(error, OSError) or not error.strerror:
