@@ -58,6 +58,7 @@ class Components:
     optimizers: several by name, for a custom step (own_step); else empty.
     order: the settings that decide which training sample comes when in an epoch.
     base: with `checkpoint.adapter_only`, the weights that no checkpoint holds.
+    close_workers: ends the threads of `parallel=threads`.
     """
 
     config: RunConfig
@@ -92,6 +93,7 @@ class Components:
     own_step: Any = None
     order: Mapping[str, Any] = field(default_factory=dict)
     base: FrozenBase | None = None
+    close_workers: Callable[[], None] = lambda: None
 
     def agree(self, items: int) -> Agreed:
         """Exchange between all ranks the mean number of items in this step and their stop, save and validation
