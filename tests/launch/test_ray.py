@@ -26,9 +26,9 @@ needs_ray = pytest.mark.skipif(
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
 WORDS = ["launch=ray", "launch.nodes=2", "parallel.accelerator=cpu", "parallel.devices=1", "data.batch_size=8",
          "monitor.plots=false", "monitor.progress_bar=false", "seed=3"]  # fmt: skip
-STEPS = 1000
-LONG = [f"trainer.max_steps={STEPS}", "trainer.max_epochs=null", "checkpoint.every_n_train_steps=40"]
-START_SECONDS, END_SECONDS = 120, 60
+STEPS = 400
+LONG = [f"trainer.max_steps={STEPS}", "trainer.max_epochs=null", "checkpoint.every_n_train_steps=20"]
+START_SECONDS, END_SECONDS = 400, 400  # a machine may be busy; only a run that hangs takes so long
 
 
 def test_without_ray_a_line_says_what_to_install(
@@ -68,8 +68,8 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.1)
 
 
-def has_saved(folder: str) -> bool:
-    return any(RunDir(Path(folder)).checkpoints.glob("step-*"))
+def newest_checkpoint() -> str:
+    return max((path.name for path in RunDir(Path("run")).checkpoints.glob("step-*")), default="")
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
@@ -88,14 +88,14 @@ def test_a_stop_and_a_lost_node_are_continued_with_the_same_bits(cluster: Any, w
     run = RunDir(workdir / "run")
     words = ["output_dir=run", "parallel.max_restarts=1"]
     with start(*words) as driver:
-        wait_until(lambda: has_saved("run"), START_SECONDS)
+        wait_until(lambda: newest_checkpoint() != "", START_SECONDS)
         driver.send_signal(signal.SIGTERM)
         assert driver.wait(END_SECONDS) == 75, Path("output.txt").read_text()
     assert read_json(run.status)["state"] == "stopped"
-    first = len(list(run.checkpoints.glob("step-*")))
+    first = newest_checkpoint()
 
     with start(*words) as driver:
-        wait_until(lambda: len(list(run.checkpoints.glob("step-*"))) > first, START_SECONDS)
+        wait_until(lambda: newest_checkpoint() > first, START_SECONDS)
         cluster.remove_node(node, allow_graceful=False)
         node = cluster.add_node(**NODE)
         assert driver.wait(START_SECONDS) == 0, Path("output.txt").read_text()
@@ -117,8 +117,8 @@ def test_a_stop_and_a_lost_node_are_continued_with_the_same_bits(cluster: Any, w
 def test_without_restarts_a_lost_node_ends_the_run_and_leaves_no_process(cluster: Any, workdir: Path) -> None:
     node = cluster.add_node(**NODE)
     with start("output_dir=run") as driver:
-        wait_until(lambda: has_saved("run"), START_SECONDS)
+        wait_until(lambda: newest_checkpoint() != "", START_SECONDS)
         cluster.remove_node(node, allow_graceful=False)
         assert driver.wait(END_SECONDS) == 1, Path("output.txt").read_text()
-    assert has_saved("run")
+    assert newest_checkpoint()
     wait_until(lambda: not processes_of(workdir / "run"), END_SECONDS)
