@@ -1,8 +1,9 @@
 """The lane of a test says what it may do; its folder sets it.
 
 unit: starts no training and no process, but for the child of a look at data, which has ended by then. train: trains in
-this process. process: starts others (ranks, workers of a loader, the real command) or sends signals. fault: random
-kills, damage and power loss; the pretended GPU. A file, or a test, of another lane than its folder says so itself:
+this process. process: starts others (ranks, workers of a loader, the real command), sends signals, or is in a room
+whose tests train several whole runs (runs, export, smaller). fault: random kills, damage and power loss; the pretended
+GPU. A file, or a test, of another lane than its folder says so itself:
 `pytestmark = pytest.mark.process`.
 """
 
@@ -22,9 +23,10 @@ from trainrun.training import loop
 UNIT, TRAIN, PROCESS, FAULT = LANES = ("unit", "train", "process", "fault")
 # Folders of tests/; what is not here is of the lane `unit`.
 LANE_OF = {
-    "benchmark": TRAIN, "cli": TRAIN, "runs": TRAIN, "scheduler": TRAIN, "step": TRAIN, "training": TRAIN,
-    "transform": TRAIN, "export": TRAIN, "smaller": TRAIN, "starter": TRAIN,
-    "convert": PROCESS, "launch": PROCESS, "scripts": PROCESS, "verify": PROCESS,
+    "benchmark": TRAIN, "cli": TRAIN, "scheduler": TRAIN, "step": TRAIN, "training": TRAIN, "transform": TRAIN,
+    "starter": TRAIN,
+    "convert": PROCESS, "export": PROCESS, "launch": PROCESS, "runs": PROCESS, "scripts": PROCESS, "smaller": PROCESS,
+    "verify": PROCESS,
     "faults": FAULT, "pretended_gpu": FAULT,
 }  # fmt: skip
 HARMLESS = ("git", "uname")  # of the facts that every run notes

@@ -8,7 +8,6 @@ import pytest
 
 from trainrun.cli.main import main
 
-pytestmark = pytest.mark.train
 WORDS = ("data=csv", "data.path=t", "data.train.target=y", "data.batch_size=16", "model=mlp", "trainer.max_steps=1",
          "monitor.plots=false", "monitor.hardware=false", "output_dir=run")  # fmt: skip
 

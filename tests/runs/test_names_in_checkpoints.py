@@ -19,7 +19,6 @@ from trainrun.data.readers.class_numbers import RenumberedClasses, renumber_labe
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import CheckpointError, DataError
 
-pytestmark = pytest.mark.train
 QUIET = (
     "monitor.plots=false",
     "monitor.hardware=false",

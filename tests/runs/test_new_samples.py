@@ -14,7 +14,6 @@ from PIL import Image
 import trainrun
 from trainrun.cli.main import main
 
-pytestmark = pytest.mark.train
 QUIET = (
     "monitor.plots=false",
     "monitor.hardware=false",

@@ -19,7 +19,6 @@ import trainrun
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError, DataError
 
-pytestmark = pytest.mark.train
 QUIET = ("monitor.plots=false", "monitor.hardware=false", "output_dir=run", "trainer.check_task=false")
 COLORS = {"blue sky": (20, 40, 230), "red": (230, 30, 20)}
 KINDS = ("lily", "rose")

@@ -13,8 +13,6 @@ import trainrun as package
 from trainrun.plots.prediction_pictures import read_samples, read_task_pictures
 from trainrun.task.segmentation import compute_picture_iou
 
-pytestmark = pytest.mark.train
-
 WORDS = ("monitor.hardware=false", "monitor.progress_bar=false", "monitor.plots=true", "trainer.num_threads=1",
          "output_dir=run")  # fmt: skip
 

@@ -104,7 +104,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.train
 @pytest.mark.parametrize("way", CHANGES)
 def test_another_order_is_not_gone_on_with_in_the_middle_of_an_epoch(way, folder, capsys):
     """By another word, or by another content of what the same word names."""

@@ -14,7 +14,6 @@ from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, TrainerConfig
 from trainrun.errors import ConfigError
 
-pytestmark = pytest.mark.train
 QUIET = (
     "monitor.plots=false",
     "monitor.hardware=false",
