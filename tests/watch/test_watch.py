@@ -162,6 +162,18 @@ def test_a_sweep_and_a_mistyped_folder(workdir: Path, capsys: pytest.CaptureFixt
     assert "RUN_DIR=nowhere: no run is there" in capsys.readouterr().err
 
 
+def test_the_best_of_running_runs_is_known_by_their_first_row(workdir: Path) -> None:
+    for name, value in (("a", 0.25), ("b", 0.5)):
+        run = make(Path(name))
+        text = run.metrics.read_text().replace(
+            '"total_steps"', '"monitor": "val/acc", "mode": "max", "total_steps"'
+        )
+        run.metrics.write_text(text.replace('"val/acc": 0.25', f'"val/acc": {value}'))
+    view = RunsView([Path(name).absolute() for name in "ab"])
+    view.read()
+    assert [(row.value, row.is_best) for row in view.table_rows()] == [("0.25", False), ("0.5", True)]
+
+
 def test_several_runs_are_a_table_with_the_best_marked(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,10 +149,12 @@ class RunsView:
         return rows
 
     def _judged_by(self) -> tuple[str, int]:
-        """Return the monitored metric of the ended runs, and -1 if a larger value is better, else 1."""
-        statuses = [view.follower.status for view in self._views.values()]
-        status = next((status for status in statuses if status.get("monitor")), {})
-        return str(status.get("monitor") or ""), -1 if status.get("mode") == "max" else 1
+        """Return the monitored metric of the runs, and -1 if a larger value is better, else 1."""
+        known = [
+            facts for view in self._views.values() for facts in (view.follower.status, view.follower.facts)
+        ]
+        about = next((facts for facts in known if facts.get("monitor")), {})
+        return str(about.get("monitor") or ""), -1 if about.get("mode") == "max" else 1
 
     def _values(self) -> dict[Path, float]:
         """Return the best value of one metric so far for each run."""
