@@ -63,19 +63,19 @@ def run_on_cluster(options: LaunchOptions, config: RunConfig, words: Sequence[st
 
     words: the settings of the run, with its folder.
     """
-    ray = connect()
+    ray = connect_to_cluster()
     num_local = count_local_ranks(options, config)
     with collect_signals() as received:
         for attempt in range(config.parallel.max_restarts + 1):
             if attempt:
                 say_note(f"the ranks start again ({attempt} of {config.parallel.max_restarts} restarts)")
-            code = run_attempt(ray, options, num_local, words, received)
+            code = run_all_ranks(ray, options, num_local, words, received)
             if code in (*CLEAN_CODES, EXIT_USAGE) or received:
                 break
     return code
 
 
-def connect() -> Any:
+def connect_to_cluster() -> Any:
     """Connect to the cluster that runs here or that RAY_ADDRESS names. Return the package `ray`."""
     try:
         import ray
@@ -98,7 +98,7 @@ def count_local_ranks(options: LaunchOptions, config: RunConfig) -> int:
     return len(devices) if isinstance(devices, list | tuple) else int(devices)
 
 
-def run_attempt(
+def run_all_ranks(
     ray: Any, options: LaunchOptions, num_local: int, words: Sequence[str], received: list[int]
 ) -> int:
     """Run all ranks once and return the exit code. All ranks that can be reached have exited when this returns."""
@@ -107,7 +107,7 @@ def run_attempt(
     try:
         if not wait_for_machines(group, received):
             return EXIT_INTERRUPTED if received[0] == signal.SIGINT else EXIT_AGAIN
-        return wait_for_ranks(ray, start_ranks(ray, group, options, num_local, words), received)
+        return wait_for_actors(ray, start_ranks(ray, group, options, num_local, words), received)
     except ray.exceptions.RayError as error:
         say(f"trainrun: launch=ray: the ranks did not start: {str(error).strip()}", file=sys.stderr)
         return EXIT_FAILED
@@ -152,7 +152,7 @@ def start_ranks(
     return actors
 
 
-def wait_for_ranks(ray: Any, actors: Sequence[Any], received: list[int]) -> int:
+def wait_for_actors(ray: Any, actors: Sequence[Any], received: list[int]) -> int:
     """Wait for all ranks and return the exit code. Pass stop signals on. If a rank fails, end the others."""
     waiting = {actor.wait.remote(): rank for rank, actor in enumerate(actors)}
     failures: list[int] = []

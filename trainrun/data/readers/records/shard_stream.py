@@ -48,7 +48,7 @@ class ShardStream(IterableDataset[Any]):
         self._info = info
         self.class_names = () if info is None else info.class_names
         self.num_classes = None if info is None else info.num_classes
-        self.unused_arguments = list_unused_arguments("train", order)
+        self.unused_arguments = describe_unread_settings("train", order)
         self._epoch = 0
         self._position, self._num_read, self._shard = 0, 0, ""  # where the last sample was read
 
@@ -128,14 +128,14 @@ def build_stream_splits(
         files = tuple(file for name in named for file in list_files(name, key, endings))
         samples = read(files)
         return samples.build(
-            ReaderDataset(samples.reader, unused_arguments=list_unused_arguments(split, order))
+            ReaderDataset(samples.reader, unused_arguments=describe_unread_settings(split, order))
         )
 
     return Splits(build)
 
 
-def list_unused_arguments(split: str, order: StreamOrder) -> dict[str, str]:
-    """Return the arguments that have no effect in a split, each with the reason."""
+def describe_unread_settings(split: str, order: StreamOrder) -> dict[str, str]:
+    """Return the settings that a split does not read, each with the reason."""
     unused = dict.fromkeys(("val_fraction", "val_by"), HOLDS_NOTHING_OUT)
     for other in ("val", "test"):
         if split != other:
