@@ -100,6 +100,7 @@ def run(folder: Path, rng: random.Random, size: float, tally: Tally) -> None:
             tally.lost += bool(problems)
             if problems:
                 name = f"cut for {seconds:g} s, {'torchrun' if by_torchrun else 'alone'}"
+                print(f"  {name}: {problems}", flush=True)
                 tally.failed.append((name, "; ".join(problems)))
 
 
