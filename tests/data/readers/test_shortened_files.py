@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -20,6 +22,7 @@ from trainrun.data.readers.mapped_rows import MappedRows
 from trainrun.data.readers.reader_protocol import Info
 from trainrun.data.readers.records.lmdb_file import load as load_lmdb
 from trainrun.data.readers.records.record import encode_sample
+from trainrun.data.readers.records.webdataset import load as load_shards
 from trainrun.data.readers.text.text import load as load_text
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
@@ -143,6 +146,31 @@ def test_stored_keys_of_an_environment_are_checked_before_each_read(
         os.truncate(file, 0)
         try:
             source[1999]
+        except DataError as error:
+            return TOLD if shortened in str(error) else READ
+        return READ
+
+    assert ended(work) == TOLD
+
+
+@pytest.mark.parametrize("shortened", ["starts", "members"])
+def test_message_about_a_sample_of_a_shard_reads_a_checked_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shortened: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(column_store, "STORED_FROM", 0)
+
+    def work() -> int:
+        with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.USTAR_FORMAT) as tar:
+            for number in range(1000):
+                member = tarfile.TarInfo(f"{number}.cls")
+                member.size = 1
+                tar.addfile(member, io.BytesIO(b"1"))
+        source = load_shards(str(tmp_path / "a.tar"), val_fraction=0.0)["train"]
+        (file,) = (tmp_path / "cache").glob(f"**/{shortened}.npy")
+        os.truncate(file, 0)
+        try:
+            source.describe(999)
         except DataError as error:
             return TOLD if shortened in str(error) else READ
         return READ

@@ -89,13 +89,18 @@ class LmdbRecords:
         return self._length
 
     def read_samples(self, numbers: Sequence[int], form: Form | None) -> list[Any]:
-        if self._keys is not None:
-            self._keys.check_files()
+        self._check_keys()
         with _ENVIRONMENTS[self._name].begin() as transaction:
             return [decode_entry(transaction.get(self._read_key(number)), form) for number in numbers]
 
     def describe(self, number: int) -> str:
+        self._check_keys()
         return f"{self.files[0]}, key {self._read_key(number)!r}"
+
+    def _check_keys(self) -> None:
+        """Raise DataError if the stored keys were cut short."""
+        if self._keys is not None:
+            self._keys.check_files()
 
     def _read_key(self, number: int) -> bytes:
         if self._keys is None:

@@ -117,6 +117,7 @@ class ExampleRecords:
         return [self._sample(self._read_content(*reference), form) for reference in references]
 
     def describe(self, number: int) -> str:
+        self._index.check_files()
         references = self._index.views[0]
         file, begin, _ = references[number].tolist()
         first = int(np.searchsorted(references[:, 0], file))

@@ -96,6 +96,7 @@ class TarRecords:
 
     def describe(self, number: int) -> str:
         """Format file and name for messages; the name is read again from the header."""
+        self._index.check_files()
         starts, _, members, headers = self._index.views
         first = int(starts[number])
         file = self.files[int(members[first, 0])]

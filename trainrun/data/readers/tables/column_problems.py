@@ -80,6 +80,13 @@ class ColumnProblems:
         ) > len(self.words)
 
     @property
+    def number_format(self) -> str:
+        """Return how the numbers of the column are written, if this is why they are not read; else ""."""
+        if not self.has_formatted_numbers or parse_cells([self.first_word]) is not None:
+            return ""
+        return "a decimal comma" if any(map(DECIMAL_COMMA.fullmatch, self.words)) else "other signs"
+
+    @property
     def first_word(self) -> str:
         return next(iter(self.words))
 
@@ -122,6 +129,9 @@ class InputFault(DataError):
             suggestion = suggest_name(word, problem.categories) or "."
             known = join_names(problem.categories)
             return f"{word!r} in {where} is no category of the training data{suggestion} It has {known}"
+        if problem.number_format:
+            cells = "number" if problem.num_words == 1 else "numbers"
+            return f"{problem.num_words} {cells} with {problem.number_format} (first {word!r} in {where})"
         kind = "whole number" if problem.whole else "number"
         if not problem.can_be_categories and len(problem.words) <= MOST_CATEGORIES:
             if problem.num_words == 1:
@@ -161,11 +171,7 @@ class InputFault(DataError):
                 "Correct the unknown words, or add rows with them to the training data. "
                 "With data.train.fill=0 an empty cell is none of the words."
             )
-        formatted = [
-            problem for problem in self.problems
-            if problem.has_formatted_numbers and problem.num_words > problem.num_numbers
-            and parse_cells([problem.first_word]) is None
-        ]  # fmt: skip
+        formatted = [problem for problem in self.problems if problem.number_format]
         if formatted:
             yield describe_formatted(formatted)
         others = [problem for problem in self.problems if problem.num_words and problem not in formatted]
