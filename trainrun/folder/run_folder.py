@@ -177,13 +177,13 @@ def has_recorded_checkpoint(run: RunDir) -> bool:
 
 
 def record_has_checkpoint(run: RunDir, saved: bool = True) -> None:
-    """Record in RUN.json whether a checkpoint was ever committed. Write the file only if that changed."""
+    """Record in RUN.json whether a checkpoint was ever committed. The file is written only if that changed."""
     if has_recorded_checkpoint(run) != saved:
         write_identity(run, read_identity(run) | {SAVED: saved})
 
 
 def remove_new_folder(folder: Path, above: str) -> None:
-    """Remove a folder of this command in which nothing was trained, and `above` and what is in there, if empty."""
+    """Remove a folder in which nothing was trained, and the empty folders above it, up to `above`."""
     shutil.rmtree(folder)
     for parent in folder.parents:
         if not parent.is_relative_to(Path.cwd() / above):

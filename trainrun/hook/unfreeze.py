@@ -62,7 +62,10 @@ def describe_unfreezing(frozen: Frozen, until: str | None) -> str:
 
 
 def set_training_mode(model: nn.Module, notes: list[str]) -> None:
-    """Put all layers into training mode, as after a validation; `from_pretrained` returns them in evaluation mode."""
+    """Put all layers into training mode, as after a validation, because `from_pretrained` returns evaluation mode.
+
+    A note names a layer that changed.
+    """
     others = {name: layer for name, layer in model.named_modules() if not layer.training}
     model.train()
     if changed := [name or type(model).__name__ for name, layer in others.items() if layer.training]:

@@ -265,7 +265,7 @@ def draw_fixed_noise(tensor: Tensor) -> Tensor:
 
 
 def have_code_noise(batches: list[Any], dimensions: int) -> bool:
-    """Return whether all batches hold noise of the shape of the latent code."""
+    """Return whether all batches have noise of the shape of the latent code."""
     noises = [batch_fields(batch).get("noise") for batch in batches]
     return all(isinstance(noise, Tensor) and noise.shape[1:] == (dimensions,) for noise in noises)
 

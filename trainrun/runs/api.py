@@ -48,8 +48,7 @@ STATE_WORDS = {"done": "ended", "stopped": "stopped", "pruned": "pruned"} | {
 class Run:
     """One run folder. Files are read when they are needed.
 
-    trust: whether its config may name code that this user has not sealed. objects: the Python objects that the run
-        got.
+    trust: whether its config may name code from somebody else. objects: the Python objects that the run was given.
     """
 
     folder: Path
@@ -249,7 +248,7 @@ def resolve_config_key(name: str) -> str:
 
 @contextmanager
 def register_objects(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Make the objects available to configs inside the block. Yield a dict of the objects that the run uses, some as
+    """Make Python objects available to configs inside the block. Yield a dict of those that the run uses, some as
     copies.
     """
     if GIVEN and objects:
@@ -266,7 +265,7 @@ def register_objects(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def python_object(name: str, about: str) -> Any:
     """Return the Python object of that name. Raise ConfigError if it is gone or is a different one.
 
-    A network is copied, so that changes to its layers do not reach the caller's. A task is copied shallowly.
+    A network is copied, so that changes to its layers do not reach the caller. A task is copied shallowly.
     """
     if name not in GIVEN:
         raise ConfigError(
@@ -338,8 +337,9 @@ def build_object_settings(objects: Mapping[str, Any], words: list[str]) -> list[
 
 
 def describe_real_targets(data: Any) -> str:
-    """Return how many different real numbers the targets hold (the last of several arrays); "" if they are not real
-    numbers.
+    """Return how many different real numbers the targets have; "" if they are not real numbers.
+
+    data: the targets are the last of several arrays.
     """
     import numpy as np
 

@@ -182,10 +182,10 @@ def record_stop(run: RunDir, config: RunConfig, exit_code: int) -> None:
 def end_hung_rank(
     run_dir: RunDir, config: RunConfig, parallel: Parallel, text: str, account: int, exchanges: dict[str, list[Any]]
 ) -> None:  # fmt: skip
-    """Report that a rank hangs, and end its process.
+    """Report that a rank makes no progress, and end its process.
 
-    A rank that waits for others reports LostContact, which counts less than the reports of the others. A run without
-    trainrun's launcher also records its own end.
+    A rank that waits for others reports LostContact, which counts less than what the others report. Without
+    trainrun's launcher, the rank also records the end of the run.
     """
     if parallel.world_size > 1:
         is_waiting = account == RANKS
@@ -209,8 +209,8 @@ def limit_stop_duration(
 ) -> AbstractContextManager[None]:
     """End the process if a stop inside the block takes too long or is requested twice.
 
-    flag: of a rank. Before its first step a rank exits at once: nothing is lost, and other ranks may never come.
-        Later, trainrun's launcher limits the time if there is one.
+    flag: of a rank. Before its first step, a rank exits at once, because nothing is lost and other ranks may never
+        come. Later, trainrun's launcher limits the time if there is one.
     """
 
     def limit_seconds() -> float:
@@ -241,7 +241,7 @@ def end_after_late_stop(
 
 
 def exit_with_status(run: RunDir, config: RunConfig, state: str, exit_code: int, message: str) -> NoReturn:
-    """Write the status and a message, and end this process from any thread.
+    """Write the status and a message, and end this process. Any thread may call it.
 
     The status of a run that has ended does not change.
     """

@@ -187,7 +187,7 @@ def train_until_rollback(
 def load_start_state(
     run: Components, run_dir: RunDir, config: RunConfig, resume: bool, back: RollBack | None
 ) -> TrainState:
-    """Return a fresh state, or that of the checkpoint from which the run continues."""
+    """Return a new state, or the state of the checkpoint from which the run continues."""
     state = TrainState()
     if resume or config.ckpt_path is not None:
         state = load_or_create_state(run, run_dir, config, resume)
@@ -229,9 +229,7 @@ def finish_save_at_failure(run: Components, kind: type[BaseException] | None) ->
 
 
 def record_choices(run_dir: RunDir, run: Components, chosen: Chosen) -> None:
-    """Write measured choices to RUN.json for a resume, and facts of the data for `load_model`, which builds without
-    data.
-    """
+    """Record in RUN.json the measured choices for a resume, and facts of the data for `load_model`."""
     facts = run.data_facts
     data_facts = {"shape": facts.shape and list(facts.shape), "num_classes": facts.num_classes}
     threads = {"num_threads": torch.get_num_threads()} if run.config.trainer.num_threads == "auto" else {}
@@ -418,7 +416,7 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
 
 
 def report_memory(run: Components) -> str:
-    """Write the memory report. Return the end of the error's line, which names the file; "" if the disk is full."""
+    """Write which modules hold the memory, and return a line that names the file; "" if it cannot be written."""
     path = RunDir(run.checkpoints.folder.parent).memory_report(run.parallel.rank)
     optimizers = [one.optimizer for one in run.optimizers.values()] or [run.optimizer]
     phase = ACCOUNTS[run.phases.account]
@@ -429,7 +427,7 @@ def report_memory(run: Components) -> str:
 
 
 def explain_out_of_memory(run: Components, text: str) -> str:
-    """Return advice after an out-of-memory error. text: the allocator's message."""
+    """Return advice after an out-of-memory error. text: the message of the allocator."""
     batch = run.config.data.batch_size
     accumulate = run.config.trainer.accumulate_grad_batches
     if run.retry.refusal:

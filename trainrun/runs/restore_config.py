@@ -121,7 +121,7 @@ def use_new_validation_data(config: RunConfig, typed: set[str]) -> RunConfig:
 
 
 def replaces_all_samples(config: RunConfig, typed: set[str], split: str) -> bool:
-    """Return whether a typed `data.path` sets all samples of a split, for a built-in data format.
+    """Return whether a typed `data.path` replaces all samples of a split, for a built-in reader.
 
     It does not if a path of the split or a held-out share is typed as well.
     """
@@ -145,7 +145,7 @@ def is_training_data(config: RunConfig, device: torch.device, loaded: Loaded) ->
 
 
 def use_all_samples(config: RunConfig, split: str) -> RunConfig:
-    """Return the config in which a split is all samples of `data.path`, or those named like the split there."""
+    """Return the config in which a split has all samples of `data.path`, or those that belong to the split there."""
     data, key = config.data, f"{split}_path"
     split_node = getattr(data, split)
     node = split_node if is_node(split_node) else data.train or {}
@@ -165,8 +165,9 @@ def load_saved_names(loaded: Loaded) -> TrainingNames:
 
 
 def restore_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.device) -> None:
-    """Restore the task's state and step, on which its loss may depend. Note parts of the model that no checkpoint
-    holds.
+    """Restore the task's state and step, on which its loss may depend.
+
+    Note the parts of the model that no checkpoint holds.
     """
     calls.start(TrainState(loaded.manifest.step, loaded.manifest.epoch))
     if isinstance(task_state := loaded.shared.get("task"), dict):
@@ -185,9 +186,7 @@ def remove_gpu_settings(config: RunConfig) -> RunConfig:
 
 
 def choose_saved_checkpoint(run: RunDir, which: str | None) -> str:
-    """Return the checkpoint of `--which`; without it the best one, or the last one (with a note) if none was the
-    best.
-    """
+    """Return the checkpoint that `--which` names; without it the best one, or the last one (with a note)."""
     chosen = choose_checkpoint(run.checkpoints, which)
     if which is None and chosen == "last" and list_committed_steps(run.checkpoints):
         say_note("no metric chose a best checkpoint of this run; the last one is used")

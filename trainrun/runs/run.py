@@ -59,7 +59,7 @@ def open_or_create_run(
     block.
 
     Yield the folder, the config with its seed, and whether an existing run is continued. Raise ConfigError if the
-    folder holds a run with other settings, or a sweep; nothing is overwritten.
+    folder holds a sweep, or a run with other settings. Nothing is overwritten.
     """
     run, config = RunDir(choose_run_folder(composition)), composition.config
     if is_sweep(run.root):
@@ -84,8 +84,8 @@ def remove_if_refused(run: RunDir) -> Iterator[None]:
     """Make the folder of a run. If a new run is refused before its first step, remove what was written inside the
     block.
 
-    Refused means a user's fault (exit code 2). Ranks of torchrun or Slurm have not begun to write then: once they
-    have, a failure is an exit code, and no error.
+    Refused means a user's fault (exit code 2). Ranks of torchrun or Slurm have not begun to write by then. Once they
+    have, a failure is an exit code and not an error.
     """
     made = [folder for folder in (run.root, *run.root.parents) if not folder.exists()]
     before = [] if made else list(run.root.iterdir())

@@ -1,9 +1,9 @@
 """Settings of Python's garbage collector that keep it out of imports and steps.
 
-What: during start-up it hardly runs. At the first step everything that was built is frozen (never examined again).
+What: during start-up it hardly runs. At the first step, everything that was built is frozen (never examined again).
     Garbage of steps is collected at log points and validations. When not: if user code has called `gc.disable()` or
-    `gc.freeze()`; that stays. Source: torchtitan and nanochat; `gc.freeze`. Gain: `import torch` takes 0.88x its
-    time; a full collection 6 us instead of 280 ms (AMD EPYC, torch 2.13).
+    `gc.freeze()`. Source: torchtitan and nanochat. Gain: `import torch` takes 0.88x its time; a full collection 6 us
+    instead of 280 ms (AMD EPYC, torch 2.13).
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def freeze_new_objects() -> None:
 
 
 class LogPointCollector:
-    """A callable that collects young objects at a log point, and all unfrozen ones at a validation, at most once a
-    second.
+    """A callable that collects garbage between steps.
+
+    It collects young objects at a log point, and all unfrozen ones at a validation, at most once a second.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

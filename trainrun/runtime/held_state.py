@@ -1,8 +1,8 @@
 """Turn the attributes of an object into texts that can be compared: plain values, tensors, and generators.
 
-what: compare `format_attributes` of two moments with `list_changed_names`. Iterators and open files are compared by
-position.
-    when not: for objects with more than 10,000 entries or unreadable content. Their text is empty.
+what: compare the `format_attributes` of two moments with `list_changed_names`. Iterators and open files are compared
+    by their position. when not: for objects with more than 10,000 entries or unreadable content. Their text is
+    empty.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def list_unsaved_attributes(owner: Any) -> dict[str, Any]:
 
 
 def format_attributes(owner: Any, known: set[int]) -> dict[str, str]:
-    """Return the attributes of an object that can be compared, as texts."""
+    """Return the attributes of an object as texts, without those that cannot be compared. known: ids that are left
+    out.
+    """
     texts = {name: format_state(value, known) for name, value in list_unsaved_attributes(owner).items()}
     return {name: text for name, text in texts.items() if text}
 

@@ -39,13 +39,15 @@ class Progress(Protocol):
 
 
 class Hung(BaseException):
-    """The exception raised in the main thread. It is not an Exception: a reader would count that as a damaged
-    sample.
+    """The exception raised in the main thread of a run without progress.
+
+    It is no subclass of Exception, because a reader would take that for a damaged sample.
     """
 
 
 class Watchdog:
-    """The watchdog of a run. Entered first and left last, so that a process that hangs while it exits is ended too.
+    """The watchdog of a run. It is entered first and left last, so that a process that hangs at its exit is ended
+    too.
 
     seconds: 0 disables it. place: the file for the stacks. end: ends the process; called in a thread with the reason
         and the phase in which the run hung.

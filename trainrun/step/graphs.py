@@ -30,11 +30,11 @@ WARM_UP = 3  # what cuBLAS and others allocate at their first calls must lie out
 
 
 def run_rehearsal(run: Components, batch: Any) -> None:
-    """Compute forward and loss twice without lasting effects. The first pass also runs the task's checks of its
-    first batch.
+    """Run forward and loss twice without lasting effects. The first pass also runs the task's checks of its first
+    batch.
 
-    A trace keeps the path of the one pass that it saw: a counter in an attribute, or a choice by Python's or NumPy's
-    random numbers, would be frozen without notice. Raises PluginError for both.
+    A trace keeps only the path of the one pass that it recorded. A counter in an attribute, or a choice by a random
+    number of Python or NumPy, would be frozen without notice. Raise PluginError for both.
     """
 
     def run_forward() -> tuple[Any, Any, dict[str, Any]]:

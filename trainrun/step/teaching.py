@@ -90,8 +90,9 @@ def give_teacher(
 
 
 def resolve_network(teacher: Any, config: RunConfig, load_run: LoadRun) -> tuple[nn.Module, str]:
-    """Return the network and its precision mode. teacher: a run folder, a target, or the object that a node was
-    built to.
+    """Return the network of the teacher and its precision mode.
+
+    teacher: a run folder, a target, or the object that a node described.
     """
     if isinstance(teacher, str):
         if (

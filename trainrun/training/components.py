@@ -51,14 +51,13 @@ if TYPE_CHECKING:
 class Components:
     """The parts of a run, assembled once.
 
-    wrapped: the model as the backend wants it called. held: the model as this rank holds it, whose parameters the
-        optimizer has. validation: `val`, or named sets such as `val/day`.
+    wrapped: the model as wrapped by the parallel backend. held: the model as this rank holds it, whose parameters
+        the optimizer has. validation: `val`, or named sets such as `val/day`.
     step: makes one step: `train_step`, a wrapper of it, or a custom step. accumulate: its forward and backward.
-    positions: the positions of a micro-batch of one rank, with padding, by `data.padding`; empty if unknown.
+    positions: the positions in a micro-batch of one rank, with padding, by `data.padding`; empty if unknown.
     optimizers: several by name, for a custom step (own_step); else empty.
-    order: the settings that decide which training sample comes when in an epoch.
+    order: the settings that determine the order of the training samples in an epoch.
     base: with `checkpoint.adapter_only`, the weights that no checkpoint holds.
-    close_workers: ends the threads of `parallel=threads`.
     """
 
     config: RunConfig
@@ -96,7 +95,7 @@ class Components:
     close_workers: Callable[[], None] = lambda: None
 
     def agree(self, items: int) -> Agreed:
-        """Exchange between all ranks the mean number of items in this step and their stop, save and validation
+        """Exchange between all ranks the mean number of items in this step, and their stop, save and validation
         requests.
         """
         triggers = self.triggers

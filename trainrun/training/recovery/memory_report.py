@@ -1,4 +1,4 @@
-"""Who holds the memory when it ends: a file in the run folder, by module and by kind, with the phase of the step."""
+"""Write which modules hold the memory of a run when it runs out: a file in the run folder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def count_tensor_bytes(tensor: Tensor) -> int:
 
 
 def read_allocator_facts(device: torch.device, named_bytes: int) -> dict[str, Any]:
-    """Return what torch's allocator says: what no module holds are activations and temporary memory."""
+    """Return the facts of torch's allocator. Memory that no module holds is that of activations and temporary
+    tensors.
+    """
     stats = torch.cuda.memory_stats(device)
     allocated, reserved = (stats[f"{kind}_bytes.all.current"] for kind in ("allocated", "reserved"))
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]

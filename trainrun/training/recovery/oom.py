@@ -49,11 +49,11 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class RandomStates:
-    """The states of the random generators of torch, Python and NumPy at the start of the newest window.
+    """The states of the random generators of torch, Python and NumPy at the start of the newest step.
 
-    Reading all of them takes up to 80 us. So all are read in the first two windows and in every 64th. A generator
-    that moved between two such windows is read in every window from then on. Any other generator still has the state
-    of the last such window, unless it moved since: this is checked when a window fails.
+    Reading all of them takes up to 80 us. So all are read in the first two steps and in every 64th. A generator that
+    was used between two such readings is read in every step from then on. For any other generator, the last reading
+    is still valid unless it was used since. This is checked when a step fails.
     """
 
     def __init__(self, device: torch.device) -> None:

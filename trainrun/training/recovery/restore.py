@@ -36,9 +36,9 @@ ODD_TREE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError,
 
 
 def load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
-    """Copy a saved tree into the components, random states last. own: None if the number of ranks changed.
+    """Load a saved tree into the components, random states last. own: None if the number of ranks changed.
 
-    Raise CheckpointError, before anything is copied, if model or data differ.
+    Raise CheckpointError, before anything is loaded, if model or data differ.
     """
     try:
         return _load_tree(run, place, shared, own)
