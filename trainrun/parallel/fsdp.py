@@ -146,11 +146,11 @@ class Fsdp:
         return False  # gradients are exchanged in the backward, whatever is trained
 
     def grad_norm(self, norm: Tensor) -> Tensor:
-        squared = norm.double().square()
+        squared = norm.to(self.device, torch.float64).square()  # shards may be in host memory
         if self.world_size > 1:
             with explain_lost_contact():
                 dist.all_reduce(squared, group=self._shard_group)
-        return squared.sqrt().to(norm.dtype)
+        return squared.sqrt().to(norm.device, norm.dtype)
 
     def any_rank(self, flag: Tensor) -> Tensor:
         if self.world_size > 1:
