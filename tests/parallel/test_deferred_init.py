@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainrun.checkpoint.load import open_tensors
-from trainrun.errors import ConfigError
+from trainrun.errors import ConfigError, PluginError
 from trainrun.parallel import deferred_init
 from trainrun.parallel.deferred_init import DeferredInit, is_deferred
 from trainrun.tensors import StoredTensor
@@ -36,6 +36,7 @@ class Various(nn.Module):
         waves[:, 0::2], waves[:, 1::2] = torch.sin(angles), torch.cos(angles)
         self.register_buffer("waves", waves)
         self.mask = torch.tril(torch.ones(30, 30)).bool()  # no buffer
+        self.tables = {"lines": [torch.linspace(0, 1, 90)]}
         self.noise = nn.Parameter(torch.randn(33, 5) * 0.1)
         self.own = nn.Parameter(torch.randn(30, 4, generator=torch.Generator().manual_seed(5)))
         self.mixed = nn.Parameter(torch.empty(7, 40))
@@ -55,7 +56,8 @@ class Various(nn.Module):
 
 
 def named(model: Various) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers()), "mask": model.mask}
+    others = {"mask": model.mask, "lines": model.tables["lines"][0]}
+    return {**dict(model.named_parameters()), **dict(model.named_buffers()), **others}
 
 
 @pytest.fixture
@@ -96,9 +98,20 @@ def test_every_tensor_has_the_bits_of_the_constructor() -> None:
 def test_buffers_and_plain_attributes_get_memory() -> None:
     whole, deferred, recording = built_twice()
     recording.build_other_tensors(deferred, torch.device("cpu"))
-    for name, tensor in [*deferred.named_buffers(), ("mask", deferred.mask)]:
-        assert not is_deferred(tensor)
-        assert torch.equal(tensor, named(whole)[name])
+    params = dict(deferred.named_parameters())
+    for name, tensor in named(deferred).items():
+        if name not in params:
+            assert not is_deferred(tensor)
+            assert torch.equal(tensor, named(whole)[name])
+
+
+@pytest.mark.usefixtures("all_deferred")
+def test_a_tensor_without_memory_is_not_computed_with_after_the_recording() -> None:
+    with DeferredInit().recording():
+        weight = nn.Linear(9, 9).weight
+    assert weight.detach().shape == (9, 9)
+    with pytest.raises(PluginError, match=r"parallel\.meta_device=true"):
+        weight + 1
 
 
 @pytest.mark.usefixtures("all_deferred")

@@ -60,6 +60,8 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
                                "trainer.max_epochs=2"), {}),
     "LoRA": ((DOUBLE, *ADAMW, "data.train.count=29", "transform=lora", "transform.lora.target=layers.2"), {}),
     "pictures in channels_last": ((DOUBLE, *PICTURES, "trainer.channels_last=true"), {"blocks": "auto"}),
+    "pictures, built without memory": ((DOUBLE, *PICTURES, "trainer.channels_last=true"),
+                                       {"blocks": "auto", "meta_device": True}),
     "built without memory": ((DOUBLE, *ADAMW, "data.train.count=27", "ema=true", "transform=lora",
                               "transform.lora.target=layers.2"), {"meta_device": True}),
     "float32": ((*TOKENS, *ADAMW, "data.train.count=27"), {}),

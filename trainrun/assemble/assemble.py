@@ -373,7 +373,8 @@ def prepare_model_and_precision(
         notes.choices.append(
             give_teacher_to_task(config, parallel, task, model, data_sets.sources["train"], rhythm)
         )
-    apply_built_in_techniques(config, model, device, notes.choices)
+    with parallel.building_model():
+        apply_built_in_techniques(config, model, device, notes.choices)
     num_batches = math.inf if total_steps is None else total_steps * rhythm.accumulate
     config = resolve_precision_and_threads(
         config,

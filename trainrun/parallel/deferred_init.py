@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainrun.errors import ConfigError
+from trainrun.errors import ConfigError, PluginError
 from trainrun.tensors import StoredTensor, map_tree_leaves
 
 LARGE_BYTES = 1 << 16
@@ -31,6 +31,7 @@ META, HOST = torch.device("meta"), torch.device("cpu")
 # Operations in place that read nothing of the tensor that they write.
 OVERWRITING = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_",
                "geometric_"}  # fmt: skip
+OF_TORCH = ("_parameters", "_buffers", "_modules")  # attributes of a module
 RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -59,6 +60,20 @@ class DeferredTensor(Tensor):
     def __new__(cls, tensor: Tensor) -> DeferredTensor:
         deferred: DeferredTensor = Tensor._make_subclass(cls, tensor, tensor.requires_grad)
         return deferred
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute the shape of a result. Outside of a recording, raise PluginError for all but views."""
+        if not (cls.computes_shapes or is_view(function)):
+            raise PluginError(
+                "parallel.meta_device=true: a tensor that the model's constructor made is used outside of the model's "
+                "parameters, buffers and attributes; register it as a buffer, or use parallel.meta_device=false"
+            )
+        with torch._C._DisableTorchDispatch():
+            result = function(*args, **(kwargs or {}))
+        return result if cls.computes_shapes else map_tree_leaves(result, as_deferred)
 
 
 class Window(NamedTuple):
@@ -122,7 +137,7 @@ class DeferredInit(TorchDispatchMode):
             with self:
                 yield
         except (RuntimeError, NotImplementedError, TypeError) as error:
-            if "meta" not in str(error).lower():
+            if not any(word in str(error) for word in ("meta", "subclass")):
                 raise
             raise ConfigError(
                 f"parallel.meta_device=true: the model cannot be built without memory ({error}); use "
@@ -130,15 +145,22 @@ class DeferredInit(TorchDispatchMode):
             ) from error
 
     def build_other_tensors(self, model: nn.Module, device: torch.device) -> None:
-        """Give memory to what is no parameter: buffers, and tensors that are attributes of modules."""
+        """Give memory to what is no parameter: buffers, and tensors in attributes of modules, lists and dicts."""
         built: dict[int, Tensor] = {}
+
+        def with_memory(leaf: Any) -> Any:
+            if not is_deferred(leaf):
+                return leaf
+            if id(leaf) not in built:
+                built[id(leaf)] = self.build_tensor(leaf).to(device)
+            return built[id(leaf)]
+
         for module in model.modules():
-            for values in (module._buffers, vars(module)):
-                for name, tensor in list(values.items()):
-                    if is_deferred(tensor):
-                        if id(tensor) not in built:
-                            built[id(tensor)] = self.build_tensor(tensor).to(device)
-                        values[name] = built[id(tensor)]
+            module._buffers.update(map_tree_leaves(dict(module._buffers), with_memory))
+            attributes = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
+            for name, value in attributes.items():
+                if any(map(is_deferred, tensors_in(value))):
+                    vars(module)[name] = map_tree_leaves(value, with_memory)
 
     def build_tensor(self, tensor: Tensor) -> Tensor:
         """Return the tensor with memory on the host, as an undeferred constructor would have made it."""
@@ -355,6 +377,12 @@ def without_memory(leaf: Any) -> Any:
 def on_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return the arguments of a call with another device, if they name one."""
     return kwargs | {"device": device} if "device" in kwargs else kwargs
+
+
+def is_view(function: Any) -> bool:
+    """Return whether the results of an operation share the memory of its arguments, which it does not change."""
+    aliases = [result.alias_info for result in function._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def is_overwriting(function: Any) -> bool:
