@@ -27,11 +27,11 @@ from bench_kit import machine  # noqa: E402
 from trainrun.benchmark.budget import Budget  # noqa: E402
 from trainrun.benchmark.diagnose.verdict import CAUSES  # noqa: E402
 from trainrun.benchmark.measured_run import MeasuredRun  # noqa: E402
-from trainrun.benchmark.run_overrides import config_of, replace_overrides  # noqa: E402
+from trainrun.benchmark.run_overrides import compose_config, replace_overrides  # noqa: E402
 from trainrun.benchmark.tune.tune_report import tuning_lines  # noqa: E402
 from trainrun.benchmark.tune.tuner import Tuner, Tuning  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.timing.paired import Ratio, Rules, compare_in_turns, ratio_of_processes  # noqa: E402
+from trainrun.timing.paired import Ratio, StoppingRules, compare_in_turns, ratio_of_processes  # noqa: E402
 
 COMMON = ["seed=1", "trainer.max_epochs=1000", "monitor.hardware=false"]
 WORKLOADS = {
@@ -77,13 +77,18 @@ def started_again(first: Sequence[str], second: Sequence[str]) -> Ratio:
     with WorkerPool() as pool:
         for number in range(PROCESSES):
             order = (first, second) if number % 2 == 0 else (second, first)
-            sides = [MeasuredRun(pool.start(config_of(settings)), config_of(settings)) for settings in order]
+            sides = [
+                MeasuredRun(pool.start(compose_config(settings)), compose_config(settings))
+                for settings in order
+            ]
             for side in sides:
                 side.find_pace()
             base, other = sides if number % 2 == 0 else sides[::-1]
-            rules = Rules(0.0, first_rounds=PAIRS, most_pairs=PAIRS)
+            rules = StoppingRules(0.0, first_rounds=PAIRS, most_pairs=PAIRS)
             groups.append(
-                compare_in_turns(base.item_seconds, {"best": other.item_seconds}, rules).pairs["best"]
+                compare_in_turns(
+                    base.measure_item_seconds, {"best": other.measure_item_seconds}, rules
+                ).pairs["best"]
             )
             for side in sides:
                 side.close()

@@ -21,9 +21,9 @@ import bench_sets  # noqa: E402
 from bench_kit import machine  # noqa: E402
 
 from trainrun.benchmark.measured_run import MeasuredRun  # noqa: E402
-from trainrun.benchmark.run_overrides import config_of  # noqa: E402
+from trainrun.benchmark.run_overrides import compose_config  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.timing.paired import Rules, compare_in_turns  # noqa: E402
+from trainrun.timing.paired import StoppingRules, compare_in_turns  # noqa: E402
 
 TURN_SECONDS = 0.5
 RIVALS = 2  # the fastest other ways, which then meet auto in more rounds
@@ -36,7 +36,7 @@ WAYS = {
 
 
 def started(pool: WorkerPool, settings: list[str]) -> MeasuredRun:
-    config = config_of(settings)
+    config = compose_config(settings)
     run = MeasuredRun(pool.start(config), config, TURN_SECONDS)
     run.find_pace()
     return run
@@ -51,14 +51,16 @@ def measure(regime: str, model: str, rounds: int) -> None:
         for name, way in WAYS.items():
             if name != "resident" or bench_sets.in_memory(regime):
                 others[name] = started(pool, [*settings, *way.split()])
-        turns = {name: other.item_seconds for name, other in others.items()}
-        found = compare_in_turns(auto.item_seconds, turns, Rules(first_rounds=3, most_pairs=3))
+        turns = {name: other.measure_item_seconds for name, other in others.items()}
+        found = compare_in_turns(
+            auto.measure_item_seconds, turns, StoppingRules(first_rounds=3, most_pairs=3)
+        )
         speeds = {name: found.ratio(name).value for name in turns}
         rivals = sorted(speeds, key=lambda name: -speeds[name])[:RIVALS]
         again = compare_in_turns(
-            auto.item_seconds,
+            auto.measure_item_seconds,
             {name: turns[name] for name in rivals},
-            Rules(first_rounds=rounds, most_pairs=rounds),
+            StoppingRules(first_rounds=rounds, most_pairs=rounds),
         )
         best = max(rivals, key=lambda name: again.ratio(name).value)
         ratio = again.ratio(best)

@@ -28,14 +28,19 @@ import as_the_command  # noqa: E402,F401  # ahead of torch
 import torch  # noqa: E402
 from bench_kit import machine  # noqa: E402
 
-from trainrun.benchmark.budget import Budget, PacedTurns, steps_for  # noqa: E402
+from trainrun.benchmark.budget import Budget, TimedTurns, find_steps_per_turn  # noqa: E402
 from trainrun.benchmark.diagnose.diagnosis import CLEAR, diagnose  # noqa: E402
-from trainrun.benchmark.diagnose.rounds import spent  # noqa: E402
+from trainrun.benchmark.diagnose.rounds import turn_to_timed_items  # noqa: E402
 from trainrun.benchmark.diagnose.verdict import reach_verdict  # noqa: E402
-from trainrun.benchmark.run_overrides import config_of, override_key, replace_overrides, start_choices  # noqa: E402
+from trainrun.benchmark.run_overrides import (  # noqa: E402
+    compose_config,
+    override_key,
+    replace_overrides,
+    start_choice_overrides,
+)
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
 from trainrun.precision.autocast import emulates_bfloat16  # noqa: E402
-from trainrun.timing.paired import Ratio, Spent, ratio_of_totals, sum_spent  # noqa: E402
+from trainrun.timing.paired import Ratio, TimedItems, ratio_of_totals, sum_timed_items  # noqa: E402
 
 PAIRS = 7  # of turns, of the run with the fault and the one without, in one pair of processes
 FEWEST, MOST = 2, 6  # pairs of processes; those that come after the fewest take more turns
@@ -140,7 +145,7 @@ def judged(
         promised = next((each.gain.value for each in promises if each.name == fault.expected), float("nan"))
         gains = f" {promised:>7.2f}x"
         if fault.without is not None and not verdicts_only:
-            own = start_choices(config_of(words), found.info)
+            own = start_choice_overrides(compose_config(words), found.info)
             real = realised(words, without_twice([*base, *fault.without]), own)
             error = abs(promised / real.value - 1)
             gains += f" {real!s:>22}  {error:.0%}"
@@ -154,20 +159,22 @@ def judged(
 def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
     """How much faster the run is without the fault, validation and checkpoints as they come. own: what the run that
     was diagnosed chose for itself, as threads."""
-    pairs: list[tuple[Spent, Spent]] = []
+    pairs: list[tuple[TimedItems, TimedItems]] = []
     for number in range(MOST):
         if number >= FEWEST and sure(ratio_of_totals(pairs)):
             break
         # Each pair in another order, or all of them read the same batches, with the same number of rare stalls.
         order_of_data = [f"seed={number + 1}"]
         with WorkerPool() as pool:
-            first = pool.start(config_of(replace_overrides(faulty, [*own, *order_of_data])))
+            first = pool.start(compose_config(replace_overrides(faulty, [*own, *order_of_data])))
             said = {override_key(word) for word in clean}
             held = replace_overrides(clean, order_of_data)
-            second = pool.start(config_of([*held, *(word for word in own if override_key(word) not in said)]))
-            steps = steps_for(lambda steps, first=first: first.train(steps, variant="whole"))
+            second = pool.start(
+                compose_config([*held, *(word for word in own if override_key(word) not in said)])
+            )
+            steps = find_steps_per_turn(lambda steps, first=first: first.train(steps, variant="whole"))
             sides = [
-                PacedTurns(lambda steps, each=each: each.train(steps, variant="whole"), steps)
+                TimedTurns(lambda steps, each=each: each.train(steps, variant="whole"), steps)
                 for each in (first, second)
             ]
             for side in sides:
@@ -175,15 +182,17 @@ def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
             count = PAIRS if number < FEWEST else 3 * PAIRS
             turns = [pair_of(sides, number + turn) for turn in range(count)]
         first_turns, second_turns = zip(*turns, strict=True)
-        pairs.append((sum_spent(first_turns), sum_spent(second_turns)))  # a pair of processes counts once
+        pairs.append(
+            (sum_timed_items(first_turns), sum_timed_items(second_turns))
+        )  # a pair of processes counts once
     return ratio_of_totals(pairs)
 
 
-def pair_of(sides: list[PacedTurns], number: int) -> tuple[Spent, Spent]:
+def pair_of(sides: list[TimedTurns], number: int) -> tuple[TimedItems, TimedItems]:
     """The second comes first in every other pair."""
     turns = [side() for side in (sides if number % 2 == 0 else sides[::-1])]
     first, second = turns if number % 2 == 0 else turns[::-1]
-    return spent(first), spent(second)
+    return turn_to_timed_items(first), turn_to_timed_items(second)
 
 
 def sure(gain: Ratio) -> bool:

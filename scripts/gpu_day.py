@@ -182,7 +182,7 @@ def auto_chunks_beside_one_piece() -> dict[str, Any]:
     from trainrun.parallel.single import Single
     from trainrun.runtime.machine import wait_for_device
     from trainrun.task.language_modeling import LanguageModeling
-    from trainrun.timing.paired import Rules, build_turn, compare_in_turns
+    from trainrun.timing.paired import StoppingRules, build_turn, compare_in_turns
 
     device = torch.device(DEVICE)
     sizes = (50304, 1024, 768) if device.type == "cuda" else (512, 16, 48)
@@ -203,7 +203,9 @@ def auto_chunks_beside_one_piece() -> dict[str, Any]:
 
         return build_turn(step)
 
-    comparison = compare_in_turns(turn(1), {"auto": turn("auto")}, Rules(first_rounds=12, most_pairs=12))
+    comparison = compare_in_turns(
+        turn(1), {"auto": turn("auto")}, StoppingRules(first_rounds=12, most_pairs=12)
+    )
     ratio = comparison.ratio("auto").inverse()
     return {"auto_over_one_piece": ratio.value, "low": ratio.low, "high": ratio.high, **chosen}
 

@@ -280,8 +280,8 @@ MUTANTS: Final = (
     Mutant(
         "the first weights stay in the average",
         "trainrun/optimizer",
-        "self._look(newest=(1 - self._decay) / (1 - self._decay**num_looks))",
-        "self._look(newest=1 - self._decay)",
+        "self._average_weights(newest=(1 - self._decay) / (1 - self._decay**num_looks))",
+        "self._average_weights(newest=1 - self._decay)",
         ("tests/optimizer/test_ema.py",),
     ),
     Mutant(
@@ -357,8 +357,8 @@ MUTANTS: Final = (
     Mutant(
         "a temperature of 0 draws",
         "trainrun/sampling",
-        "    if draw.temperature == 0:\n        return int(logits.argmax())\n",
-        "    if draw.temperature == 0:\n        return int(logits.argmin())\n",
+        "    if options.temperature == 0:\n        return int(logits.argmax())\n",
+        "    if options.temperature == 0:\n        return int(logits.argmin())\n",
         ("tests/sampling/test_next_tokens.py",),
     ),
     Mutant(
@@ -406,7 +406,7 @@ MUTANTS: Final = (
     Mutant(
         "the backward of an LSTM is not counted",
         "trainrun/summary",
-        "return 2 * _recurrent(inputs, weight_in, weight_back)",
+        "return 2 * _recurrent_flops(inputs, weight_in, weight_back)",
         "return 0",
         ("tests/runs/test_flops.py",),
     ),

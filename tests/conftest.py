@@ -92,7 +92,7 @@ def own_threads() -> None:
 @pytest.fixture(autouse=True)
 def _draw_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run draws its pictures before it ends, so that no process outlives a test."""
-    monkeypatch.setattr(draw, "start_drawing", lambda run: draw.draw(run))
+    monkeypatch.setattr(draw, "start_drawing_process", lambda run: draw.draw_all_plots(run))
 
 
 @pytest.fixture(autouse=True)

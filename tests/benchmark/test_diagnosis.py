@@ -18,11 +18,11 @@ from trainrun.benchmark import budget
 from trainrun.benchmark.diagnose import diagnosis
 from trainrun.benchmark.diagnose.ablations import CACHED, useful_ablations
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination, WhatIf
-from trainrun.benchmark.diagnose.diagnosis_report import lines_of, write_diagnosis
+from trainrun.benchmark.diagnose.diagnosis_report import diagnosis_lines, write_diagnosis
 from trainrun.benchmark.diagnose.rounds import Rounds
 from trainrun.benchmark.diagnose.verdict import CAUSES, reach_verdict
 from trainrun.benchmark.remedies import EFFECTS, REMEDIES, Remedy, remedies_for
-from trainrun.benchmark.run_overrides import config_of, replace_overrides
+from trainrun.benchmark.run_overrides import compose_config, replace_overrides
 from trainrun.benchmark.worker_messages import RunInfo, Save, Turn
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, replace_values
@@ -82,7 +82,7 @@ def test_one_turn_is_no_proof(tmp_path: Path) -> None:
     told = reach_verdict(once)
     assert (told.first, told.causes) == ("unclear", ())
     assert "loading may cost something (50 % faster without, in a single turn)" in told.text
-    data, validation = lines_of(once)[-4:-2]
+    data, validation = diagnosis_lines(once)[-4:-2]
     assert "one turn" in data
     assert "computed" in validation
     write_diagnosis(once, [], tmp_path)
@@ -145,7 +145,7 @@ def test_remedies_that_change_less_come_first() -> None:
 
 
 def test_what_a_remedy_changes_is_printed() -> None:
-    lines = lines_of(found(dispatch=1.9))
+    lines = diagnosis_lines(found(dispatch=1.9))
     assert "try: data.batch_size=256 (changes: the batch of a step)" in lines
 
 
@@ -165,7 +165,7 @@ def test_loading_that_waits_and_loading_that_computes_get_other_remedies() -> No
 
 @pytest.mark.parametrize("remedy", [remedy for several in REMEDIES.values() for remedy in several], ids=str)
 def test_every_remedy_is_one_that_a_run_takes(remedy: Remedy) -> None:
-    config_of(replace_overrides(["trainer.compile.scope=model"], remedy.overrides))
+    compose_config(replace_overrides(["trainer.compile.scope=model"], remedy.overrides))
 
 
 def test_only_useful_ablations_are_asked() -> None:
@@ -202,14 +202,14 @@ def test_cost_of_checkpoints_is_that_of_one_over_the_steps_between_two(
 ) -> None:
     """A save of 3 s, steps of 20 ms."""
     examined, saves = examination(100.0, [0.0]), iter([9.0, 3.0, 2.0])  # the middle one counts
-    examined._config, examined._warm = config_of(words), 1
+    examined._config, examined._warm = compose_config(words), 1
 
     def ask(message: object) -> Turn:
         assert isinstance(message, Save)
         return Turn(next(saves), 0, 0.0)
 
     examined._base = cast(Any, SimpleNamespace(info=replace(INFO, val_every=None), ask=ask))
-    costs = examined._rare_costs(0.02, None)
+    costs = examined._measure_rare_costs(0.02, None)
     assert costs.get("checkpoint", 0.0) == pytest.approx(3.0 / every)
 
 
@@ -252,7 +252,7 @@ def test_the_base_goes_on_alone_until_a_rare_stall_of_the_data_is_clear() -> Non
     taken = Rounds(turn, {"threads=2": slower}, 200.0, lambda: clock[0])
     examined = examination(200.0, clock)
     examined._measure(taken, ["threads=2"], Turn(11.0, 1, 4.0))
-    found = examined._ratios(taken)[CACHED]
+    found = examined._estimate_gains(taken)[CACHED]
     assert found.value >= 1.1
     assert found.low > 1.0
     assert len(taken.pairs["threads=2"]) == 3

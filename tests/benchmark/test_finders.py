@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from trainrun.benchmark.finders.lr_range import RateSweep, suggest_rate
-from trainrun.benchmark.run_overrides import config_of
+from trainrun.benchmark.run_overrides import compose_config
 from trainrun.benchmark.worker_messages import RateLosses, RateRange
 from trainrun.benchmark.worker_process import WorkerPool
 from trainrun.cli.main import main
@@ -70,7 +70,7 @@ def test_noise_is_no_divergence(workdir: Path) -> None:
     ]
     words += ["data.train._target_=rows.rows", "data.val=null", "data.batch_size=1"]
     with WorkerPool() as pool:
-        found = pool.start(config_of(words)).ask(RateRange(1e-7, 1e-6, 100))
+        found = pool.start(compose_config(words)).ask(RateRange(1e-7, 1e-6, 100))
     assert not found.diverged
     assert max(found.losses[6:]) > 4 * min(found.losses)
 
@@ -106,7 +106,7 @@ def test_a_range_test_is_put_back_and_ends_where_it_diverges(workdir: Path) -> N
     words = [*WORDS, "optimizer=sgd", "optimizer.momentum=0", "data.batch_size=1438", "precision=bf16-mixed",
              "optimizer.groups=[{params: '*bias', lr: 1e-3}]"]  # fmt: skip
     with WorkerPool() as pool:
-        worker = pool.start(config_of(words))
+        worker = pool.start(compose_config(words))
         first, second = (worker.ask(RateRange(1e-3, 1e9, 40)) for _ in range(2))
     assert first.diverged
     assert len(first.rates) < 40

@@ -9,8 +9,8 @@ import pytest
 from approved import refused
 
 from trainrun.benchmark.remedies import NUMERIC, Remedy
-from trainrun.benchmark.run_overrides import plain_overrides
-from trainrun.benchmark.tune.preset_file import host_preset, preset_path, write_preset
+from trainrun.benchmark.run_overrides import resolve_overrides
+from trainrun.benchmark.tune.preset_file import host_preset_name, preset_path, write_preset
 from trainrun.benchmark.tune.tuner import Trial, Tuning
 from trainrun.config.compose import compose_run
 from trainrun.config.tuned_settings import MARK
@@ -25,7 +25,7 @@ GAIN = Ratio(2.0, 1.9, 2.1, 20, (1.9, 2.1) * 10)
 def written(typed: list[str], *found: str):
     trials = tuple(Trial("loading", 2.0, Remedy((one,), NUMERIC), GAIN, reason="") for one in found)
     tuning = Tuning((), "samples", 1000.0, ("",), trials, GAIN, "", 100.0)
-    return write_preset(preset_path("tuned-here", Path.cwd()), plain_overrides(typed), tuning, Path.cwd())
+    return write_preset(preset_path("tuned-here", Path.cwd()), resolve_overrides(typed), tuning, Path.cwd())
 
 
 def test_a_run_finds_the_preset_at_once(workdir: Path) -> None:
@@ -80,4 +80,4 @@ def test_a_preset_of_ones_own_is_not_overwritten(workdir: Path) -> None:
         preset_path("mine", workdir)
     with refused(ConfigError, "--name"):
         preset_path("a/b", workdir)
-    assert host_preset().startswith("tuned-")
+    assert host_preset_name().startswith("tuned-")

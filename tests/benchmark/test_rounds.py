@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from approved import refused
 
-from trainrun.benchmark.budget import PacedTurns
+from trainrun.benchmark.budget import TimedTurns
 from trainrun.benchmark.diagnose.ablations import CACHED, CachedBatches
 from trainrun.benchmark.diagnose.rounds import Rounds
 from trainrun.benchmark.pacing import OpenStream
@@ -167,11 +167,11 @@ def test_shorter_batches_are_judged_by_what_a_position_takes() -> None:
 
 
 def test_turns_take_about_so_long_whatever_the_speed() -> None:
-    def paced(multiple: int) -> PacedTurns:
-        return PacedTurns(lambda steps: Turn(0.01 * steps, steps, steps), 80, 0.3, multiple)
+    def paced(multiple: int) -> TimedTurns:
+        return TimedTurns(lambda steps: Turn(0.01 * steps, steps, steps), 80, 0.3, multiple)
 
     one, seven = paced(1), paced(7)
     assert [one().steps for _ in range(3)] == [10, 28, 28]  # with the 2 before them 0.3 s
     assert [seven().steps for _ in range(3)] == [7, 28, 28]
-    slow = PacedTurns(lambda steps: Turn(5.0 * steps, steps, steps), 80, 0.3)
+    slow = TimedTurns(lambda steps: Turn(5.0 * steps, steps, steps), 80, 0.3)
     assert [slow().steps for _ in range(2)] == [10, 1]

@@ -10,9 +10,9 @@ from benchmark_worlds import OFTEN, SETTINGS, Costs, World
 
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.remedies import EXACT, NUMERIC, TRAINING
-from trainrun.benchmark.run_overrides import config_of, replace_overrides
+from trainrun.benchmark.run_overrides import compose_config, replace_overrides
 from trainrun.benchmark.tune.techniques import Row, Technique, measure_table
-from trainrun.benchmark.tune.tune_report import as_plain, table_lines, tuning_lines
+from trainrun.benchmark.tune.tune_report import table_lines, to_json_values, tuning_lines
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner, Tuning
 from trainrun.benchmark.worker_process import WorkerFailed
 
@@ -42,7 +42,7 @@ def true_gain(world: World, tuning: Tuning, *words: str) -> float:
         replace_overrides(SETTINGS, words),
         replace_overrides([*SETTINGS, *words], tuning.found),
     ):
-        run = World(world.costs).start(config_of(overrides))
+        run = World(world.costs).start(compose_config(overrides))
         phases = run.seconds_of_step(["validating", "saving"])
         seconds.append(sum(phases.values()) / run.batch)
     return seconds[0] / seconds[1]
@@ -235,4 +235,4 @@ def test_techniques_alone_and_together() -> None:
     together = (computing + rest) / (0.6 * computing + 0.0005)
     assert table.claim.low <= together <= table.claim.high
     assert "needs a GPU" in "\n".join(table_lines(table))
-    assert as_plain(table)["claim"]["low"] == table.claim.low
+    assert to_json_values(table)["claim"]["low"] == table.claim.low

@@ -18,7 +18,7 @@ from approved import refused
 
 from trainrun.benchmark.diagnose.ablations import ABLATIONS
 from trainrun.benchmark.measured_run import MeasuredRun
-from trainrun.benchmark.remote_loop import busy_seconds_of
+from trainrun.benchmark.remote_loop import read_busy_seconds
 from trainrun.benchmark.worker_messages import Load, Save, Validate
 from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerProcess
 from trainrun.config.compose import compose_run
@@ -107,16 +107,16 @@ def test_turns_hold_validations_and_checkpoints_that_come_often(
     run = MeasuredRun(pool.start(config), config)
     run.find_pace()
     assert run._variant == variant
-    assert 0 < run.item_seconds() < math.inf
+    assert 0 < run.measure_item_seconds() < math.inf
     assert run.peak_bytes > 1e6
     run.close()
-    assert run.item_seconds() == math.inf
+    assert run.measure_item_seconds() == math.inf
     assert run.error
 
 
 def test_between_two_messages_nothing_moves(worker: WorkerProcess) -> None:
     worker.train(1)
-    family = list(worker._family())
+    family = list(worker._iterate_processes())
 
     def found() -> set[str]:
         return {process.status() for process in family}
@@ -135,9 +135,9 @@ def test_time_in_the_queue_for_a_core_is_busy_time(tmp_path: Path) -> None:
         folder = tmp_path / str(process.pid) / "task" / thread
         folder.mkdir(parents=True)
         (folder / "schedstat").write_text(counts, encoding="ascii")
-    assert busy_seconds_of(process, tmp_path) == 3.5
+    assert read_busy_seconds(process, tmp_path) == 3.5
     times = process.cpu_times()
-    assert busy_seconds_of(process, tmp_path / "none") >= times.user + times.system
+    assert read_busy_seconds(process, tmp_path / "none") >= times.user + times.system
 
 
 def test_a_run_that_cannot_start_says_why(pool: WorkerPool) -> None:
@@ -165,7 +165,7 @@ def test_nothing_is_left_behind() -> None:
     with WorkerPool() as pool:
         worker = pool.start(compose_run([*SETTINGS, "data.engine=workers", "data.num_workers=1"]).config)
         worker.train(1)
-        family = list(worker._family())
+        family = list(worker._iterate_processes())
         assert len(family) > 1
     assert not pool.folder.exists()
     assert not [process for process in family if process.is_running()]

@@ -158,5 +158,5 @@ def test_a_bar_is_drawn_on_a_terminal_only(
     is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(conversion, "Console", partial(Console, force_terminal=is_terminal, width=80))
-    assert list(conversion.with_progress(iter(range(20)), "train", 20, 0, StopFlag())) == list(range(20))
+    assert list(conversion.show_progress(iter(range(20)), "train", 20, 0, StopFlag())) == list(range(20))
     assert ("20/20" in capsys.readouterr().out) is is_terminal

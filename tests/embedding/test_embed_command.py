@@ -160,7 +160,7 @@ def test_a_layer_without_one_row_a_sample_is_refused(layer: str | None) -> None:
     from trainrun.embedding.layer_output import LayerOutput
 
     with refused(ConfigError):
-        LayerOutput(Twice(), layer).of((torch.ones(2, 3, 4), torch.ones(2)))
+        LayerOutput(Twice(), layer).compute((torch.ones(2, 3, 4), torch.ones(2)))
 
 
 def test_of_a_vae_it_is_what_the_mean_of_the_code_becomes(workdir: Path) -> None:

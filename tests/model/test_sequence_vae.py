@@ -37,16 +37,16 @@ def batch_of(padding: int = 0) -> dict[str, Tensor]:
 def test_a_token_is_predicted_from_the_code_and_the_tokens_before_it() -> None:
     model, batch = network(), batch_of()
     tokens, code = batch["inputs"][:1], batch["noise"][:1]
-    whole = model._decoded(tokens, code, None)
+    whole = model._decode(tokens, code, None)
     changed = tokens.clone()
     changed[0, 3] = (changed[0, 3] + 1) % 11
-    found = model._decoded(changed, code, None)
+    found = model._decode(changed, code, None)
     assert torch.equal(found[:, :4], whole[:, :4])
     assert not torch.equal(found[:, 4:], whole[:, 4:])
     hidden = torch.zeros(1, 9, dtype=torch.bool)
     hidden[0, 3] = True
-    assert torch.equal(model._decoded(changed, code, hidden), model._decoded(tokens, code, hidden))
-    assert not torch.equal(model._decoded(tokens, 2 * code, None), whole)
+    assert torch.equal(model._decode(changed, code, hidden), model._decode(tokens, code, hidden))
+    assert not torch.equal(model._decode(tokens, 2 * code, None), whole)
 
 
 def test_the_bound_is_that_of_each_sequence_alone_whatever_pads_it() -> None:
@@ -196,6 +196,6 @@ def test_what_it_writes_of_a_code_is_what_the_forward_finds_likeliest() -> None:
     model = SequenceVae(vocab_size=11, latent_dim=4, width=16).double().eval()
     code = 3 * torch.randn(5, 4, dtype=torch.float64)
     written = model.write(code, 9)
-    again = model._decoded(written, code, None).argmax(2)
+    again = model._decode(written, code, None).argmax(2)
     assert len({tuple(row.tolist()) for row in written}) > 1
     assert torch.equal(written, again)

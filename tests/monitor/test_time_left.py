@@ -95,9 +95,9 @@ def test_length_names_the_time_that_may_end_the_run() -> None:
 def test_watch_heeds_the_time(tmp_path: Any) -> None:
     follower = Follower(RunDir(tmp_path))
     facts = {"total_steps": 1000, "max_seconds": 100.0, "seconds_before": 20.0}
-    follower._take({"kind": "start", "step": 0, "time": 0.0, "facts": facts})
+    follower._add_row({"kind": "start", "step": 0, "time": 0.0, "facts": facts})
     for second in (10.0, 20.0):
-        follower._take(
+        follower._add_row(
             {"kind": "train", "step": int(second), "time": second, "epoch": 0.1, "train/loss": 1.0}
         )
     assert follower.seconds_left == pytest.approx(60.0)

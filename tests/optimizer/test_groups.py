@@ -18,9 +18,9 @@ from trainrun.model.gpt import Gpt
 from trainrun.model.mlp import Mlp
 from trainrun.model.resnet import ResNet
 from trainrun.optimizer.build_optimizer import build_optimizer
-from trainrun.optimizer.groups import GroupRules, layers_above, without_decay
+from trainrun.optimizer.groups import GroupRules, layers_above, parameters_without_decay
 from trainrun.optimizer.muon import Muon
-from trainrun.optimizer.plain_step import FusedAdam, plain_step
+from trainrun.optimizer.plain_step import FusedAdam, build_plain_step
 
 HEAD = {"params": "layers.4.*", "lr": 0.02, "weight_decay": 0.3}
 RULES = GroupRules("optimizer", [HEAD], "auto", 0.5)
@@ -70,7 +70,7 @@ def test_groups_of_the_settings_are_those_written_by_hand(
         assert {k: v for k, v in group.items() if k not in ("params", "fused")} == {
             k: v for k, v in wanted.items() if k not in ("params", "fused")
         }
-    step = plain_step(optimizer)
+    step = build_plain_step(optimizer)
     assert isinstance(step, FusedAdam) == (factory is AdamW)
     assert all(map(torch.equal, trained(ours, step), trained(theirs, plain.step)))
     assert note.splitlines()[1:] == [
@@ -151,7 +151,7 @@ class Listed(nn.Module):
 
 def test_what_has_no_decay() -> None:
     model = Listed()
-    found = without_decay(model)
+    found = parameters_without_decay(model)
     decays = {name for name, param in model.named_parameters() if param not in found}
     assert decays == {"attention.in_proj_weight", "attention.out_proj.weight"}
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import LBFGS
 
 import trainrun as package
-from trainrun.optimizer.plain_step import plain_step
+from trainrun.optimizer.plain_step import build_plain_step
 
 pytestmark = pytest.mark.train
 
@@ -34,7 +34,7 @@ def test_the_weights_are_those_of_a_closure_that_computes_the_loss() -> None:
             error.backward()
             return error
 
-        step = plain_step(optimizer)
+        step = build_plain_step(optimizer)
         for _ in range(6):
             if own:
                 loss()

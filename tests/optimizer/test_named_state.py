@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from trainrun.errors import CheckpointError
-from trainrun.optimizer.build_optimizer import named_optimizer_state, start_momentum
+from trainrun.optimizer.build_optimizer import named_optimizer_state, start_momentum_at_zero
 from trainrun.optimizer.load_named_state import load_named_optimizer_state
 
 
@@ -149,11 +149,11 @@ def test_fused_sgd_goes_on_bit_by_bit() -> None:
     for first in (True, False):
         model = Net(torch.float32)
         optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, fused=first)
-        start_momentum(optimizer)
+        start_momentum_at_zero(optimizer)
         fit(model, optimizer, range(1))
         again = copy.deepcopy(model)
         resumed = SGD(again.parameters(), lr=0.05, momentum=0.9, fused=True)
-        start_momentum(resumed)
+        start_momentum_at_zero(resumed)
         load_named_optimizer_state(resumed, again, named_optimizer_state(optimizer, model))
         fit(model, optimizer, range(1, 5))
         fit(again, resumed, range(1, 5))

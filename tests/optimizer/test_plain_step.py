@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from trainrun.optimizer.plain_step import FusedAdam, plain_step
+from trainrun.optimizer.plain_step import FusedAdam, build_plain_step
 
 
 def network() -> nn.Module:
@@ -39,7 +39,7 @@ def trees_equal(left: object, right: object) -> bool:
 def test_the_bits_are_those_of_torch(kind: type, maximize: bool, dtype: torch.dtype) -> None:
     models = [network().to(dtype), network().to(dtype)]
     optimizers = [optimizer_of(model, kind, maximize=maximize) for model in models]
-    step = plain_step(optimizers[1])
+    step = build_plain_step(optimizers[1])
     assert isinstance(step, FusedAdam) == (kind is AdamW)
     for number in range(12):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -64,7 +64,7 @@ def test_the_bits_are_those_of_torch(kind: type, maximize: bool, dtype: torch.dt
 def test_only_what_is_prepared_skips_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
     optimizer = optimizer_of(model, AdamW)
-    step = plain_step(optimizer)
+    step = build_plain_step(optimizer)
     calls = []
     plain = step._plain
     step._plain = lambda: (calls.append(1), plain())
@@ -87,13 +87,13 @@ def test_only_what_is_prepared_skips_torch(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_others_are_left_to_torch(make) -> None:
-    assert not isinstance(plain_step(make(network().parameters())), FusedAdam)
+    assert not isinstance(build_plain_step(make(network().parameters())), FusedAdam)
 
 
 def test_a_parameter_that_never_has_a_gradient_prevents_nothing_else() -> None:
     model, spare = network(), nn.Parameter(torch.ones(2))
     optimizer = AdamW([*model.parameters(), spare], fused=True)
-    step = plain_step(optimizer)
+    step = build_plain_step(optimizer)
     before = model[0].weight.detach().clone()
     for _ in range(3):
         model(torch.ones(2, 5)).square().sum().backward()

@@ -14,8 +14,8 @@ import pytest
 from tests.plots.chart_pages import charts_in
 from trainrun.plots import page
 from trainrun.plots.chart import Chart, Curve, charts_html
-from trainrun.plots.run_curves import metric_charts, without_short_end
-from trainrun.plots.series import RunningClock, curves_in, thin_by_extremes
+from trainrun.plots.run_curves import drop_short_last_point, metric_charts
+from trainrun.plots.series import RunningClock, collect_curves, thin_by_extremes
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -40,7 +40,7 @@ ROWS = [
 
 
 def test_metrics_of_splits_share_a_chart_and_the_loss_is_first() -> None:
-    charts = {chart.title: chart for chart in metric_charts(curves_in(ROWS))}
+    charts = {chart.title: chart for chart in metric_charts(collect_curves(ROWS))}
     assert list(charts) == ["loss", "acc", "lr"]
     train, val = charts["loss"].curves
     assert (train.name, val.name) == ("train", "val")
@@ -51,7 +51,7 @@ def test_metrics_of_splits_share_a_chart_and_the_loss_is_first() -> None:
 
 def test_rates_of_several_groups_share_a_chart() -> None:
     rows = [row("train", 1, 1.0, **{"lr/backbone": 0.1, "lr/head": 0.2})]
-    (chart,) = metric_charts(curves_in(rows))
+    (chart,) = metric_charts(collect_curves(rows))
     assert chart.title == "lr"
     assert [curve.name for curve in chart.curves] == ["backbone", "head"]
 
@@ -59,7 +59,7 @@ def test_rates_of_several_groups_share_a_chart() -> None:
 @pytest.mark.parametrize(("last", "count"), [(107.0, 2), (140.0, 3)])
 def test_a_short_last_window_has_no_point(last: float, count: int) -> None:
     curve = Curve("samples", {"step": np.array([50.0, 100.0, last])}, np.ones(3))
-    assert len(without_short_end(curve).values) == count
+    assert len(drop_short_last_point(curve).values) == count
 
 
 def test_time_counts_no_pause_between_sessions() -> None:
@@ -68,7 +68,7 @@ def test_time_counts_no_pause_between_sessions() -> None:
 
 
 def test_a_value_that_is_not_finite_interrupts_the_line() -> None:
-    (loss, *_) = charts_in(charts_html(metric_charts(curves_in(ROWS))))
+    (loss, *_) = charts_in(charts_html(metric_charts(collect_curves(ROWS))))
     assert loss["series"][0]["y"] == [4, None, 1]
 
 
@@ -110,7 +110,7 @@ def test_a_page_without_charts_has_no_script() -> None:
 
 
 def test_a_page_with_charts_asks_for_no_other_file() -> None:
-    text = page.page("run", [charts_html(metric_charts(curves_in(ROWS)))])
+    text = page.html_page("run", [charts_html(metric_charts(collect_curves(ROWS)))])
     assert not [word for word in ("src=", "href=", "@import", "url(") if word in text]
     assert text.replace("http://www.w3.org/2000/svg", "").count("http") == 0  # the name of SVG in a document
 
@@ -125,7 +125,7 @@ def test_a_browser_draws_lines_ticks_and_names(tmp_path: Path) -> None:
         Curve("one", {"step": steps[:1]}, steps[:1] + 1),
     ]
     (tmp_path / "page.html").write_text(
-        page.page("run", [charts_html([Chart("loss", curves)])]), encoding="utf-8"
+        page.html_page("run", [charts_html([Chart("loss", curves)])]), encoding="utf-8"
     )
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
              "--disable-component-update", "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}"]  # fmt: skip

@@ -17,7 +17,7 @@ from trainrun.folder.run_folder import RunDir, write_identity
 from trainrun.plots import draw
 
 pytestmark = pytest.mark.train
-REAL_DRAWING = draw.start_drawing  # before the tests replace it
+REAL_DRAWING = draw.start_drawing_process  # before the tests replace it
 
 OWN = """
 from pathlib import Path
@@ -53,7 +53,9 @@ def test_a_run_whose_pictures_cannot_be_drawn_has_ended_all_the_same(
     assert (place / "loss.png").is_file()
 
 
-@pytest.mark.parametrize(("work", "name"), [(draw.draw, "draw_run"), (draw.write_report, "draw_report")])
+@pytest.mark.parametrize(
+    ("work", "name"), [(draw.draw_all_plots, "draw_run_plots"), (draw.write_run_report, "draw_report")]
+)
 def test_a_full_disk_is_said_with_the_folder(
     work: Callable[[RunDir], str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,9 +113,9 @@ def test_a_run_draws_itself_where_no_process_outlives_it(monkeypatch: pytest.Mon
     for name in draw.BATCH_SYSTEMS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.getppid", lambda: 7)
-    assert not draw.ends_with_parent()
+    assert not draw.is_killed_with_parent()
     monkeypatch.setenv("SLURM_JOB_ID", "5")
-    assert draw.ends_with_parent()
+    assert draw.is_killed_with_parent()
     monkeypatch.delenv("SLURM_JOB_ID")
     monkeypatch.setattr("os.getpid", lambda: 1)
-    assert draw.ends_with_parent()
+    assert draw.is_killed_with_parent()

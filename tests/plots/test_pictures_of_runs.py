@@ -15,8 +15,14 @@ from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir
 from trainrun.monitor.bus import Bus
 from trainrun.plots.history import read_history
-from trainrun.plots.prediction_grids import GAP, WRONG, boards, confusion_picture, shorten
-from trainrun.plots.run_curves import charts_picture, draw_run, hardware_charts, latent_charts, run_charts
+from trainrun.plots.prediction_grids import (
+    GAP,
+    WRONG,
+    draw_confusion_matrix,
+    sample_image_grids,
+    shorten_middle,
+)
+from trainrun.plots.run_curves import draw_charts, draw_run_plots, hardware_charts, latent_charts, run_charts
 
 ALL = [
     "loss.png",
@@ -47,7 +53,7 @@ def texts_of(ax: Any) -> list[str]:
 def test_a_whole_run_has_all_pictures(make_run: Any, tmp_path: Path) -> None:
     before = str(dict(matplotlib.rcParams))
     run = make_run(tmp_path / "run")
-    paths = draw_run(run)
+    paths = draw_run_plots(run)
     assert sorted(paths) == sorted(run.plots / name for name in ALL)
     assert sorted(path.name for path in run.plots.iterdir()) == sorted(ALL)  # no temporary file is left
     for path in paths:
@@ -74,7 +80,7 @@ def test_a_single_point_and_values_that_are_not_finite_can_be_drawn(open_run: Op
         {"kind": "confusion", "step": 1, "split": "val", "class_names": [], "matrix": [[0, 0], [0, 0]]}
     )
     file.close()
-    assert len(draw_run(run)) == 6
+    assert len(draw_run_plots(run)) == 6
 
 
 def test_loss_shows_values_the_best_step_and_resumes(make_run: Any, tmp_path: Path) -> None:
@@ -82,7 +88,7 @@ def test_loss_shows_values_the_best_step_and_resumes(make_run: Any, tmp_path: Pa
     with run.metrics.open("a") as file:
         file.write('{"kind": "start", "step": 50, "facts": {"name": "x", "steps_per_epoch": 10}}\n')
     history = read_history(run)
-    ax = charts_picture("loss", run_charts(history)["loss"], history).axes[0]
+    ax = draw_charts("loss", run_charts(history)["loss"], history).axes[0]
     assert texts_of(ax) == ["train", "val", "best val/acc 0.98 (step 100)", "resumed"]
     raw, val, best, resumed = ax.get_lines()
     assert list(raw.get_xdata()) == list(range(2, 101, 2))
@@ -128,11 +134,11 @@ def test_a_latent_code_has_kl_and_activity_by_dimension_the_largest_kl_first(ope
     assert [(curve.name, curve.values.tolist()) for curve in ways] == [
         ("dimension 1", [0.1, 3.0]), ("dimension 0", [0.0, 0.5]),
     ]  # fmt: skip
-    assert (run.plots / "latents.png") in draw_run(run)
+    assert (run.plots / "latents.png") in draw_run_plots(run)
 
 
 def test_confusion_is_normalised_by_row_and_says_the_accuracy(make_run: Any, tmp_path: Path) -> None:
-    picture = confusion_picture(read_history(make_run(tmp_path / "run")))
+    picture = draw_confusion_matrix(read_history(make_run(tmp_path / "run")))
     assert picture is not None
     ax = picture.axes[0]
     np.testing.assert_allclose(ax.get_images()[0].get_array(), [[5 / 6, 1 / 6], [0, 1]])
@@ -144,7 +150,7 @@ def test_confusion_is_normalised_by_row_and_says_the_accuracy(make_run: Any, tmp
 
 
 def test_wrong_predictions_have_a_red_frame_on_the_board(make_run: Any, tmp_path: Path) -> None:
-    pixels = np.asarray(boards(make_run(tmp_path / "run"))["predictions.png"])
+    pixels = np.asarray(sample_image_grids(make_run(tmp_path / "run"))["predictions.png"])
     high, wide = 8 * 12, 6 * 12  # twelve pixels for each of a sample
     assert pixels.shape == (2 * (high + GAP) + GAP, 2 * (wide + GAP) + GAP, 3)
     first = pixels[GAP : GAP + high, GAP : GAP + wide]
@@ -156,12 +162,12 @@ def test_wrong_predictions_have_a_red_frame_on_the_board(make_run: Any, tmp_path
 
 def test_long_names_keep_what_differs() -> None:
     names = [f"a quite long class name of species {number}" for number in range(30)]
-    assert len(set(map(shorten, names))) == 30
-    assert shorten("cat") == "cat"
+    assert len(set(map(shorten_middle, names))) == 30
+    assert shorten_middle("cat") == "cat"
 
 
 def test_a_damaged_samples_file_is_named(make_run: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     run.samples.write_bytes(b"not safetensors")
     with refused(DataError, "samples.safetensors"):
-        draw_run(run)
+        draw_run_plots(run)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.plots.chart_pages import charts_in
-from trainrun.plots.compare import compare
+from trainrun.plots.compare import compare_runs
 from trainrun.plots.report import draw_report
 
 EVIL = '<script>alert("x")</script>&'
@@ -119,7 +119,7 @@ def test_a_report_while_the_run_goes_on_and_of_a_bare_folder(open_run: Any) -> N
 
 def test_a_comparison_shows_only_what_differs(make_run: Any, tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "a", "one", 0.001), make_run(tmp_path / "b", "two", 0.01)]
-    result = compare(runs, tmp_path / "out")
+    result = compare_runs(runs, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["compare.html"]
     head, first, second = result.table.splitlines()
     assert head.split() == ["run", "best", "optimizer.lr", "step", "time", "speed", "val/loss"]
@@ -138,7 +138,7 @@ def test_the_best_run_of_a_comparison_is_marked(make_run: Any, tmp_path: Path) -
         run.metrics.write_text(
             run.metrics.read_text().replace('"value": 0.98', f'"mode": "max", "value": {value}')
         )
-    rows = compare(runs, tmp_path / "out").table.splitlines()[1:]
+    rows = compare_runs(runs, tmp_path / "out").table.splitlines()[1:]
     assert ["(best)" in row for row in rows] == [False, True, False]
 
 
@@ -147,5 +147,5 @@ def test_a_run_without_config_or_metrics_can_be_compared(
 ) -> None:
     run, file = open_run
     file.close()
-    result = compare([make_run(tmp_path / "a"), run], tmp_path)
+    result = compare_runs([make_run(tmp_path / "a"), run], tmp_path)
     assert result.table.splitlines()[2].split() == ["run", "-", "-", "-", "-", "-"]

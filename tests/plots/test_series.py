@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from trainrun.plots.series import (
     Series,
+    column_names,
+    column_series,
     exponential_mean,
-    names_in,
-    series_of,
-    smoothed,
-    thinned,
+    moving_average,
+    thin_curve,
 )
 
 
@@ -26,11 +26,11 @@ def series(*values: float) -> Series:
 
 def test_a_column_is_sorted_by_step_and_rows_without_it_are_left_out() -> None:
     rows = [{"step": 4, "a": 4}, {"step": 2, "a": 2.0}, {"step": 3, "b": 1}, {"step": 5, "a": "text"}]
-    found = series_of(rows, "a")
+    found = column_series(rows, "a")
     assert found.steps.tolist() == [2, 4]
     assert found.values.tolist() == [2, 4]
-    assert len(series_of(rows, "missing")) == 0
-    assert names_in(rows) == ["step", "a", "b"]
+    assert len(column_series(rows, "missing")) == 0
+    assert column_names(rows) == ["step", "a", "b"]
 
 
 @settings(derandomize=True, deadline=None)
@@ -62,8 +62,8 @@ def noisy(count: int, seed: int = 0) -> Series:
 
 
 def test_few_values_are_shown_as_they_are() -> None:
-    assert smoothed(noisy(199), 20) is None
-    assert smoothed(noisy(200), 20) is not None
+    assert moving_average(noisy(199), 20) is None
+    assert moving_average(noisy(200), 20) is not None
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def test_few_values_are_shown_as_they_are() -> None:
 @pytest.mark.parametrize("count", [200, 1000, 5000])
 def test_schedules_are_never_averaged(curve: Callable[[Any], Any], count: int) -> None:
     x = np.arange(count) / count
-    assert smoothed(Series(np.arange(count), curve(x)), 20) is None
+    assert moving_average(Series(np.arange(count), curve(x)), 20) is None
 
 
 def test_spike_hides_nothing_on_a_logarithmic_axis() -> None:
     curve = noisy(400)
     curve.values[100] = 1e8
-    mean = smoothed(curve, 20, log=True)
+    mean = moving_average(curve, 20, log=True)
     assert mean is not None
     assert mean.values[105] < 10
     assert mean.values[125] < 0.1
@@ -92,7 +92,7 @@ def test_thinning_keeps_extremes_ends_and_order() -> None:
     values = np.sin(np.arange(300_000) / 5000)
     values[123_456], values[200_001] = 50.0, -50.0
     values[7] = np.nan
-    thin = thinned(Series(np.arange(300_000.0), values))
+    thin = thin_curve(Series(np.arange(300_000.0), values))
     assert 1000 < len(thin) <= 2000
     assert thin.steps[thin.values.argmax()] == 123_456
     assert thin.steps[thin.values.argmin()] == 200_001

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainrun.plots.history import read_history
-from trainrun.plots.time_stack import ledger_picture, time_blocks
+from trainrun.plots.time_stack import draw_phase_shares, phase_seconds_by_block
 from trainrun.timing.phases import ACCOUNTS
 
 
@@ -17,12 +17,16 @@ def row(**seconds: float) -> dict[str, Any]:
 
 def test_blocks_are_differences_and_a_resume_counts_anew() -> None:
     rows = [row(start_up=2.0), row(start_up=2.0, data=1.0, forward=3.0), row(start_up=1.0), row(start_up=1.0)]
-    assert time_blocks(rows)[:, [0, 1, 3]].tolist() == [[2.0, 0.0, 0.0], [0.0, 1.0, 3.0], [1.0, 0.0, 0.0]]
-    assert time_blocks([]).shape == (0, len(ACCOUNTS))
+    assert phase_seconds_by_block(rows)[:, [0, 1, 3]].tolist() == [
+        [2.0, 0.0, 0.0],
+        [0.0, 1.0, 3.0],
+        [1.0, 0.0, 0.0],
+    ]
+    assert phase_seconds_by_block([]).shape == (0, len(ACCOUNTS))
 
 
 def test_the_picture_names_what_is_large(make_run: Any, tmp_path: Any) -> None:
-    picture = ledger_picture(read_history(make_run(tmp_path / "run")))
+    picture = draw_phase_shares(read_history(make_run(tmp_path / "run")))
     assert picture is not None
     (ax,) = picture.axes
     legend = [text.get_text() for text in picture.legends[0].get_texts()]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from trainrun.errors import ConfigError, PluginError
-from trainrun.optimizer.build_optimizer import start_momentum
-from trainrun.optimizer.plain_step import plain_step
+from trainrun.optimizer.build_optimizer import start_momentum_at_zero
+from trainrun.optimizer.plain_step import build_plain_step
 from trainrun.parallel.single import Single
 from trainrun.precision.autocast import (
     PrecisionOptions,
@@ -90,7 +90,7 @@ def test_a_bad_first_step_leaves_no_state_behind(name: str, fused: bool, lazy: b
     model = network()
     optimizer = OPTIMIZERS[name](model.parameters(), fused)
     precision = Update(model, CPU, lazy=lazy)
-    start_momentum(optimizer)
+    start_momentum_at_zero(optimizer)
     before = frozen(model, optimizer)
     feed(precision, model, float("nan"))
     assert precision.optimizer_step(optimizer, want_norm=False).skipped
@@ -347,7 +347,7 @@ def test_the_plain_step_of_torchs_optimizers_updates_as_the_wrapped_one(name: st
     for wrapped in (False, True):
         parameter = nn.Parameter(torch.linspace(-1, 1, 7))
         optimizer = getattr(torch.optim, name)([parameter], lr=0.1)
-        step = optimizer.step if wrapped else plain_step(optimizer)
+        step = optimizer.step if wrapped else build_plain_step(optimizer)
         assert (step == optimizer.step) == wrapped
         for scale in (1.0, -0.5, 2.0):
             parameter.grad = torch.cos(parameter.detach() * scale)
@@ -364,7 +364,7 @@ def test_hooks_schedulers_and_foreign_optimizers_keep_their_own_step() -> None:
     own, hooked, scheduled = Own([parameter]), torch.optim.SGD([parameter]), torch.optim.SGD([parameter])
     hooked.register_step_post_hook(lambda *_: None)
     torch.optim.lr_scheduler.StepLR(scheduled, 1)
-    assert all(plain_step(optimizer) == optimizer.step for optimizer in (own, hooked, scheduled))
+    assert all(build_plain_step(optimizer) == optimizer.step for optimizer in (own, hooked, scheduled))
 
 
 class Halves(Single):

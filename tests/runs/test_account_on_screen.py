@@ -16,7 +16,7 @@ from trainrun.monitor.evaluation_table import position_cells
 from trainrun.monitor.metric_rows import read_metric_rows
 from trainrun.monitor.run_lines import bottleneck_line, end_lines
 from trainrun.output import format_duration, format_quantity
-from trainrun.plots.time_stack import time_blocks
+from trainrun.plots.time_stack import phase_seconds_by_block
 from trainrun.runs import run
 from trainrun.timing.phases import ACCOUNTS
 
@@ -47,7 +47,7 @@ def test_shares_of_the_last_line_and_of_the_picture_are_those_of_the_account(fin
     shares = shares_of(line.partition(":")[2])
     assert shares
     assert shares == {name: round(100 * ledger[name] / total) for name in shares}
-    drawn = time_blocks(rows).sum(axis=0)  # what plots/time.png shows
+    drawn = phase_seconds_by_block(rows).sum(axis=0)  # what plots/time.png shows
     assert dict(zip(ACCOUNTS, drawn, strict=True)) == pytest.approx(
         {name: ledger.get(name, 0.0) for name in ACCOUNTS}, abs=1e-5
     )

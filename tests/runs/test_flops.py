@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trainrun.monitor.run_lines import compute_line
 from trainrun.summary import at_end
-from trainrun.summary.flops import Work, data_sheet_flops, flop_counter, flops_per_item, measured_work
+from trainrun.summary.flops import Work, data_sheet_flops, flop_counter, flops_per_item, measure_work
 
 
 def test_an_mlp_counts_as_by_hand():
@@ -47,7 +47,7 @@ def test_counting_moves_nothing():
     run.model.layers.extend([nn.BatchNorm1d(exact_parts.CLASSES), nn.Dropout()])
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     random = torch.get_rng_state()
-    work = measured_work(run)
+    work = measure_work(run)
     assert work is not None
     assert work.flops > 0
     assert torch.equal(torch.get_rng_state(), random)
@@ -58,7 +58,7 @@ def test_counting_moves_nothing():
 def test_a_model_that_cannot_be_repeated_gives_no_figure():
     run = exact_parts.parts_of((), batch_size=4)
     run.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
-    assert measured_work(run) is None
+    assert measure_work(run) is None
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_repeated_gives_no_figure():
 )
 def test_mfu_is_by_the_data_sheet_of_a_known_gpu(name, dtype, peak):
     assert data_sheet_flops(name, dtype) == peak
-    facts = at_end.compute_facts(Work(4e9, peak), 1e4)
+    facts = at_end.flop_facts(Work(4e9, peak), 1e4)
     assert facts.get("mfu", 0) == (4e13 / peak if peak else 0)
     if peak:
         share = f"{4e15 / peak:.1f} % (of {peak / 1e12:.0f} TFLOP/s, by the data sheet)"

@@ -72,6 +72,6 @@ def test_nothing_is_drawn_where_nobody_wants_pictures(workdir: Path) -> None:
 def test_fault_of_a_picture_hides_no_failure(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainrun.plots import draw
 
-    monkeypatch.setattr(draw, "draw", lambda run: 1 / 0)
+    monkeypatch.setattr(draw, "draw_all_plots", lambda run: 1 / 0)
     assert main([*WORDS, HOOK, "hook.end.kind=fault"]) == 1
     assert '"failed"' in (workdir / "run" / "status.json").read_text()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import trainrun as package
-from trainrun.plots.prediction_pictures import read_samples, read_task_pictures
+from trainrun.plots.prediction_pictures import read_sample_predictions, read_task_pictures
 from trainrun.task.segmentation import compute_picture_iou
 
 WORDS = ("monitor.hardware=false", "monitor.progress_bar=false", "monitor.plots=true", "trainer.num_threads=1",
@@ -42,7 +42,7 @@ def test_confusion_matrix_and_samples_are_of_the_best_checkpoint(workdir: Path) 
     assert right > 0.8
     last = run.load_model("last")
     assert all(not parameter.any() for parameter in last.parameters())  # the run's own weights are untouched
-    samples = read_samples(run.files)
+    samples = read_sample_predictions(run.files)
     assert samples is not None
     assert samples.images.shape == (18, 1, 8, 8)
     assert samples.confidence is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainrun.monitor.run_lines import bottleneck_line
-from trainrun.summary.at_end import hint, limit_facts
+from trainrun.summary.at_end import bottleneck_hint, limit_facts
 from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
 from trainrun.timing.phases import Session
 from trainrun.train_state import TrainState
@@ -77,6 +77,8 @@ FINE = {"start-up": 50.0, "plots": 30.0, "forward": 40.0, "backward": 50.0, "dat
     ],
 )  # fmt: skip
 def test_one_hint_where_something_takes_over_a_tenth(change, padding, expected):
-    line = hint(FINE | change, padding, ["model=mlp", "hydra.run.dir=x", "data.path=a b", "run_name=me"])
+    line = bottleneck_hint(
+        FINE | change, padding, ["model=mlp", "hydra.run.dir=x", "data.path=a b", "run_name=me"]
+    )
     assert line.startswith(expected) if expected else line == ""
     assert "hydra" not in line

@@ -161,7 +161,7 @@ def test_what_a_script_did_before_its_exec_is_not_the_runs_time():
 
 def test_the_rows_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trainrun.plots.draw.start_drawing", lambda run: "")  # another process draws
+    monkeypatch.setattr("trainrun.plots.draw.start_drawing_process", lambda run: "")  # another process draws
     began = time.perf_counter()
     run = train("trainer.max_epochs=2", "monitor.hardware=false")
     wall = time.perf_counter() - began

@@ -16,7 +16,7 @@ from quiet_runs import QUIET, losses, train, weights
 import trainrun as package
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
-from trainrun.plots.page import written
+from trainrun.plots.page import text_samples_table
 
 pytestmark = pytest.mark.train
 
@@ -61,7 +61,9 @@ def test_epochs_are_counted_and_without_validation_it_begins_with_a_line(book: P
     ((row),) = samples_of("run")
     assert row["step"] == 6
     assert row["prompt"] == "\n"
-    page = written([{"step": 5, "prompt": "<a>", "text": "b\n"}, {"step": 6, "prompt": "c", "text": "d"}])
+    page = text_samples_table(
+        [{"step": 5, "prompt": "<a>", "text": "b\n"}, {"step": 6, "prompt": "c", "text": "d"}]
+    )
     assert page.index("step 6") < page.index('<td class="text"><b>&lt;a&gt;</b>b\n</td>')
 
 
@@ -153,7 +155,7 @@ def test_a_sequence_vae_shows_lines_beside_what_their_codes_become(book: Path, t
     lines = (book / "book.txt").read_text(encoding="utf-8").splitlines()
     assert all(str(row["original"]).strip() in lines for row in rows)
     assert all(isinstance(row["rebuilt"], str) for row in rows)
-    page = written([{"step": 3, "original": "<b>&", "rebuilt": "<script>"}])
+    page = text_samples_table([{"step": 3, "original": "<b>&", "rebuilt": "<script>"}])
     assert "<b>&lt;b&gt;&amp;</b><br>&lt;script&gt;</td>" in page
 
 

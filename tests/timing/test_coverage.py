@@ -11,8 +11,8 @@ import pytest
 from trainrun.timing.paired import (
     BASE,
     Ratio,
-    Rules,
-    Spent,
+    StoppingRules,
+    TimedItems,
     compare_in_turns,
     half_interval,
     ratio_of_processes,
@@ -74,7 +74,7 @@ def test_interval_of_totals_covers_what_it_claims(turns: int) -> None:
     covered = 0
     for own, first, second in zip(items, seconds[0] * truth, seconds[1], strict=True):
         pairs = [
-            (Spent(one, number), Spent(other, number))
+            (TimedItems(one, number), TimedItems(other, number))
             for one, other, number in zip(first, second, own, strict=True)
         ]
         covered += holds(ratio_of_totals(pairs), truth)
@@ -93,7 +93,7 @@ def turn_of_speed(speed: float, draw: Callable[[], float]) -> Callable[[], float
     return lambda: math.exp(draw()) / speed
 
 
-def compared_in_turns(seed: int, speeds: dict[str, float], rules: Rules):
+def compared_in_turns(seed: int, speeds: dict[str, float], rules: StoppingRules):
     """Compare candidates of these speeds with a base of speed 1; each turn has noise of its own."""
     rng = np.random.default_rng(seed)
     luck = iter(rng.normal(0, NOISE, 1000).tolist())
@@ -106,7 +106,7 @@ def test_comparison_that_stops_when_it_is_clear_keeps_its_confidence(confidence:
     """It is looked at after 3, 6, 12 and 24 pairs, and ends at the first look that shows a difference."""
     truth, repeats, covered, lengths = 1.03, 600, 0, set()
     for seed in range(repeats):
-        comparison = compared_in_turns(seed, {"other": truth}, Rules(smallest=0.0))
+        comparison = compared_in_turns(seed, {"other": truth}, StoppingRules(smallest=0.0))
         lengths.add(len(comparison.pairs["other"]))
         covered += holds(comparison.ratio("other", confidence), truth)
     assert len(lengths) >= 3  # it did end at several looks
@@ -120,7 +120,7 @@ def test_no_candidate_is_taken_more_often_than_allowed_where_none_is_faster(
     """Half of what the interval may miss lies on the side that would take a candidate."""
     repeats, taken = 800, 0
     for seed in range(repeats):
-        rules = Rules(smallest=0.0, least_pairs=3)
+        rules = StoppingRules(smallest=0.0, least_pairs=3)
         taken += compared_in_turns(seed, dict.fromkeys(names, 1.0), rules).best(0.0, confidence) != BASE
     assert taken / repeats <= (1 - confidence) / 2 + 0.01
 

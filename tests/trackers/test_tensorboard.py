@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from things import rows_of
 
 from trainrun.cli.main import main
-from trainrun.trackers.sender import scalars_of
+from trainrun.trackers.sender import iterate_scalars
 from trainrun.trackers.tensorboard import TensorBoard
 
 pytestmark = pytest.mark.process
@@ -76,5 +76,7 @@ def test_runs_that_share_a_place_have_a_folder_each(workdir: Path) -> None:
 
 
 def test_what_is_no_number_is_no_curve() -> None:
-    assert list(scalars_of({"kind": "end", "step": 1, "time": 0.0, "summary": {"value": 1.0}})) == []
-    assert dict(scalars_of({"kind": "eval", "step": 1, "time": 0.0, "val/loss": 2.0})) == {"val/loss": 2.0}
+    assert list(iterate_scalars({"kind": "end", "step": 1, "time": 0.0, "summary": {"value": 1.0}})) == []
+    assert dict(iterate_scalars({"kind": "eval", "step": 1, "time": 0.0, "val/loss": 2.0})) == {
+        "val/loss": 2.0
+    }

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from trainrun.model.mlp import Mlp
-from trainrun.transform.compile import broken_library, compile_model, gpu_compiler_problem, keep_gradients
+from trainrun.transform.compile import (
+    compile_model,
+    copy_gradients,
+    delete_truncated_library,
+    gpu_compiler_problem,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -170,9 +175,11 @@ def test_compiled_code_that_is_cut_short_is_removed_and_said(tmp_path: Path) -> 
     library.touch()
     with pytest.raises(OSError, match="file too short") as caught:
         ctypes.CDLL(str(library))
-    assert "run the same command again" in broken_library(RuntimeError(f"InductorError: {caught.value}"))
+    assert "run the same command again" in delete_truncated_library(
+        RuntimeError(f"InductorError: {caught.value}")
+    )
     assert not library.exists()
-    assert broken_library(RuntimeError("another")) == ""
+    assert delete_truncated_library(RuntimeError("another")) == ""
 
 
 def test_gradients_outlive_the_memory_that_they_came_in() -> None:
@@ -197,10 +204,10 @@ def test_gradients_outlive_the_memory_that_they_came_in() -> None:
         return layer.weight.grad[0].tolist()
 
     assert summed_up() == [20.0] * 3  # what was there is overwritten
-    keep_gradients(layer)
+    copy_gradients(layer)
     assert summed_up() == [11.0] * 3
     compiled = compile_model(copy.deepcopy(layer), backend="aot_eager")
-    keep_gradients(compiled)
+    copy_gradients(compiled)
     for _ in range(2):
         compiled(torch.ones(2, 3)).sum().backward()
     assert compiled.weight.grad[0].tolist() == [4.0] * 3

@@ -171,10 +171,10 @@ def test_attention_is_kept_where_it_does_not_drop(name: str) -> None:
     function = getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
     names = [argument.name for argument in function._schema.arguments]
     args = [None] * names.index("dropout_p")
-    assert recompute.is_kept(function, args, {})
-    assert recompute.is_kept(function, [*args, 0.0, True], {})
-    assert not recompute.is_kept(function, [*args, 0.1, True], {})
-    assert not recompute.is_kept(function, args, {"dropout_p": 0.1})
+    assert recompute.is_saved_product(function, args, {})
+    assert recompute.is_saved_product(function, [*args, 0.0, True], {})
+    assert not recompute.is_saved_product(function, [*args, 0.1, True], {})
+    assert not recompute.is_saved_product(function, args, {"dropout_p": 0.1})
 
 
 def test_a_copy_uses_its_own_weights() -> None:

@@ -9,7 +9,7 @@ from approved import refused
 from torch import nn
 
 from trainrun.model.gpt import Gpt
-from trainrun.transform.freeze import Frozen
+from trainrun.transform.freeze import FrozenParameters
 from trainrun.transform.lora import LoraLinear, lora, merge_lora
 
 
@@ -94,7 +94,7 @@ def test_a_weight_that_is_an_embeddings_too_is_left_alone() -> None:
         lora(model, target="2")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    Frozen(model, "1.weight").set(model, True)  # by either name
+    FrozenParameters(model, "1.weight").set(model, True)  # by either name
     assert trained(model) == ["0.bias", "1.bias"]
     assert trained(lora(nn.Sequential(model, nn.Linear(4, 2)), target="1", train="0.1.*")) == [
         "0.0.weight", "0.1.bias", "1.lora_a", "1.lora_b",
@@ -112,17 +112,17 @@ def test_layers_whose_weights_are_read_and_tied_ones_still_work() -> None:
 
 def test_freezing_by_name_and_training_again() -> None:
     model = network()
-    Frozen(model, ["0.*", "2.0.weight"]).set(model, True)
+    FrozenParameters(model, ["0.*", "2.0.weight"]).set(model, True)
     assert trained(model) == ["2.0.bias", "2.1.weight", "2.1.bias"]
     model[2][0].bias.requires_grad_(False)  # by somebody else
-    Frozen(model, "2.0.*").set(model, False)
+    FrozenParameters(model, "2.0.*").set(model, False)
     assert trained(model) == ["2.1.weight", "2.1.bias"]
 
 
 def test_a_frozen_batch_norm_keeps_its_statistics_until_it_is_trained() -> None:
     frozen_part = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model = nn.Sequential(frozen_part, nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4))
-    frozen = Frozen(model, "0.*", norms=True)
+    frozen = FrozenParameters(model, "0.*", norms=True)
     assert frozen.norms == ["0.1"]
     frozen.set(model, True)
     copied = copy.deepcopy(model)
@@ -135,11 +135,11 @@ def test_a_frozen_batch_norm_keeps_its_statistics_until_it_is_trained() -> None:
     model(torch.randn(9, 4))
     assert int(model[0][1].num_batches_tracked) == 1
     with refused(ValueError, "model.freeze_norm=true"):
-        Frozen(model, "0.0.*", norms=True)
+        FrozenParameters(model, "0.0.*", norms=True)
 
 
 def test_what_fits_nothing_is_refused_with_the_nearest_name() -> None:
     with refused(ValueError, "model.freeze=2.0.wieght", "2.0.weight"):
-        Frozen(network(), "2.0.wieght")
+        FrozenParameters(network(), "2.0.wieght")
     with refused(ValueError, "target=head"):
         lora(network(), target="head")

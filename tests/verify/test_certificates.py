@@ -19,7 +19,7 @@ from trainrun.precision.update import Update
 from trainrun.training.recovery import restore
 from trainrun.verify import continuity, run_checks
 from trainrun.verify.certificate import FAIL, NONE, PASS, NotApplicable, different_leaves, largest_difference
-from trainrun.verify.run_checks import checks
+from trainrun.verify.run_checks import build_checks
 from trainrun.verify.trials import Outcome, Trials
 
 WORDS = (
@@ -49,7 +49,7 @@ def table_of(tmp_path, *words):
     named = {word.partition("=")[0] for word in words}
     base = SEQUENCES if "data.train._target_=subjects.Sequences" in words else WORDS
     config = compose_run([*(word for word in base if word.partition("=")[0] not in named), *words]).config
-    return checks(config, Trials(config, tmp_path, lambda about: None), tmp_path)
+    return build_checks(config, Trials(config, tmp_path, lambda about: None), tmp_path)
 
 
 def verdict(tmp_path, check, *words):
@@ -243,7 +243,7 @@ def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch, split):
         sets = ("data.val.day._target_=subjects.samples", "data.val.night._target_=subjects.samples")
         words = (*(word for word in WORDS if not word.startswith("data.val.")), *sets)
     config = compose_run([*words, "seed=42"]).config
-    check = checks(config, Trials(config, tmp_path, lambda about: None), tmp_path)["evaluation"]
+    check = build_checks(config, Trials(config, tmp_path, lambda about: None), tmp_path)["evaluation"]
     assert check().state == PASS
     plant(monkeypatch, continuity, "evaluate", padded)
     assert check().state == FAIL

@@ -30,7 +30,7 @@ def subjects_can_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     """The rows of a model; those named alone are made."""
-    checks = run_checks.checks
+    checks = run_checks.build_checks
 
     def chosen(model: str, *names: str) -> dict[str, Certificate]:
         def some(*about: Any) -> dict[str, run_checks.Check]:
@@ -38,9 +38,9 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
             assert len(every) == TITLES
             return {name: every[name] for name in names or every}
 
-        monkeypatch.setattr(run_checks, "checks", some)
+        monkeypatch.setattr(run_checks, "build_checks", some)
         config = compose_run([*WORDS, *model.split()]).config
-        return {one.name: one for one in run_checks.certificates(config, lambda about: None)}
+        return {one.name: one for one in run_checks.iterate_certificates(config, lambda about: None)}
 
     return chosen
 

@@ -147,7 +147,7 @@ def test_a_run_that_is_removed_meanwhile_or_is_damaged_does_not_end_the_list(
     for name in ("leaves", "sweep"):
         make(tmp_path / name)
     write_json(tmp_path / "sweep/sweep.json", {"calls": [], "jobs": []})
-    whole_list = ls_command.run_folders_below
+    whole_list = ls_command.find_folders
 
     def list_and_remove(folder: Path, depth: int) -> list[Path]:
         paths = list(whole_list(folder, depth))
@@ -155,9 +155,9 @@ def test_a_run_that_is_removed_meanwhile_or_is_damaged_does_not_end_the_list(
             shutil.rmtree(tmp_path / name)
         return paths
 
-    monkeypatch.setattr(ls_command, "run_folders_below", list_and_remove)
+    monkeypatch.setattr(ls_command, "find_folders", list_and_remove)
     monkeypatch.setattr(
-        ls_command, "is_run", lambda folder: folder.name != "sweep"
+        ls_command, "is_run_or_sweep", lambda folder: folder.name != "sweep"
     )  # it was there a moment ago
     monkeypatch.setattr(ls_command, "is_sweep", lambda folder: folder.name == "sweep")
     rows = listed(capsys, str(tmp_path), "--filter", "lr<1")

@@ -22,7 +22,7 @@ from trainrun.cli.main import main
 from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.live import follow
 from trainrun.live.follow import Follower
-from trainrun.watch.live_page import live_page
+from trainrun.watch.live_page import build_live_page
 from trainrun.watch.live_page import main as draw_pages
 from trainrun.watch.screen import RunsView, SweepView
 
@@ -71,7 +71,7 @@ def test_rows_are_read_as_they_come_and_again_where_a_resume_cut_them(tmp_path: 
     run.metrics.write_text(text[:-20])  # the last line is being written
     told.read()
     assert (told.step, told.latest["train/loss"], list(told.notes)) == (100, 0.01, [])
-    assert told.place() == "step 100/200  50 %  10 s left"
+    assert told.position_text() == "step 100/200  50 %  10 s left"
     assert told.share_waiting == 0.25
     run.metrics.write_text(text)
     told.read()
@@ -224,7 +224,7 @@ def test_the_page_reloads_itself_while_the_run_goes_on_and_escapes_everything(tm
     run = make(tmp_path / "a")
     told = Follower(run)
     told.read()
-    page = live_page(told, goes_on=True)
+    page = build_live_page(told, reloads=True)
     assert '<body data-reload="5">' in page
     assert "<b>mine" not in page
     assert "saved <i>" not in page

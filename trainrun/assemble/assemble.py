@@ -91,7 +91,7 @@ from trainrun.interfaces import (
 )
 from trainrun.model.choices import WORDS
 from trainrun.monitor.metric_logger import MetricLogger
-from trainrun.optimizer.ema import Ema, OwnAverage
+from trainrun.optimizer.ema import Ema, OptimizerAverage
 from trainrun.optimizer.plain_step import switching_optimizers
 from trainrun.precision.autocast import PrecisionOptions, build_precision
 from trainrun.precision.update import Update
@@ -238,7 +238,7 @@ class UpdateParts:
     schedule: Schedule | JoinedSchedules
     precision: Precision
     optimizers: dict[str, NamedOptimizer]
-    average: Ema | OwnAverage | None
+    average: Ema | OptimizerAverage | None
 
 
 def build_components(config: RunConfig, context: RunContext) -> tuple[Components, RunFacts]:
@@ -292,9 +292,9 @@ def resolve_data_settings(config: RunConfig, context: RunContext, notes: StartNo
     config = set_accumulation(config, context.parallel.world_size)
     if "bpe:" not in str(config.data.train):
         return config
-    from trainrun.sampling.run_tokenizer import with_tokenizer
+    from trainrun.sampling.run_tokenizer import apply_run_tokenizer
 
-    return with_tokenizer(config, context.run, context.parallel, notes.choices)
+    return apply_run_tokenizer(config, context.run, context.parallel, notes.choices)
 
 
 def load_data_sets(config: RunConfig, context: RunContext, notes: StartNotes) -> DataSets:
@@ -425,7 +425,7 @@ def build_update(
     )
 
 
-def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Ema | OwnAverage | None:
+def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Ema | OptimizerAverage | None:
     """Return the averaged weights that evaluations use; None without any.
 
     They come from `trainer.ema`, or from an optimizer that averages the weights itself.
@@ -437,7 +437,7 @@ def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> 
         return Ema(model, wanted.decay, wanted.update_every_n_steps)
     if not switching:
         return None
-    return OwnAverage(model, switching)
+    return OptimizerAverage(model, switching)
 
 
 def build_monitors(

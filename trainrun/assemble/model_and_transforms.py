@@ -32,8 +32,8 @@ from trainrun.transform.channels_last import channels_last, guard_convolutions
 from trainrun.transform.compile import (
     WITH_CUDA_GRAPHS,
     compile_model,
+    copy_gradients,
     gpu_compiler_problem,
-    keep_gradients,
 )
 
 LAZY_WAY_OUT = "call it once at the end of its constructor"
@@ -154,10 +154,10 @@ def freeze_parameters(config: RunConfig, model: nn.Module, notes: list[str]) -> 
     words = split_model_settings(config.model)[1]
     if not words.get("freeze"):
         return None
-    from trainrun.transform.freeze import Frozen
+    from trainrun.transform.freeze import FrozenParameters
 
     with raise_as_config_error(ValueError):
-        frozen = Frozen(model, words["freeze"], words.get("freeze_norm", False))
+        frozen = FrozenParameters(model, words["freeze"], words.get("freeze_norm", False))
     until = words.get("unfreeze_at")
     notes.append(describe_unfreezing(frozen, until))
     return build_unfreezing(frozen, until, model)
@@ -313,4 +313,4 @@ def compile_model_or_blocks(model: nn.Module, config: RunConfig, device: torch.d
         )  # fmt: skip
     adds_up = config.trainer.accumulate_grad_batches > 1
     if adds_up and device.type == "cuda" and wanted.mode in WITH_CUDA_GRAPHS:
-        keep_gradients(model)
+        copy_gradients(model)

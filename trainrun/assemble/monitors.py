@@ -182,9 +182,9 @@ class RunMonitors:
             plots = import_satellite("plots.draw", "no pictures are drawn", self._note_once)
             if plots is None:
                 return False
-            beside = not (may_wait or plots.ends_with_parent())
-            drawing = plots.start_drawing if beside else plots.draw
-            for problem in (drawing(self._run), plots.write_report(self._run)):
+            beside = not (may_wait or plots.is_killed_with_parent())
+            drawing = plots.start_drawing_process if beside else plots.draw_all_plots
+            for problem in (drawing(self._run), plots.write_run_report(self._run)):
                 if problem:
                     self._note_once(problem)
         return beside

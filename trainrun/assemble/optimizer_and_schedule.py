@@ -14,7 +14,7 @@ from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.instantiate import CHECK, build_inner_nodes, check_node_arguments, import_target, named_nodes
 from trainrun.optimizer.build_optimizer import build_optimizer
-from trainrun.optimizer.groups import GroupRules, peaks_of_groups
+from trainrun.optimizer.groups import GroupRules, peak_rates
 from trainrun.output import format_count, format_duration
 from trainrun.patterns import match_names
 from trainrun.precision.update import Update
@@ -130,7 +130,7 @@ def build_node_schedule(config: RunConfig, optimizer: Optimizer, node: Any, rhyt
                 [scaled(rate)[0] for rate in value] if isinstance(value, list) else scaled(value)[0]
             )
     if len(optimizer.param_groups) > 1 and str(node["_target_"]).startswith("torch."):
-        keywords |= peaks_of_groups(keywords, optimizer)
+        keywords |= peak_rates(keywords, optimizer)
     tried = {**keywords, "_target_": node["_target_"], "mode": "min"}  # a class of one's own may fix its mode
     if tried["_target_"].endswith(".ReduceLROnPlateau") and not check_node_arguments(
         tried, "", ["optimizer"]

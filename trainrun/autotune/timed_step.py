@@ -110,9 +110,9 @@ def choose_fastest(
     if not fitting:
         return None
     base = usual if usual in fitting else next(iter(fitting))
-    from trainrun.timing.paired import Rules, compare_in_turns
+    from trainrun.timing.paired import StoppingRules, compare_in_turns
 
-    rules = Rules(smallest, limit, 1, ROUNDS, ROUNDS, MOST_ROUNDS)
+    rules = StoppingRules(smallest, limit, 1, ROUNDS, ROUNDS, MOST_ROUNDS)
     others = {name: turn for name, turn in fitting.items() if name != base}
     comparison = compare_in_turns(fitting[base], others, rules, lambda: clock() - began)
     speeds = comparison.speeds(base)

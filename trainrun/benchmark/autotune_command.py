@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from trainrun.benchmark.run_overrides import begin
+from trainrun.benchmark.run_overrides import parse_command
 from trainrun.cli.run_arguments import Parser, parse_flags_and_overrides, split_budget_option
 
 SEARCH_SECONDS, TABLE_SECONDS = 120.0, 180.0
@@ -25,17 +25,17 @@ FINDERS = {
 
 def main(argv: list[str]) -> int:
     if argv[:1] in (["lr"], ["batch"]):
-        return find(argv[0], argv[1:])
+        return find_lr_or_batch(argv[0], argv[1:])
     default = TABLE_SECONDS if "--table" in argv else SEARCH_SECONDS
     argv, budget = split_budget_option(argv, default, "autotune")
     wish, words = parse_flags_and_overrides(autotune_parser(), argv)
-    typed, folder = begin("autotune", words)  # mistakes are answered without torch
+    typed, folder = parse_command("autotune", words)  # mistakes are answered without torch
     from trainrun.benchmark.tune.autotune_session import search_settings
 
     return search_settings(wish, typed, budget, folder)
 
 
-def find(what: str, argv: list[str]) -> int:
+def find_lr_or_batch(what: str, argv: list[str]) -> int:
     """`trainrun autotune lr` and `trainrun autotune batch`."""
     argv, budget = (
         split_budget_option(argv, SEARCH_SECONDS, f"autotune {what}") if what == "batch" else (argv, 0.0)

@@ -35,7 +35,7 @@ class Budget:
         return self._began + until * self.seconds
 
 
-def steps_for(take: Take, seconds: float = TURN_SECONDS) -> int:
+def find_steps_per_turn(take: Take, seconds: float = TURN_SECONDS) -> int:
     """Return how many steps take about so long, found by doubling, which costs about twice that.
 
     A turn that ends before all of its steps are done has no time for more.
@@ -56,7 +56,7 @@ def warm_up_steps(steps: int) -> int:
     return 1 if steps < 4 else 2
 
 
-class PacedTurns:
+class TimedTurns:
     """Turns of one thing that take about so long, however fast it is: each follows the pace of the last few.
 
     multiple: of the steps of every turn.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainrun.benchmark.run_overrides import begin
+from trainrun.benchmark.run_overrides import parse_command
 from trainrun.cli.run_arguments import Parser, parse_flags_and_overrides, split_budget_option
 
 BUDGET_SECONDS = 40.0
@@ -16,7 +16,7 @@ ABOUT = (
 def main(argv: list[str]) -> int:
     argv, seconds = split_budget_option(argv, BUDGET_SECONDS, "diagnose")
     wish, words = parse_flags_and_overrides(diagnose_parser(), argv)
-    typed, folder = begin("diagnose", words)  # mistakes are answered without torch
+    typed, folder = parse_command("diagnose", words)  # mistakes are answered without torch
     from trainrun.benchmark.diagnose.diagnosis_report import report_diagnosis
 
     return report_diagnosis(typed, seconds, wish.trace, folder)

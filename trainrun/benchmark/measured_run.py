@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any, Final
 
-from trainrun.benchmark.budget import TURN_SECONDS, steps_for, warm_up_steps
+from trainrun.benchmark.budget import TURN_SECONDS, find_steps_per_turn, warm_up_steps
 from trainrun.benchmark.worker_messages import SAVING, VALIDATING, RunInfo, Save, Turn, Validate
 from trainrun.benchmark.worker_process import WorkerFailed
 from trainrun.config.schema import RunConfig
@@ -22,7 +22,7 @@ LEAST_AHEAD: Final = 3  # steps of a turn at least: not all of its batches may h
 VALIDATION, CHECKPOINT = "validation", "checkpoint"
 
 
-def steps_between(config: RunConfig, info: RunInfo, step_seconds: float) -> dict[str, float]:
+def rare_work_intervals(config: RunConfig, info: RunInfo, step_seconds: float) -> dict[str, float]:
     """Return the steps from one validation to the next, and from one checkpoint to the next, if there are any."""
     intervals = {VALIDATION: info.val_every} if info.val_every else {}
     keep, saves_a_step = config.checkpoint, 0.0
@@ -36,7 +36,9 @@ def steps_between(config: RunConfig, info: RunInfo, step_seconds: float) -> dict
     return intervals
 
 
-def rare_costs(worker: Any, intervals: dict[str, float], repeats: int = 3) -> Iterator[tuple[str, float]]:
+def measure_rare_work(
+    worker: Any, intervals: dict[str, float], repeats: int = 3
+) -> Iterator[tuple[str, float]]:
     """Yield the seconds a step of validation and of checkpoints, each timed by itself."""
     if VALIDATION in intervals:
         turns = [worker.ask(Validate()) for _ in range(min(repeats, 2))]
@@ -73,10 +75,10 @@ class MeasuredRun:
         """Choose the steps of a turn, and time what is too rare to be in one. Raises WorkerFailed."""
         least = LEAST_AHEAD if self.info.reads_ahead else 1
         self.worker.train(1, 1)  # compiles, if the run does
-        steps = max(least, steps_for(self.worker.train, self._turn_seconds))
+        steps = max(least, find_steps_per_turn(self.worker.train, self._turn_seconds))
         turn = self.worker.train(steps, warm_up_steps(steps))
         step_seconds = turn.running_seconds / turn.steps
-        intervals = steps_between(self.config, self.info, step_seconds)
+        intervals = rare_work_intervals(self.config, self.info, step_seconds)
         most_steps = LONGEST_TURN * self._turn_seconds / step_seconds
         inside = {name: every for name, every in intervals.items() if every <= most_steps}
         if inside:  # a turn holds the rarer of the two a whole number of times
@@ -86,9 +88,9 @@ class MeasuredRun:
         self._variant = "+".join(variants[name] for name in inside)
         self._steps, self._warm = steps, warm_up_steps(steps)
         outside = {name: every for name, every in intervals.items() if name not in inside}
-        self._rare = sum(seconds for _, seconds in rare_costs(self.worker, outside))
+        self._rare = sum(seconds for _, seconds in measure_rare_work(self.worker, outside))
 
-    def item_seconds(self) -> float:
+    def measure_item_seconds(self) -> float:
         """Take a turn; infinite if the run failed, and then `error` says why."""
         try:
             turn: Turn = self.worker.train(self._steps, self._warm, self._variant)
@@ -96,13 +98,13 @@ class MeasuredRun:
             self.error = str(error).strip().splitlines()[-1]
             return math.inf
         self.peak_bytes = max(self.peak_bytes, turn.peak_bytes)
-        seconds = turn.running_seconds + turn.steps * self._seconds_beside(turn)
+        seconds = turn.running_seconds + turn.steps * self._rare_seconds_per_step(turn)
         self.items_per_second = turn.items / seconds
         if self.info.sample_positions and turn.positions:  # a few batches may be long or short
             return seconds / turn.positions * self.info.sample_positions
         return seconds / turn.items
 
-    def _seconds_beside(self, turn: Turn) -> float:
+    def _rare_seconds_per_step(self, turn: Turn) -> float:
         """Return the seconds a step of what no turn holds."""
         total_steps = self.info.total_steps
         once = (turn.compile_seconds + self._slow_start) / total_steps if total_steps else 0.0

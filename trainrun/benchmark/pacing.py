@@ -11,7 +11,7 @@ from typing import Any
 
 from trainrun.data.engines.stream import Around
 from trainrun.interfaces import Batches, MicroBatch
-from trainrun.summary.throughput_limits import real_positions
+from trainrun.summary.throughput_limits import find_padding_mask
 from trainrun.train_state import TrainState
 from trainrun.training.triggers import Due
 
@@ -94,14 +94,14 @@ class OpenStream(Around):
         if self._open is None or (self._epoch, self._at) != (epoch, start):
             self._end()
             self._open, self._epoch, self._at = self._batches.epoch(epoch, start), epoch, start
-        return self._counted(self._open)
+        return self._count_positions(self._open)
 
-    def _counted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def _count_positions(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         for batch in batches:
             self._at += 1
             if self.keeps:
                 self.kept.append(batch)
-            mask = real_positions(batch.data)
+            mask = find_padding_mask(batch.data)
             self.positions += 0 if mask is None else mask.numel()
             yield batch
 
@@ -129,6 +129,6 @@ class FirstBatches(Around):
             if time.monotonic() >= end:
                 break
 
-    def times_longer(self) -> float:
+    def extrapolation_factor(self) -> float:
         """Return how much longer all batches take than those that were given."""
         return max(1.0, (self.num_batches or self._given) / max(self._given, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from trainrun.benchmark.run_overrides import config_of, replace_overrides
+from trainrun.benchmark.run_overrides import compose_config, replace_overrides
 from trainrun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,10 +124,10 @@ def remedies_for(what_if: WhatIf, diagnosis: Diagnosis) -> tuple[Remedy, ...]:
 
 def new_settings(remedies: Iterable[Remedy], overrides: Sequence[str]) -> list[Remedy]:
     """Return those that give another config than these overrides, each config once, and a valid one."""
-    configs, remaining = [config_of(overrides)], []
+    configs, remaining = [compose_config(overrides)], []
     for remedy in remedies:
         try:
-            config = config_of(replace_overrides(overrides, remedy.overrides))
+            config = compose_config(replace_overrides(overrides, remedy.overrides))
         except ConfigError:
             continue
         if config not in configs:

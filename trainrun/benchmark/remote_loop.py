@@ -69,7 +69,7 @@ class RemoteLoop:
         worker = Worker(run, state, self._folder)
         try:
             if leads:
-                connection.send(info_of(run))
+                connection.send(describe_run(run))
             while True:
                 message = None
                 with contextlib.suppress(EOFError):  # the command is gone
@@ -87,7 +87,7 @@ class RemoteLoop:
             worker.close()
 
 
-def info_of(run: Components) -> RunInfo:
+def describe_run(run: Components) -> RunInfo:
     """Describe the run before its first step."""
     config, device, train = run.config, run.parallel.device, run.train
     opened = train if isinstance(train, OpenedStream) else None
@@ -139,11 +139,11 @@ class Worker:
             case Train():
                 return self._train(message)
             case Load():
-                return self._load(message)
+                return self._measure_loading(message)
             case Validate():
-                return self._validate()
+                return self._measure_validation()
             case Save():
-                return self._save()
+                return self._measure_checkpoint()
             case RateRange():
                 return self._rate_range(message)
             case Profile():
@@ -156,15 +156,15 @@ class Worker:
         self._stream.close()
 
     def _train(self, message: Train) -> Turn:
-        run, state = self._variant(message.variant)
-        self._rewind(run, state)
+        run, state = self._build_variant(message.variant)
+        self._allow_more_steps(run, state)
         if message.restart:
             self._snapshot.restart()
         if CACHED in message.variant.split("+"):
             return self._train_cached(message, run, state)
         own = self._state
         state.epoch, state.batches = own.epoch, own.batches
-        turn = self._turn(message, run, state, max(message.warm, self._steps_ahead * self._refilled))
+        turn = self._measure_turn(message, run, state, max(message.warm, self._steps_ahead * self._refilled))
         own.epoch, own.batches = state.epoch, state.batches  # one stream, which stays open
         self._refilled = False
         return turn
@@ -173,9 +173,9 @@ class Worker:
         workers = psutil.Process().children(recursive=True)
         self._refilled = not workers
         with suspend_workers(workers):
-            return self._turn(message, run, state, message.warm)
+            return self._measure_turn(message, run, state, message.warm)
 
-    def _turn(self, message: Train, run: Components, state: TrainState, warm: int) -> Turn:
+    def _measure_turn(self, message: Train, run: Components, state: TrainState, warm: int) -> Turn:
         ranks = run.parallel.world_size
         until = time.monotonic() + message.most_seconds if ranks == 1 else math.inf
         if self._device.type == "cuda":
@@ -201,7 +201,7 @@ class Worker:
             compile_seconds=now.get(ACCOUNTS[COMPILE], 0.0),
         )
 
-    def _variant(self, name: str) -> tuple[Components, TrainState]:
+    def _build_variant(self, name: str) -> tuple[Components, TrainState]:
         """Return the components of a variant; ablations have a state of their own: the run goes on where it was."""
         if not set(name.split("+")) - {"", VALIDATING, SAVING, KEEPING}:
             return self._components, self._state
@@ -220,7 +220,7 @@ class Worker:
             checkpoints: Any = PacedCheckpoints(run.checkpoints, SAVING in parts)
             loop.fit(replace(run, triggers=triggers, checkpoints=checkpoints), state)
 
-    def _rewind(self, run: Components, state: TrainState) -> None:
+    def _allow_more_steps(self, run: Components, state: TrainState) -> None:
         """Let a run that would be over go on, with the learning rates of its beginning."""
         total = self._own.triggers.rhythm.total_steps
         if total is not None and state.step >= total:
@@ -240,7 +240,7 @@ class Worker:
         losses: RateLosses = sweep.found
         return losses
 
-    def _windows(self) -> Iterator[list[MicroBatch]]:
+    def _iterate_windows(self) -> Iterator[list[MicroBatch]]:
         """Read on where the training is; what is read here is not trained on."""
         state = self._state
         for window in loop.iterate_windows(self._components, state):
@@ -249,14 +249,14 @@ class Worker:
                 state.epoch, state.batches = state.epoch + 1, 0
             yield window
 
-    def _load(self, message: Load) -> Turn:
+    def _measure_loading(self, message: Load) -> Turn:
         task = self._own.task
         if not has_count_method(task):
             raise PluginError(
                 f"task: {type(task).__name__} says its count with each output, so loading alone cannot be "
                 "measured in items; add a method count(batch)"
             )
-        windows, items = self._windows(), 0
+        windows, items = self._iterate_windows(), 0
         for _ in islice(windows, max(message.warm, num_batches_ahead(self._own))):
             pass  # what was read ahead costs nothing any more
         wait_for_device(self._device)
@@ -267,21 +267,21 @@ class Worker:
         seconds = time.perf_counter() - began
         return Turn(seconds, message.batches, items * self._own.parallel.world_size, busy_seconds() - busy)
 
-    def _validate(self) -> Turn:
+    def _measure_validation(self) -> Turn:
         assert self._own.val is not None
         few = FirstBatches(self._own.val, VALIDATION_SECONDS)
-        turn = self._timed(lambda: evaluate(replace(self._own, validation={"val": few}), "val"))
-        return replace(turn, seconds=turn.seconds * few.times_longer())
+        turn = self._measure_call(lambda: evaluate(replace(self._own, validation={"val": few}), "val"))
+        return replace(turn, seconds=turn.seconds * few.extrapolation_factor())
 
-    def _save(self) -> Turn:
+    def _measure_checkpoint(self) -> Turn:
         self._run(self._components, self._state, 1)  # a step that is saved already is not written again
         checkpoints, state = self._own.checkpoints, copy.copy(self._state)
         state.save_request, state.saved_step = SAVE_NOW, -1
-        turn = self._timed(lambda: checkpoints.save(self._own, state))
+        turn = self._measure_call(lambda: checkpoints.save(self._own, state))
         checkpoints.close()  # a run does not wait for what is written in the background
         return turn
 
-    def _timed(self, work: Callable[[], object]) -> Turn:
+    def _measure_call(self, work: Callable[[], object]) -> Turn:
         wait_for_device(self._device)
         began = time.perf_counter()
         work()
@@ -306,10 +306,10 @@ def suspend_workers(workers: list[psutil.Process]) -> Iterator[None]:
 def busy_seconds() -> float:
     """Return the seconds in which this process and its loader workers computed, or waited for a core to compute on."""
     me = psutil.Process()
-    return sum(busy_seconds_of(process) for process in (me, *me.children(recursive=True)))
+    return sum(read_busy_seconds(process) for process in (me, *me.children(recursive=True)))
 
 
-def busy_seconds_of(process: psutil.Process, folder: Path = Path("/proc")) -> float:
+def read_busy_seconds(process: psutil.Process, folder: Path = Path("/proc")) -> float:
     """Return the busy seconds of the threads of a process; without the waits where the system does not count them."""
     with contextlib.suppress(OSError):  # a thread has just ended
         files = [*(folder / str(process.pid) / "task").glob("*/schedstat")]

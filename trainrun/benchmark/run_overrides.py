@@ -22,7 +22,7 @@ from trainrun.output import format_duration, mask_arguments, redraw_line, report
 LOADER_KEYS = ("data.engine", "data.num_workers", "data.num_threads")
 
 
-def begin(command: str, argv: list[str]) -> tuple[list[str], Path]:
+def parse_command(command: str, argv: list[str]) -> tuple[list[str], Path]:
     """Return the overrides of a run, and the folder for the results, which is made when something is written.
 
     Raises ConfigError, also if a run is in that folder.
@@ -37,7 +37,7 @@ def begin(command: str, argv: list[str]) -> tuple[list[str], Path]:
         folder = Path("outputs").absolute() / f"{datetime.now():%Y-%m-%d}" / name
     if (folder / "config.yaml").is_file():
         raise ConfigError(f"output_dir={folder}: holds a run already; name another folder")
-    return plain_overrides(argv), folder
+    return resolve_overrides(argv), folder
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def replace_overrides(overrides: Iterable[str], others: Iterable[str]) -> list[s
     return [*remaining, *others]
 
 
-def plain_overrides(argv: Sequence[str]) -> list[str]:
+def resolve_overrides(argv: Sequence[str]) -> list[str]:
     """Return the arguments of a command by the names that the config has, without the folder of a run."""
     words, _ = prepare_command_line(list(argv), Path.cwd())
     if words.twice:
@@ -93,7 +93,7 @@ def plain_overrides(argv: Sequence[str]) -> list[str]:
     return [*[f"--config-dir={folder}" for folder in words.config_dirs], *hydra_settings, *words.overrides]
 
 
-def config_of(overrides: Sequence[str]) -> RunConfig:
+def compose_config(overrides: Sequence[str]) -> RunConfig:
     """Compose the config of a run with a fixed seed and without a name. Raise ConfigError.
 
     The result is cached: composing takes as long as hundreds of steps, and a search repeats the same overrides.
@@ -103,16 +103,16 @@ def config_of(overrides: Sequence[str]) -> RunConfig:
 
 @lru_cache(maxsize=512)
 def _compose(overrides: tuple[str, ...], working_dir: Path) -> RunConfig:
-    return compose_again(overrides)
+    return recompose_config(overrides)
 
 
-def compose_again(overrides: Sequence[str]) -> RunConfig:
-    """Return what `config_of` returns, from the files as they are now."""
+def recompose_config(overrides: Sequence[str]) -> RunConfig:
+    """Return what `compose_config` returns, from the files as they are now."""
     config = compose_run(list(overrides)).config
     return replace(config, seed=0 if config.seed is None else config.seed, run_name=None)
 
 
-def start_choices(config: RunConfig, info: RunInfo) -> list[str]:
+def start_choice_overrides(config: RunConfig, info: RunInfo) -> list[str]:
     """Return what the run chose when it started, as overrides: two runs then differ only in what is compared."""
     choices = [f"trainer.num_threads={info.num_threads}"] if config.trainer.num_threads == "auto" else []
     if config.precision.mode == "auto":

@@ -26,7 +26,7 @@ MOST_OF_FREE: Final = 0.25  # of the free memory for one copy: several runs stan
 SMALL_BYTES: Final = 32 * 2**20  # always fits
 
 
-class Copy(NamedTuple):
+class StateCopy(NamedTuple):
     tensors: dict[str, Tensor]
     precision: dict[str, Any]
 
@@ -36,7 +36,7 @@ class StateSnapshot:
 
     def __init__(self, run: Components) -> None:
         self._components = run
-        self._start: Copy | None = None
+        self._start: StateCopy | None = None
         self._fits: bool | None = None
         self._bytes = self._peak_before = 0
 
@@ -46,14 +46,14 @@ class StateSnapshot:
         if not self._has_room(tensors):
             return
         if self._start is not None and self._start.tensors.keys() == tensors.keys():
-            self._put_back(self._start)
+            self._copy_back(self._start)
         else:
             self._start = self._copy(tensors)
 
     def put_back(self) -> None:
         """Restore weights and averages as of the last `restart`. State that appeared since then stays."""
         if self._start is not None:
-            self._put_back(self._start)
+            self._copy_back(self._start)
 
     def peak_bytes(self, device: torch.device) -> int:
         """Return the peak memory of the device, or of this process on a CPU, without the copies."""
@@ -69,14 +69,14 @@ class StateSnapshot:
             self._fits = all(parallel.gather(size < SMALL_BYTES or size < free))
         return self._fits
 
-    def _copy(self, tensors: Mapping[str, Tensor]) -> Copy:
+    def _copy(self, tensors: Mapping[str, Tensor]) -> StateCopy:
         if not self._bytes:
             self._peak_before = peak_rss()
         self._bytes = max(self._bytes, count_bytes(tensors))
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
-        return Copy(copies, self._components.precision.state_dict())
+        return StateCopy(copies, self._components.precision.state_dict())
 
-    def _put_back(self, copy: Copy) -> None:
+    def _copy_back(self, copy: StateCopy) -> None:
         """Copy back what is still there in the same shape; state that appeared since then stays."""
         with torch.no_grad():
             for name, tensor in state_tensors(self._components).items():

@@ -148,9 +148,9 @@ class WorkerProcess:
             elif time.monotonic() > deadline:
                 self.close()
                 raise WorkerFailed(f"it did not come to its first step in {limit:.0f} s")
-        self.info = self._reply(limit)
+        self.info = self._wait_for_reply(limit)
         self.start_seconds = time.perf_counter() - self._began
-        self._signal(signal.SIGSTOP)
+        self._send_signal(signal.SIGSTOP)
 
     def train(
         self,
@@ -167,16 +167,16 @@ class WorkerProcess:
         """Return the reply. Raises WorkerFailed if the run ended or did not reply in time; it is ended then."""
         if self._connection is None:
             raise self._failure()
-        self._signal(signal.SIGCONT)
+        self._send_signal(signal.SIGCONT)
         try:
             self._connection.send(message)
         except OSError as error:
             raise self._failure() from error
-        reply = self._reply(self.limit if limit is None else limit)
-        self._signal(signal.SIGSTOP)
+        reply = self._wait_for_reply(self.limit if limit is None else limit)
+        self._send_signal(signal.SIGSTOP)
         return reply
 
-    def _reply(self, limit: float) -> Any:
+    def _wait_for_reply(self, limit: float) -> Any:
         assert self._connection is not None
         if not self._connection.poll(limit):
             self.close()
@@ -199,13 +199,13 @@ class WorkerProcess:
         text = error or output.rpartition("\n")[2] or f"its process ended with {self._ended_with}"
         return WorkerFailed(text, EXIT_USAGE if self._ended_with == EXIT_USAGE else EXIT_FAILED)
 
-    def _signal(self, number: int) -> None:
+    def _send_signal(self, number: int) -> None:
         """Send a signal to the process, and then to its group: it must not start others meanwhile."""
-        for process in self._family():
+        for process in self._iterate_processes():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 os.kill(process.pid, number)
 
-    def _family(self) -> Iterator[psutil.Process]:
+    def _iterate_processes(self) -> Iterator[psutil.Process]:
         if not self._closed:
             with contextlib.suppress(psutil.Error):
                 process = psutil.Process(self._process.pid)
@@ -221,7 +221,7 @@ class WorkerProcess:
             self._connection = None
         self._listener.close()
         self._folders.close()
-        family = list(self._family())
+        family = list(self._iterate_processes())
         for process in family:
             with contextlib.suppress(psutil.Error):
                 process.kill()

@@ -91,11 +91,11 @@ def main(argv: list[str]) -> int:
 
 def print_rows(columns: dict[str, list[Any]]) -> None:
     """Print the first predictions as a table."""
-    from trainrun.plots.compare import text_table
+    from trainrun.plots.compare import format_text_table
 
     rows = list(zip(*columns.values(), strict=True))[:MOST_ROWS]
     cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    say(text_table(list(columns)[:MOST_COLUMNS], [row[:MOST_COLUMNS] for row in cells]))
+    say(format_text_table(list(columns)[:MOST_COLUMNS], [row[:MOST_COLUMNS] for row in cells]))
 
 
 def collect_predictions(

@@ -19,7 +19,7 @@ from trainrun.monitor.metric_rows import read_metric_rows
 from trainrun.output import format_count, report_result, say
 from trainrun.plots.history import read_config
 from trainrun.plots.report import draw_report
-from trainrun.plots.run_curves import draw_run
+from trainrun.plots.run_curves import draw_run_plots
 from trainrun.trackers.sender import send_all
 
 
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     with convert_write_errors():
         reports = []
         for run in runs:
-            pictures = draw_run(run)
+            pictures = draw_run_plots(run)
             reports.append(draw_report(run))
             say(f"{reports[-1]}  (pictures: {len(pictures)}, in {run.plots})")
         report_result(reports=reports)
@@ -115,7 +115,7 @@ def convert_write_errors() -> Iterator[None]:
 
 
 def draw_comparison(runs: list[RunDir], out: Path | None) -> None:
-    from trainrun.plots.compare import compare as compared
+    from trainrun.plots.compare import compare_runs as compared
 
     comparison = compared(runs, out or runs[0].root.parent)
     say(f"\n{comparison.table}\n\n{comparison.further}\n")

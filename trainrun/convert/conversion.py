@@ -20,14 +20,14 @@ from trainrun.config.schema import DataConfig
 from trainrun.convert.folder import (
     Journal,
     check_folder,
-    lock_folder,
+    lock_conversion,
     open_for_writing,
     publish_file,
-    temporary_of,
+    temporary_path,
 )
-from trainrun.convert.output_formats import FORMATS, Format, Npy, encoded_facts
-from trainrun.convert.source import DEST, fill_dest
-from trainrun.convert.split_samples import Samples, iterate_encoded, leaves_of
+from trainrun.convert.output_formats import FORMATS, Format, Npy, encode_split_facts
+from trainrun.convert.source import DEST, fill_in_dest
+from trainrun.convert.split_samples import Samples, iterate_encoded, iterate_leaves
 from trainrun.data.cache.fingerprint import fingerprint_source
 from trainrun.data.readers.records.record import META_NAME
 from trainrun.data.tensor_dataset import SplitBuilder
@@ -50,13 +50,13 @@ def convert(
     to: str, dest: Path, read_source: Callable[[], tuple[str, dict[str, Samples]]], arguments: list[str],
     shard_size: int | None, say: Callable[[str], None], source: str = "the source is",
 ) -> None:  # fmt: skip
-    """Write DEST or its missing parts, check it, and print how to use it.
+    """Write DEST or its missing parts, check it, and print the settings with which a run reads it.
 
-    read_source: returns the identity of the source and its splits. arguments: those that change DEST. shard_size:
-        samples per file.
+    read_source: returns the identity of the source and its splits. arguments: the arguments that change the content
+        of DEST. shard_size: samples per file. source: the start of the message that the source has changed.
     """
     check_folder(dest, arguments)
-    with lock_folder(dest):
+    with lock_conversion(dest):
         journal = check_folder(dest, arguments)
         identity, splits = read_source()
         if journal is not None and journal.identity != identity:
@@ -83,18 +83,18 @@ def convert(
             Journal(arguments, identity, True, use, use_test, sizes).write(dest)
     total = sum(sizes.values()) / 1e6
     say(f"{dest}: wrote {len(sizes)} files ({total:,.1f} MB); checked {count} samples: identical")
-    say(f"use it with: {shlex.join(fill_dest(use, dest))}")
+    say(f"use it with: {shlex.join(fill_in_dest(use, dest))}")
     report_result(
-        folder=dest, files=sizes, settings=fill_dest(use, dest), test_settings=fill_dest(use_test, dest)
+        folder=dest, files=sizes, settings=fill_in_dest(use, dest), test_settings=fill_in_dest(use_test, dest)
     )
     if use_test:
-        say(f"with test data: {shlex.join(fill_dest(use_test, dest))}")
+        say(f"with test data: {shlex.join(fill_in_dest(use_test, dest))}")
 
 
 def write_split(
     dest: Path, name: str, samples: Samples, output: Format, shard_size: int | None, say: Callable[[str], None]
 ) -> list[Path]:  # fmt: skip
-    """Write the missing files of a split. Return all its files. Each file gets its name when it is complete."""
+    """Write the missing files of a split. Return all its files. A file gets its final name when it is complete."""
     started = time.monotonic()
     shards = plan_shards(dest, name, samples, output, shard_size)
     missing = [shard for shard in shards if not all(path.exists() for path in shard.paths)]
@@ -103,15 +103,15 @@ def write_split(
     as_files = output.as_files and samples.has_files
     items = iterate_encoded(samples, output.encode, as_files, ranges)
     flag = StopFlag(training=False)  # Ctrl-C raises KeyboardInterrupt
-    items = with_progress(items, name, len(samples), len(samples) - num_missing, flag)
+    items = show_progress(items, name, len(samples), len(samples) - num_missing, flag)
     facts = dest / name / META_NAME
     with catch_stops(flag.handle), open_for_writing(dest):
         for shard in missing:
             shard.paths[0].parent.mkdir(exist_ok=True)
             write_files(shard, output, items)
         if output.has_facts and not facts.exists():
-            temporary_of(facts).write_bytes(encoded_facts(samples) + b"\n")
-            publish_file(temporary_of(facts), facts)
+            temporary_path(facts).write_bytes(encode_split_facts(samples) + b"\n")
+            publish_file(temporary_path(facts), facts)
     were_there = len(samples) - num_missing
     before = f", {were_there:,} of them were there already" if were_there else ""
     say(f"{name}: {len(samples):,} samples{before} ({time.monotonic() - started:.1f} s)")
@@ -119,7 +119,7 @@ def write_split(
 
 
 class Shard(NamedTuple):
-    """Samples `begin` to `end` in one file, or in one file per array."""
+    """The samples from `begin` up to `end`, in one file or in one file per array."""
 
     paths: list[Path]
     begin: int
@@ -127,7 +127,7 @@ class Shard(NamedTuple):
 
     @property
     def temporary(self) -> list[Path]:
-        return [temporary_of(path) for path in self.paths]
+        return [temporary_path(path) for path in self.paths]
 
 
 def plan_shards(
@@ -158,7 +158,7 @@ def write_files(shard: Shard, output: Format, items: Iterator[Any]) -> None:
         publish_file(temporary, path)
 
 
-def with_progress(
+def show_progress(
     items: Iterator[Any], name: str, total: int, completed: int, flag: StopFlag
 ) -> Iterator[Any]:
     """Yield the items until a stop signal comes. On a terminal a bar shows the progress."""
@@ -173,8 +173,10 @@ def with_progress(
             progress.advance(task)
 
 
-def read_splits(config: DataConfig) -> tuple[str, dict[str, Samples]]:
-    """Return the splits of the source and its identity (its files by size and modification time, or its content)."""
+def open_splits(config: DataConfig) -> tuple[str, dict[str, Samples]]:
+    """Return the splits of the source and its identity: sizes and modification times of its files, or a hash of its
+    content.
+    """
     nodes = {name: node for name in SPLITS if (node := getattr(config, name))}
     errors = [error for name, node in nodes.items() for error in check_node_arguments(node, f"data.{name}")]
     if errors:
@@ -187,7 +189,7 @@ def read_splits(config: DataConfig) -> tuple[str, dict[str, Samples]]:
         digest.update(f"{name} {node} {fingerprint_source(source)}".encode())
         splits[name] = samples = Samples(source, f"data.{name}")
         digest.update(f"{len(samples)} {samples.class_names}".encode())
-        for path, leaf in (leaf for sample in samples.probes for leaf in leaves_of(sample)):
+        for path, leaf in (leaf for sample in samples.probes for leaf in iterate_leaves(sample)):
             content = leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode()
             digest.update(f"{path} {getattr(leaf, 'dtype', '')} {len(content)} ".encode() + content)
     return digest.hexdigest(), splits
@@ -207,7 +209,7 @@ def split_path(to: str, dest: str, split: str) -> str:
 
 
 def split_node(to: str, train: Mapping[str, Any], dest: str, split: str) -> dict[str, Any]:
-    """Return the node of a split other than `train`. train: the node data.train of the printed settings."""
+    """Return the config node of a split other than `train`. train: the node data.train in the printed settings."""
     if to == "npy":
         return dict(train)
     settings = {name: value for name, value in train.items() if name not in HELD_OUT_SETTINGS}
@@ -215,11 +217,12 @@ def split_node(to: str, train: Mapping[str, Any], dest: str, split: str) -> dict
 
 
 def check_written(to: str, dest: Path, splits: dict[str, Samples], use: list[str]) -> tuple[list[str], int]:
-    """Return the settings of the test data, and how many samples were read back and compared.
+    """Compare written samples with the source. Return the settings of the test data and the number of compared
+    samples.
 
     Raise DataError if a sample differs.
     """
-    config, count = compose_run(fill_dest(use, dest)).config.data, 0
+    config, count = compose_run(fill_in_dest(use, dest)).config.data, 0
     test = split_node(to, config.train, DEST, "test")
     for split, samples in splits.items():
         node = config.val if split == "val" else config.train
@@ -247,7 +250,9 @@ def quote_for_hydra(value: Any) -> str:
 
 
 def compare_samples(source: Samples, written: Samples) -> int:
-    """Compare the first, the last, and some samples between. Return how many. Raise DataError if one differs."""
+    """Compare the first, the last, and some samples between them. Return their number. Raise DataError if one
+    differs.
+    """
     if len(written) != len(source):
         raise DataError(f"{source.key}: {len(source)} samples, but {len(written)} are read back")
     between = np.random.default_rng(len(source)).permutation(np.arange(1, len(source) - 1))
@@ -274,7 +279,7 @@ def compare_samples(source: Samples, written: Samples) -> int:
 
 def is_same_sample(sample: Any, other: Any, tolerance: float) -> bool:
     """Return whether two samples have equal values in the same order. Containers may differ, and (1,) equals ()."""
-    values, others = ([leaf for _, leaf in leaves_of(part)] for part in (sample, other))
+    values, others = ([leaf for _, leaf in iterate_leaves(part)] for part in (sample, other))
     pairs = zip(values, others, strict=False)
     return len(values) == len(others) and all(is_same_value(*pair, tolerance) for pair in pairs)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from trainrun.cli.run_arguments import Parser, parse_arguments
 from trainrun.config.argv import find_conf_dir, find_user_conf_dirs, list_options
 from trainrun.config.compose import compose_run
-from trainrun.convert.source import source_of
+from trainrun.convert.source import resolve_source
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, ConfigError
 from trainrun.output import say
 
@@ -28,18 +28,18 @@ def main(argv: list[str]) -> int:
     options_given = check_arguments(parse_arguments(convert_parser(), argv))
     dest = Path(options_given.dest).expanduser()
     groups = list_options("data", [*find_user_conf_dirs([], Path.cwd()), find_conf_dir()])
-    group, settings = source_of(options_given.source, options_given.data, dest, groups)
+    group, settings = resolve_source(options_given.source, options_given.data, dest, groups)
     config = compose_run([*settings, *options_given.overrides]).config.data
     is_path = options_given.data is not None or options_given.source != group
     source = str(Path(options_given.source).expanduser().absolute()) if is_path else options_given.source
     arguments = [source, f"--to={options_given.to}", f"--data={group}"]
     arguments += [f"--shard-size={options_given.shard_size}"] if options_given.shard_size else []
     arguments += options_given.overrides
-    from trainrun.convert.conversion import convert, read_splits
+    from trainrun.convert.conversion import convert, open_splits
 
     shard_size = options_given.shard_size
     try:
-        convert(options_given.to, dest, lambda: read_splits(config), arguments, shard_size, say)
+        convert(options_given.to, dest, lambda: open_splits(config), arguments, shard_size, say)
     except KeyboardInterrupt:
         say(INTERRUPTED, file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -69,7 +69,7 @@ def convert_parser() -> Parser:
 
 
 def check_arguments(options: Namespace) -> Namespace:
-    """Raise ConfigError with all arguments that have no meaning for a conversion."""
+    """Raise ConfigError that lists all arguments with no meaning for a conversion."""
     errors = []
     for name, path in (("SOURCE", options.source), ("DEST", options.dest)):
         if "=" in path and not Path(path).expanduser().exists():

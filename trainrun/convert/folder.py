@@ -1,4 +1,4 @@
-"""The folder of a conversion: complete files, its journal `convert.json`, and a lock for one writer."""
+"""The folder of a conversion: the complete files, a journal `convert.json`, and a lock for one writer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Journal:
-    """The content of `convert.json`. arguments: those that change what is written. identity: of the source.
+    """The content of `convert.json`. arguments: those that change the content of the folder. identity: of the
+    source.
 
-    use: the settings of a run, with {dest} for the folder. use_test: those of its test data. files: sizes of the
-        complete files by name.
+    use: the settings with which a run reads the folder, where {dest} stands for its path. use_test: the settings of
+        the test data. files: the sizes of the complete files by name.
     """
 
     arguments: list[str]
@@ -47,8 +48,9 @@ def read_journal(dest: Path) -> Journal | None:
 
 
 def check_folder(dest: Path, arguments: list[str]) -> Journal | None:
-    """Return the journal of a conversion to continue; None for a new one. Raise ConfigError if the folder holds
-    something else.
+    """Return the journal of a conversion to continue; None for a new conversion.
+
+    Raise ConfigError if the folder contains something else.
     """
     if not dest.exists():
         return None
@@ -72,10 +74,10 @@ def check_folder(dest: Path, arguments: list[str]) -> Journal | None:
 
 
 @contextmanager
-def lock_folder(dest: Path) -> Iterator[None]:
+def lock_conversion(dest: Path) -> Iterator[None]:
     """Create the folder and lock it against other conversions. Raise ConfigError if it is locked.
 
-    The lock ends with its process, in any case.
+    The lock is released when its process ends, in any way.
     """
     import fcntl  # not on Windows
 
@@ -97,13 +99,13 @@ def lock_folder(dest: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def temporary_of(path: Path) -> Path:
-    """Return the hidden temporary name of a file, which no reader takes for data."""
+def temporary_path(path: Path) -> Path:
+    """Return the hidden temporary name of a file. Readers of data skip hidden files."""
     return path.with_name(f".{path.name}{ENDING}")
 
 
 def publish_file(temporary: Path, path: Path) -> None:
-    """Give a file its final name, when its content is on the disk."""
+    """Give a file its final name after its content is safely on disk."""
     sync_path(temporary)
     os.replace(temporary, path)
     sync_path(path.parent)

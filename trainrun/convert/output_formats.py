@@ -1,7 +1,8 @@
-"""The formats that `trainrun convert` writes, each by its library. Files of pictures are stored as they are.
+"""The output formats of `trainrun convert`, each written by its library. JPEG and PNG files are stored unchanged.
 
-`encode` makes of a sample what is stored, in any process; `write` stores a stream of those in one file (npy: a file for
-each array) under a temporary name. `settings` are those of a run that reads the format, besides the paths.
+`encode` turns a sample into what is stored; it may run in any process. `write` stores a stream of encoded samples in
+one file (npy: one file per array) under a temporary name. `settings` are those of a run that reads the format,
+without the paths.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from trainrun.convert.folder import DISK_FULL
 from trainrun.convert.sample_fields import OTHER_FORMATS, Field, check_values, sample_fields
-from trainrun.convert.split_samples import Samples, array_of
+from trainrun.convert.split_samples import Samples, to_array
 from trainrun.data.readers.column_store import GrowingFile
 from trainrun.data.readers.optional_packages import import_extra
 from trainrun.data.readers.records.lmdb_file import build_key
@@ -41,10 +42,11 @@ PNG_MAGIC = b"\x89PNG"
 
 
 class Format(Protocol):
-    """A format, made for one split.
+    """The protocol of a format. An object writes one split.
 
-    ending: of a split's file, or of its shards. is_sharded: a split is a folder of files. has_facts: length and classes
-    are in `meta.json` of that folder. as_files: pictures are stored as their files.
+    ending: the file name extension of a split, or of its shards. is_sharded: a split is a folder of several files.
+        has_facts: length and classes are in `meta.json` of that folder. as_files: JPEG and PNG files are stored
+        unchanged.
     """
 
     ending: str
@@ -60,7 +62,7 @@ class Format(Protocol):
 
 
 class Npy:
-    """One .npy file an array."""
+    """One .npy file per array."""
 
     ending, is_sharded, has_facts, as_files = ".npy", False, False, False
 
@@ -88,7 +90,7 @@ class Npy:
 
 
 class Hdf5:
-    """The data sets x and y in one file, by h5py."""
+    """One HDF5 file with the data sets x and y, written by h5py."""
 
     ending, is_sharded, has_facts, as_files = ".h5", False, False, False
 
@@ -120,7 +122,9 @@ class Hdf5:
 
 
 class Lmdb:
-    """One environment in one file, by lmdb: under the number of a sample its parts as a safetensors file."""
+    """One LMDB environment in one file. The key is the number of a sample, the value its parts as a safetensors
+    file.
+    """
 
     ending, is_sharded, has_facts, as_files = ".lmdb", False, False, True
 
@@ -138,7 +142,7 @@ class Lmdb:
                     with environment.begin(write=True) as transaction:
                         transaction.cursor().putmulti(pairs, append=count <= LMDB_ORDERED)
                 with environment.begin(write=True) as transaction:
-                    transaction.put(META_KEY, encoded_facts(self._samples))
+                    transaction.put(META_KEY, encode_split_facts(self._samples))
         except (
             self._lmdb.Error
         ) as error:  # without a number; half a page written (EIO) means that the disk is full
@@ -151,7 +155,9 @@ class Lmdb:
 
 
 class TFRecord:
-    """Shards of tf.train.Example: image and label of pictures, else the feature `sample`, a safetensors file."""
+    """Shards of tf.train.Example. Images have the features image and label; other samples one safetensors file,
+    `sample`.
+    """
 
     ending, is_sharded, has_facts, as_files = ".tfrecord", True, True, True
 
@@ -162,7 +168,7 @@ class TFRecord:
     def encode(self, number: int, sample: Any) -> bytes:
         if self._samples.has_files:
             image, label = sample
-            return encode_example({"image": image, "label": array_of(label)})
+            return encode_example({"image": image, "label": to_array(label)})
         return encode_example({SAMPLE: encode_record(self._samples, number, sample)})
 
     def write(self, paths: Sequence[Path], items: Iterator[Any], count: int) -> None:
@@ -175,7 +181,7 @@ class TFRecord:
 
 
 class WebDataset:
-    """Tar shards with `00000007.jpg` and `.cls`, or `.x.npy` and `.cls` or `.y.npy`, or one `.safetensors`."""
+    """Tar shards. A sample has members such as `7.jpg` and `7.cls`; `7.x.npy` and `7.y.npy`; or `7.safetensors`."""
 
     ending, is_sharded, has_facts, as_files = ".tar", True, True, True
 
@@ -183,23 +189,23 @@ class WebDataset:
         self._samples = samples
 
     def encode(self, number: int, sample: Any) -> list[tuple[str, bytes]]:
-        """Return the members of a sample: endings and contents."""
+        """Return the members of a sample: their extensions and contents."""
         parts = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample,)
-        values: list[Any] = [array_of(part) for part in parts]
+        values: list[Any] = [to_array(part) for part in parts]
         first = values[0]
         if isinstance(first, bytes) and self._samples.has_files:
             members = [("png" if first.startswith(PNG_MAGIC) else "jpg", first)]
         elif all(isinstance(value, np.ndarray) and value.dtype.kind in "biuf" for value in values):
-            members = [("x.npy", npy_bytes(first))]
+            members = [("x.npy", encode_npy(first))]
         else:
             return [(f"{number:08d}.{WHOLE}", encode_record(self._samples, number, sample))]
         for value in values[1:]:
             is_class = value.ndim == 0 and value.dtype.kind in "iu"
-            members.append(("cls", b"%d" % int(value)) if is_class else ("y.npy", npy_bytes(value)))
+            members.append(("cls", b"%d" % int(value)) if is_class else ("y.npy", encode_npy(value)))
         return [(f"{number:08d}.{ending}", content) for ending, content in members]
 
     def write(self, paths: Sequence[Path], items: Iterator[Any], count: int) -> None:
-        """Write headers without time and user, so that equal samples give equal files."""
+        """Write a tar file. Its headers have no time and user, so that equal samples give equal files."""
         with tarfile.open(paths[0], mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for members in items:
                 for name, content in members:
@@ -218,9 +224,10 @@ class WebDataset:
 
 
 class Parquet:
-    """Shards by pyarrow: a column a field, an array as a list of fixed length, a picture as `{bytes, path}`.
+    """Shards with one column per field, written by pyarrow. Arrays are lists of fixed length, images `{bytes,
+    path}`.
 
-    The schema names classes and pictures as Hugging Face `datasets` does.
+    The schema marks classes and images as Hugging Face `datasets` does.
     """
 
     ending, is_sharded, has_facts, as_files = ".parquet", True, False, True
@@ -228,7 +235,7 @@ class Parquet:
     def __init__(self, samples: Samples) -> None:
         self._parquet, self._samples = import_pyarrow("pyarrow.parquet"), samples
         self.fields = sample_fields(samples, "parquet", samples.has_files, may_be_ragged=True)
-        self._is_dict = any(isinstance(part, dict) for part in as_parts(samples.probes[0]))
+        self._is_dict = any(isinstance(part, dict) for part in to_tuple(samples.probes[0]))
         check_columns(samples, self.fields, self._is_dict)
         self._target = self.fields[-1] if self.fields[-1].is_target else None
         is_class = self._target is not None and self._target.shape == () and self._target.dtype.kind in "iu"
@@ -249,7 +256,7 @@ class Parquet:
         with self._parquet.ParquetWriter(paths[0], schema, **options) as writer:
             while rows := list(islice(items, self._rows)):
                 cells = zip(self.fields, zip(*rows, strict=True), strict=True)
-                table = import_pyarrow().table([column_of(*pair) for pair in cells], schema=schema)
+                table = import_pyarrow().table([build_arrow_column(*pair) for pair in cells], schema=schema)
                 writer.write_table(table, row_group_size=self._rows)
 
     def settings(self) -> list[str]:
@@ -269,7 +276,7 @@ class Parquet:
             features[self._target.name] = {"names": list(self._class_names), "_type": "ClassLabel"}
         metadata = json.dumps({"info": {"features": features}}).encode()
         columns = [
-            import_pyarrow().field(field.name, column_type(field), nullable=False) for field in self.fields
+            import_pyarrow().field(field.name, arrow_type(field), nullable=False) for field in self.fields
         ]
         return import_pyarrow().schema(columns, metadata={b"huggingface": metadata})
 
@@ -279,32 +286,35 @@ FORMATS: dict[str, type[Any]] = {
 }  # fmt: skip
 
 
-def column_dtype(field: Field) -> np.dtype[Any]:
-    """Return the type of the numbers of a field in Parquet, which has no float16."""
+def parquet_dtype(field: Field) -> np.dtype[Any]:
+    """Return the number type of a field in Parquet, which has no float16."""
     return np.dtype(np.float32) if field.dtype == np.float16 else field.dtype
 
 
-def column_type(field: Field) -> Any:
+def arrow_type(field: Field) -> Any:
     """Return Arrow's type of a field."""
     arrow = import_pyarrow()
     if field.is_file:
         return arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
-    number = arrow.from_numpy_dtype(column_dtype(field))
+    number = arrow.from_numpy_dtype(parquet_dtype(field))
     if field.is_ragged:
         return arrow.large_list(number)
     return number if field.is_number else arrow.list_(number, int(np.prod(field.shape)))
 
 
-def column_of(field: Field, cells: Sequence[Any]) -> Any:
+def build_arrow_column(field: Field, cells: Sequence[Any]) -> Any:
     """Return the values of a field in several samples as an Arrow array."""
     if not field.is_file:
-        cells = [np.ravel(cell).astype(column_dtype(field), copy=False) for cell in cells]
-    return import_pyarrow().array(np.concatenate(cells) if field.is_number else cells, column_type(field))
+        cells = [np.ravel(cell).astype(parquet_dtype(field), copy=False) for cell in cells]
+    return import_pyarrow().array(np.concatenate(cells) if field.is_number else cells, arrow_type(field))
 
 
 def fixed_fields(samples: Samples, to: str) -> tuple[Field, ...]:
-    """Return the fields for a format of arrays of one shape. DataError: dicts, or pictures that it would blow up."""
-    if any(isinstance(part, dict) for part in as_parts(samples.probes[0])):
+    """Return the fields of samples for a format whose arrays all have one shape.
+
+    Raise DataError for dicts, and for images that would take much more space as arrays.
+    """
+    if any(isinstance(part, dict) for part in to_tuple(samples.probes[0])):
         raise DataError(f"{samples.key}: its samples are dicts, which --to {to} cannot keep; {OTHER_FORMATS}")
     if samples.form is not None and samples.form.dtype != "uint8":
         raise DataError(
@@ -316,7 +326,7 @@ def fixed_fields(samples: Samples, to: str) -> tuple[Field, ...]:
 
 
 def check_columns(samples: Samples, fields: Sequence[Field], is_dict: bool) -> None:
-    """Raise DataError if columns would not give the samples back."""
+    """Raise DataError if the samples could not be restored from columns."""
     inputs = [field for field in fields if not field.is_target]
     deep = [field for field in inputs if is_dict and len(field.shape) > 1]
     deep += [field for field in fields if field.is_target and len(field.shape) > 1]
@@ -330,14 +340,14 @@ def check_columns(samples: Samples, fields: Sequence[Field], is_dict: bool) -> N
 
 
 def target_settings(fields: Sequence[Field]) -> list[str]:
-    """Return the setting with which a target of float64 keeps its type."""
+    """Return the setting that keeps the type of a float64 target."""
     target = fields[-1]
     is_wide = target.is_target and target.is_number and target.dtype == "float64"
     return ["data.train.target_dtype=float64"] if is_wide else []
 
 
 def array_settings(fields: Sequence[Field], is_dict: bool) -> list[str]:
-    """Return the settings with which columns of arrays keep their type and shape."""
+    """Return the settings that keep type and shape of columns with arrays."""
     inputs = [field for field in fields if not field.is_target]
     dtype = input_dtype(fields)
     settings = [f"data.train.dtype={dtype}"] if dtype != "float32" else []
@@ -346,7 +356,7 @@ def array_settings(fields: Sequence[Field], is_dict: bool) -> list[str]:
 
 
 def input_dtype(fields: Sequence[Field]) -> str:
-    """Return the widest real type of the inputs, or that of whole numbers if there is no other."""
+    """Return the widest floating-point type of the inputs, or their integer type if none is floating-point."""
     columns = [field for field in fields if not (field.is_target and field.is_number)]
     if any(field.dtype == "float64" for field in columns):
         return "float64"
@@ -356,7 +366,7 @@ def input_dtype(fields: Sequence[Field]) -> str:
 
 
 def picture_settings(samples: Samples) -> list[str]:
-    """Return the settings with which files of pictures are decoded as the source decodes them."""
+    """Return the settings that decode image files in the same way as the source does."""
     form = samples.form
     if form is None:
         return []
@@ -379,11 +389,11 @@ def format_list(numbers: Sequence[int]) -> str:
     return f"[{','.join(map(str, numbers))}]"
 
 
-def as_parts(sample: Any) -> Sequence[Any]:
+def to_tuple(sample: Any) -> Sequence[Any]:
     return sample if isinstance(sample, tuple | list) else (sample,)
 
 
-def npy_bytes(array: Any) -> bytes:
+def encode_npy(array: Any) -> bytes:
     file = io.BytesIO()
     np.lib.format.write_array(file, array, version=(1, 0), allow_pickle=False)
     return file.getvalue()
@@ -396,5 +406,5 @@ def encode_record(samples: Samples, number: int, sample: Any) -> bytes:
         raise DataError(f"{samples.describe(number)}: cannot be kept: {error}") from error
 
 
-def encoded_facts(samples: Samples) -> bytes:
+def encode_split_facts(samples: Samples) -> bytes:
     return encode_facts(Facts(len(samples), samples.class_names, samples.num_classes))

@@ -1,4 +1,4 @@
-"""What the samples of a split consist of, for formats of columns: inputs and a target, each with its type and shape."""
+"""The fields of a sample (inputs and a target), each with type and shape, for formats with columns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.convert.split_samples import Samples, array_of
+from trainrun.convert.split_samples import Samples, to_array
 from trainrun.data.tensor_dataset import find_reader_attribute
 from trainrun.errors import DataError
 
@@ -16,7 +16,10 @@ OTHER_FORMATS = "lmdb, tfrecord and webdataset take every sample"
 
 @dataclass(frozen=True)
 class Field:
-    """One value of a sample. is_ragged: 1-D, of a length that may differ. is_file: the bytes of a JPEG or PNG file."""
+    """One value of a sample.
+
+    is_ragged: 1-D, and its length may differ between samples. is_file: the bytes of a JPEG or PNG file.
+    """
 
     name: str
     dtype: np.dtype[Any]
@@ -27,7 +30,9 @@ class Field:
 
     @property
     def is_number(self) -> bool:
-        """One number a sample; a real target (1,) is one too, since readers give it that shape."""
+        """Whether the field is one number per sample. A floating-point target (1,) is one too, since readers give it
+        that shape.
+        """
         is_real_target = self.is_target and self.dtype.kind == "f"
         return not (self.is_ragged or self.is_file) and (
             self.shape == () or (is_real_target and self.shape == (1,))
@@ -42,27 +47,30 @@ class Field:
 
 
 def values_by_name(sample: Any) -> dict[str, Any]:
-    """Return inputs and target by name: x (or the names of a dict) and y. ValueError: the sample is something else."""
+    """Return inputs and target by name: x (or the names of a dict) and y.
+
+    Raise ValueError if the sample has another structure.
+    """
     parts = sample if isinstance(sample, tuple | list) else (sample,)
     if len(parts) not in (1, 2):
         raise ValueError(f"{len(parts)} parts, not inputs and a target")
     is_file = isinstance(parts[0], bytes)
     inputs = parts[0] if isinstance(parts[0], dict) else {"image" if is_file else "x": parts[0]}
     values = {
-        str(name): value if isinstance(value, bytes) else array_of(value) for name, value in inputs.items()
+        str(name): value if isinstance(value, bytes) else to_array(value) for name, value in inputs.items()
     }
     if len(parts) == 2:
         target = "label" if is_file else "y"
         if target in values:
             raise ValueError(f"inputs have the name {target!r} of the target")
-        values[target] = array_of(parts[1])
+        values[target] = to_array(parts[1])
     return values
 
 
 def sample_fields(samples: Samples, to: str, as_files: bool, may_be_ragged: bool) -> tuple[Field, ...]:
     """Return the fields of all samples, as the first sample has them.
 
-    Raise DataError if a field is no array of numbers.
+    Raise DataError if a field is not an array of numbers.
     """
     sample = samples.read_files([0])[0] if as_files else samples.probes[0]
     try:
@@ -70,7 +78,8 @@ def sample_fields(samples: Samples, to: str, as_files: bool, may_be_ragged: bool
         has_target = isinstance(sample, tuple | list) and len(sample) == 2
         target = list(values)[-1] if has_target else None
         return tuple(
-            _field(samples, name, value, may_be_ragged, name == target) for name, value in values.items()
+            _build_field(samples, name, value, may_be_ragged, name == target)
+            for name, value in values.items()
         )
     except ValueError as error:
         raise DataError(
@@ -80,7 +89,10 @@ def sample_fields(samples: Samples, to: str, as_files: bool, may_be_ragged: bool
 
 
 def check_values(samples: Samples, number: int, sample: Any, fields: tuple[Field, ...]) -> list[Any]:
-    """Return the values of a sample in the order of the fields. DataError: it is not like the first sample."""
+    """Return the values of a sample in the order of the fields.
+
+    Raise DataError if the sample is not like the first one.
+    """
     try:
         values = values_by_name(sample)
     except ValueError as error:
@@ -100,7 +112,7 @@ def check_values(samples: Samples, number: int, sample: Any, fields: tuple[Field
     return [values[field.name] for field in fields]
 
 
-def _field(samples: Samples, name: str, value: Any, may_be_ragged: bool, is_target: bool) -> Field:
+def _build_field(samples: Samples, name: str, value: Any, may_be_ragged: bool, is_target: bool) -> Field:
     if isinstance(value, bytes) and samples.has_files:
         return Field(name, np.dtype(np.uint8), is_file=True)
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":

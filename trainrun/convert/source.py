@@ -1,4 +1,4 @@
-"""Determine how SOURCE is read: the settings of a run, by its ending or by the content of the folder."""
+"""Find out how to read SOURCE: the settings of a run, by its file extension or by the content of the folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from trainrun.errors import ConfigError
 DEST = "{dest}"
 
 
-def source_of(source: str, data: str | None, dest: Path, groups: list[str]) -> tuple[str, list[str]]:
-    """Return the data group and the settings that read SOURCE. data: the value of --data. Raise ConfigError."""
+def resolve_source(source: str, data: str | None, dest: Path, groups: list[str]) -> tuple[str, list[str]]:
+    """Return the data group and the settings that read SOURCE. data: the value of --data.
+
+    Raise ConfigError if no group can read it.
+    """
     if data is not None and data not in groups:
         raise ConfigError(f"--data {data}: no such data group; allowed: {', '.join(groups)}")
     place = Path(source).expanduser()
@@ -26,19 +29,19 @@ def source_of(source: str, data: str | None, dest: Path, groups: list[str]) -> t
             raise ConfigError(
                 f"{place}: is a conversion that is not finished; run its own command again first"
             )
-        return "converted", fill_dest([*journal.use, *journal.use_test], place)
-    group = data or _group_of(source, place, groups)
+        return "converted", fill_in_dest([*journal.use, *journal.use_test], place)
+    group = data or _find_data_group(source, place, groups)
     if dest.resolve().is_relative_to(place.resolve()):
         raise ConfigError(f"{dest}: lies in SOURCE, which must not change; name a folder elsewhere")
     return group, [f"data={group}", f"data.path={source}"]
 
 
-def fill_dest(settings: list[str], dest: Path) -> list[str]:
-    """Return settings of a journal with the name of the folder in place of {dest}."""
+def fill_in_dest(settings: list[str], dest: Path) -> list[str]:
+    """Return the settings of a journal with the path of the folder in the place of {dest}."""
     return [setting.replace(DEST, str(dest)) for setting in settings]
 
 
-def _group_of(source: str, place: Path, groups: list[str]) -> str:
+def _find_data_group(source: str, place: Path, groups: list[str]) -> str:
     """Return the data group that reads a path. Raise ConfigError if none or several do."""
     way = f"say which data group reads it: --data {' or '.join(groups)}"
     if place.is_dir():

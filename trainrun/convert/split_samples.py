@@ -1,4 +1,4 @@
-"""One split of the data as samples that can be read by number, or only in sequence."""
+"""One split of the data as samples that can be read by number, or only in order."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ END = object()
 
 
 class Samples:
-    """A split of the data. key: the setting that names it, such as `data.train`.
+    """A split of the data. key: the setting that names the split, such as `data.train`.
 
-    form: how an image is decoded, if each sample is a JPEG or PNG file and a target; then the file is copied
+    form: how an image is decoded, if each sample is a JPEG or PNG file and a target. Then the file is copied
         unchanged.
     sequential: whether samples can only be read in order.
     probes: up to `num_probes` samples, spread over the split. sample_bytes: the mean stored size of a sample.
-    tolerance: the allowed difference of a computed sample when it is read back, relative to its largest number.
+    tolerance: the allowed difference of a sample when it is read back, relative to its largest number.
     """
 
     def __init__(self, source: Any, key: str, num_probes: int = NUM_PROBES, tolerance: float = 0.0) -> None:
@@ -44,10 +44,10 @@ class Samples:
         self.sequential = isinstance(source, IterableDataset)
         self.columns: Columns | None = None if self.sequential else find_columns(source, key)
         self._rows = source if self.columns is None else self.columns
-        self.form = form_of_files(source)
+        self.form = image_file_form(source)
         self._position = 0
         self._rest: Iterator[Any] = iter(())
-        with self._errors_name(0):
+        with self._name_sample_in_errors(0):
             self._length = sum(1 for _ in source) if self.sequential else measure_length(self._rows, key)
         if self._length == 0:
             raise DataError(f"{key}: the data set is empty; there is nothing to convert")
@@ -87,23 +87,27 @@ class Samples:
         return list(samples)
 
     def read_single(self, numbers: Sequence[int]) -> list[Any]:
-        """Return samples read one by one. A sequential source starts again if an earlier one is needed."""
+        """Return samples that are read one by one. A sequential source starts again for a sample before the current
+        one.
+        """
         if self.sequential and (numbers[0] < self._position or self._position == 0):
             self._position, self._rest = 0, iter(self.source)
-        return [self._next_until(number) if self.sequential else self._row(number) for number in numbers]
+        return [
+            self._advance_to(number) if self.sequential else self._read_sample(number) for number in numbers
+        ]
 
     def describe(self, number: int) -> str:
         """Format the sample for messages."""
         return f"{self.key}: sample {number}{describe(self.source, number)}"
 
-    def _row(self, number: int) -> Any:
-        with self._errors_name(number):
+    def _read_sample(self, number: int) -> Any:
+        with self._name_sample_in_errors(number):
             return self._rows[number]
 
-    def _next_until(self, number: int) -> Any:
+    def _advance_to(self, number: int) -> Any:
         sample: Any = END
         while self._position <= number:
-            with self._errors_name(self._position):
+            with self._name_sample_in_errors(self._position):
                 sample = next(self._rest, END)
             if sample is END:
                 raise DataError(
@@ -114,7 +118,7 @@ class Samples:
         return sample
 
     @contextmanager
-    def _errors_name(self, number: int) -> Iterator[None]:
+    def _name_sample_in_errors(self, number: int) -> Iterator[None]:
         """Turn an error of a user's data set into one line that names the sample."""
         try:
             yield
@@ -127,7 +131,7 @@ class Samples:
             ) from error
 
 
-def form_of_files(source: Any) -> Form | None:
+def image_file_form(source: Any) -> Form | None:
     """Return how the images of a source are decoded, if each sample is an image file and a target; else None."""
     if not isinstance(source, ImageFolder | ReaderDataset) or source.form is None or len(source) == 0:
         return None
@@ -138,7 +142,7 @@ def is_file_and_target(sample: Any) -> bool:
     """Return whether a sample is a pair of a JPEG or PNG file's bytes and a number or an array of numbers."""
     if not isinstance(sample, tuple) or len(sample) != 2 or not isinstance(sample[0], bytes):
         return False
-    target = array_of(sample[1])
+    target = to_array(sample[1])
     is_number = isinstance(target, np.ndarray) and target.dtype.kind in "biuf"
     return is_number and sample[0].startswith(PICTURE_MAGICS)
 
@@ -156,25 +160,25 @@ def iterate_encoded(
                 yield encode(number, sample)
 
 
-def leaves_of(sample: Any) -> Iterator[tuple[str, Any]]:
+def iterate_leaves(sample: Any) -> Iterator[tuple[str, Any]]:
     """Yield the values in a sample, each with its path; numbers and tensors as arrays."""
     if isinstance(sample, dict | tuple | list):
         for name, value in sample.items() if isinstance(sample, dict) else enumerate(sample):
-            yield from ((f"{name}.{inner}".rstrip("."), leaf) for inner, leaf in leaves_of(value))
+            yield from ((f"{name}.{inner}".rstrip("."), leaf) for inner, leaf in iterate_leaves(value))
     else:
-        yield "", array_of(sample)
+        yield "", to_array(sample)
 
 
 def stored_size(sample: Any) -> int:
-    """Return the bytes that a sample takes when it is stored, about."""
-    leaves = [leaf for _, leaf in leaves_of(sample)]
+    """Return about how many bytes a stored sample takes."""
+    leaves = [leaf for _, leaf in iterate_leaves(sample)]
     return sum(
         leaf.nbytes if isinstance(leaf, np.ndarray) else len(leaf) if isinstance(leaf, bytes) else 64
         for leaf in leaves
     )
 
 
-def array_of(value: Any) -> Any:
+def to_array(value: Any) -> Any:
     """Return a value as an array in C order and native byte order; text and bytes unchanged."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()

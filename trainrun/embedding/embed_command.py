@@ -40,7 +40,7 @@ PROBES, TOLERANCE = 4, 1e-3  # samples that are computed again to check what was
 
 
 def main(argv: list[str]) -> int:
-    """Write a folder of embeddings, check some of its samples, and print the settings with which a run uses it."""
+    """Write a folder of embeddings, check some of its samples, and print the settings with which a run reads it."""
     about = (
         "What a layer of a trained model gives for every sample, as data to train on. Run "
         "again with the same words, it goes on where it was stopped."
@@ -60,13 +60,14 @@ def main(argv: list[str]) -> int:
     from trainrun.convert.conversion import convert
 
     checkpoint = resolve_checkpoint(run_dir.checkpoints, which)
-    config = _config_in_order(_config(run_dir, asked.overrides, asked.trust))
+    config = _sequential_config(_change_data(run_dir, asked.overrides, asked.trust))
     size = config.data.val_batch_size
     assert size is not None
     arguments = [str(run_dir.root), checkpoint.name, f"--layer={asked.layer or ''}", *asked.overrides]
     try:
         convert(
-            FORMATS[out.suffix], out, lambda: _parts(run_dir, config, checkpoint, asked.layer, asked.trust), arguments,
+            FORMATS[out.suffix], out,
+            lambda: _build_splits(run_dir, config, checkpoint, asked.layer, asked.trust), arguments,
             -(-PART // size) * size, say, "the run, or its data, is",
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -78,10 +79,11 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _config(run_dir: RunDir, words: list[str], trust: bool) -> RunConfig:
-    """Return the run's config with changed data; with other data if a setting chooses a group (`data=csv`).
+def _change_data(run_dir: RunDir, words: list[str], trust: bool) -> RunConfig:
+    """Return the run's config with the data that `words` choose: changed settings, or another group such as
+    `data=csv`.
 
-    Samples of other data are processed like those of the run, except for what the settings or the group set.
+    All other settings of the data stay as in the run, so that samples are processed in the same way.
     """
     others = [word for word in words if word.lstrip("+~").startswith(("data=", "data."))]
     config = load_trusted_config(run_dir, [word for word in words if word not in others], trust)
@@ -97,7 +99,7 @@ def _config(run_dir: RunDir, words: list[str], trust: bool) -> RunConfig:
     )
 
 
-def _config_in_order(config: RunConfig) -> RunConfig:
+def _sequential_config(config: RunConfig) -> RunConfig:
     """Return a config that reads every sample once, in order, in batches of equal size."""
     data = config.data
     return replace(config, data=replace(
@@ -106,18 +108,18 @@ def _config_in_order(config: RunConfig) -> RunConfig:
     ))  # fmt: skip
 
 
-def _parts(
+def _build_splits(
     run_dir: RunDir, config: RunConfig, checkpoint: Path, name: str | None, trust: bool
 ) -> tuple[str, dict[str, Any]]:
-    """Return the identity of these embeddings, and the splits to write."""
+    """Return an identity of the embeddings, which detects changes, and the splits to write."""
     from trainrun.convert.split_samples import Samples
 
     parallel = Single(choose_device(config.parallel.accelerator, local_rank=0))
     layer = LayerOutput(load_network(run_dir, checkpoint.name, trust).to(parallel.device), name)
     if "bpe:" in str(config.data.train):
-        from trainrun.sampling.run_tokenizer import with_tokenizer
+        from trainrun.sampling.run_tokenizer import apply_run_tokenizer
 
-        config = with_tokenizer(config, run_dir, parallel, [])
+        config = apply_run_tokenizer(config, run_dir, parallel, [])
     sources = {split: source for split, source in build_sources(config, [])[0].items() if source is not None}
     if named := [split for split in sources if "/" in split]:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The embeddings of one split as a data set: samples are computed in evaluation batches, in order.
+"""The embeddings of one split as a data set. They are computed in evaluation batches, in the order of the samples.
 
-A sample is always computed in the same batch, so its bits do not depend on where a killed process continues.
+A sample is always in the same batch, so its embedding is the same bit for bit after an interruption.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from trainrun.interfaces import Batches, MicroBatch
 
 
 class EmbeddedSplit:
-    """A data set of `(embedding, target)`, or embeddings alone. size: samples per batch. Raises DataError for data
-    without length.
+    """A data set of `(embedding, target)`, or of embeddings if there are no targets.
+
+    size: samples per batch. Raises DataError for data without a length.
     """
 
     def __init__(
@@ -41,14 +42,14 @@ class EmbeddedSplit:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        found, target = self._batch(index // self._size)
+        found, target = self._compute_batch(index // self._size)
         place = index % self._size
         return found[place] if target is None else (found[place], target[place])
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return [self[index] for index in indices]
 
-    def _batch(self, number: int) -> tuple[Tensor, Tensor | None]:
+    def _compute_batch(self, number: int) -> tuple[Tensor, Tensor | None]:
         if number != self._number:
             if number != self._next:
                 self._batches, self._next = iter(self._stream.epoch(0, number)), number
@@ -60,5 +61,5 @@ class EmbeddedSplit:
                 raise DataError(
                     f"{self._key}: its samples do not come in their order; leave out what changes it"
                 )
-            self._rows, self._number = self._layer.of(batch.data), number
+            self._rows, self._number = self._layer.compute(batch.data), number
         return self._rows

@@ -1,6 +1,4 @@
-"""The output of one layer of a model for a batch: the inputs of its last linear layer, or the output of a named
-layer.
-"""
+"""The output of one layer of a model for a batch: by default the inputs of the last linear layer."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from trainrun.tensors import HALF_TYPES
 
 
 class LayerOutput:
-    """A model in evaluation mode that returns the output of one layer.
+    """A model in evaluation mode, and the layer whose output is wanted.
 
-    layer: a name of `model.named_modules()`; None for the inputs of the last linear layer. Raises ConfigError if
-        there is none.
+    layer: a name of `model.named_modules()`; None for the inputs of the last linear layer. Raises ConfigError if the
+        model has no such layer.
     """
 
     def __init__(self, model: nn.Module, layer: str | None) -> None:
@@ -45,7 +43,7 @@ class LayerOutput:
         modules[layer].register_forward_hook(lambda *facts: self._found.append(facts[2]))
 
     @torch.no_grad()
-    def of(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+    def compute(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         """Return the output of the layer (B, ...) and the targets, on the host.
 
         Raise ConfigError or DataError if the layer does not return one row per sample.
@@ -67,7 +65,7 @@ class LayerOutput:
                 "samples; name "
                 "another layer"
             )
-        if found.ndim > 2 and not _is_full(batch):
+        if found.ndim > 2 and not _has_no_padding(batch):
             raise DataError(
                 f"--layer: {self.name} has shape {tuple(found.shape)}, and the sequences of a batch differ in length; "
                 "name a layer that gives one row for a whole sequence"
@@ -76,6 +74,6 @@ class LayerOutput:
         return found.cpu(), None if target is None else target.cpu()
 
 
-def _is_full(batch: Any) -> bool:
+def _has_no_padding(batch: Any) -> bool:
     mask = batch_fields(batch).get("attention_mask")
     return mask is None or bool(mask.all())

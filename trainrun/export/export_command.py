@@ -28,10 +28,10 @@ from trainrun.export.served import (
     ModelCall,
     RealSamples,
     ServedModel,
-    as_tuple,
-    changes_outside,
+    functions_before_model,
     half_batch,
     load_real_samples,
+    to_tuple,
 )
 from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.output import report_result, say
@@ -40,7 +40,7 @@ from trainrun.precision.autocast import cast_inputs
 from trainrun.runs.restore_config import choose_saved_checkpoint
 from trainrun.runs.resume import load_trusted_config
 from trainrun.runs.run import open_run
-from trainrun.sampling.run_tokenizer import with_tokenizer
+from trainrun.sampling.run_tokenizer import apply_run_tokenizer
 from trainrun.transform.int8 import Int8Layer, compute_in_floats
 from trainrun.transform.lora import LoraLinear, merge_lora
 
@@ -58,18 +58,18 @@ def main(argv: list[str]) -> int:
     out = output_folder(arguments.out, run)
     config = load_trusted_config(run, arguments.overrides, arguments.trust)
     which, split = choose_saved_checkpoint(run, arguments.which), arguments.split
-    model = exported_model(load_network_of_run(run, config, which), arguments.merge)
+    model = prepare_model(load_network_of_run(run, config, which), arguments.merge)
     loaded = read_checkpoint(resolve_checkpoint(run.checkpoints, which))
     try:
         has_own_tokenizer = "bpe:" in str(config.data.train)
-        read_config = with_tokenizer(config, run, Single(CPU), []) if has_own_tokenizer else config
+        read_config = apply_run_tokenizer(config, run, Single(CPU), []) if has_own_tokenizer else config
         samples = load_real_samples(read_config, model, split, loaded)
     except Exception as error:  # of the data, the task or the model; formats of weights alone need no samples
         if set(names) & set(GRAPHS) or split != "val":
             raise
         reason = " ".join(str(error).split())[:300]
         samples = RealSamples(ServedModel(model, ModelCall()), [], [], reason)
-    outside = changes_outside(config, split)
+    outside = functions_before_model(config, split)
     about = describe_network(run, config, model, samples) | ({"before_network": outside} if outside else {})
     shared = loaded.shared if config.checkpoint.adapter_only else {}
     about |= {BASE: shared[BASE]} if BASE in shared else {}
@@ -113,7 +113,8 @@ def output_folder(text: str | None, run: RunDir) -> Path:
 
 
 def write_checked(name: str, request: ExportRequest, out: Path, tolerance: float) -> dict[str, Any]:
-    """Write one format under a temporary name, check it, and rename it. Return what was written and checked.
+    """Write one format under a temporary name, check the file, and rename it. Return facts about the file and the
+    check.
 
     After an error no file is left.
     """
@@ -158,7 +159,7 @@ def parse_formats(text: str) -> list[str]:
     return names
 
 
-def exported_model(model: nn.Module, merge: bool) -> nn.Module:
+def prepare_model(model: nn.Module, merge: bool) -> nn.Module:
     """Return the network in float32 or float64, with LoRA merged if `merge` is set. Raise ConfigError without LoRA
     layers.
     """
@@ -190,7 +191,7 @@ def check_export(name: str, path: Path, runner: Runner, request: ExportRequest, 
         raise TrainingError(f"{path}: does not run ({type(error).__name__}: {error})") from error
     count = sum(len(inputs[0]) for inputs in samples.inputs)
     if not worst <= tolerance:
-        again = as_tuple(samples.served(*samples.inputs[0]))
+        again = to_tuple(samples.served(*samples.inputs[0]))
         if not relative_difference(again, samples.expected[0]) <= tolerance:
             raise TrainingError(
                 f"{path}: was not kept: the network itself gives something else each time for the same samples; "

@@ -16,7 +16,7 @@ from safetensors.torch import load_model, save_file, save_model
 from torch import Tensor
 
 from trainrun.errors import ConfigError
-from trainrun.export.served import RealSamples, as_tuple, is_per_sample, suppress_output
+from trainrun.export.served import RealSamples, is_per_sample, suppress_output, to_tuple
 from trainrun.folder.run_folder import write_json
 
 Runner = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
@@ -29,7 +29,7 @@ FIXED_BATCH = (
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export. dynamic: allow any batch size. about: facts for the metadata.
+    """What to export. dynamic: whether the exported file accepts any batch size. about: facts for the metadata.
 
     adapter: the tensor names of an adapter, to export only these; None for all.
     """
@@ -41,11 +41,13 @@ class ExportRequest:
 
 
 def to_safetensors(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
-    """Write the weights, tied ones once. The metadata has the scaling of inputs, and the base of an adapter."""
+    """Write the weights; tied weights are written once. The metadata has the scaling of inputs, and the base of an
+    adapter.
+    """
     model, metadata = request.samples.served.model, {"trainrun": json.dumps(request.about)}
     if request.adapter is None:
         save_model(model, str(path), metadata=metadata)
-        return path, _with_weights(request, path)
+        return path, _build_runner(request, path)
     path = path.with_name("adapter.safetensors")
     state = model.state_dict()
     save_file(
@@ -53,7 +55,7 @@ def to_safetensors(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
         path,
         metadata=metadata,
     )
-    return path, _with_weights(request, path, request.adapter)
+    return path, _build_runner(request, path, request.adapter)
 
 
 def to_huggingface(request: ExportRequest, folder: Path) -> tuple[Path, Runner]:
@@ -62,33 +64,37 @@ def to_huggingface(request: ExportRequest, folder: Path) -> tuple[Path, Runner]:
     weights = folder / "model.safetensors"
     save_model(request.samples.served.model, str(weights), metadata={"format": "pt"})
     write_json(folder / "config.json", request.about)
-    return folder, _with_weights(request, weights)
+    return folder, _build_runner(request, weights)
 
 
-def _with_weights(request: ExportRequest, path: Path, names: Collection[str] | None = None) -> Runner:
-    """Return a runner of a copy of the network with the weights of the file (all, or those of `names`)."""
+def _build_runner(request: ExportRequest, path: Path, names: Collection[str] | None = None) -> Runner:
+    """Return a runner of a copy of the network with the weights of the file: all of them, or those of `names`."""
     fresh = copy.deepcopy(request.samples.served)
     for name, tensor in fresh.model.state_dict().items():
         if names is None or name in names:
             tensor.zero_()
     load_model(fresh.model, str(path), strict=names is None)
-    return lambda inputs: as_tuple(fresh(*inputs))
+    return lambda inputs: to_tuple(fresh(*inputs))
 
 
 def to_torch_export(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
     """Write a graph for `torch.export.load`, which needs neither trainrun nor the code of the model."""
     samples = request.samples
     with exporter_errors("torch.export"):
-        program = torch.export.export(samples.served, samples.inputs[0], dynamic_shapes=_shapes(request))
+        program = torch.export.export(
+            samples.served, samples.inputs[0], dynamic_shapes=_dynamic_shapes(request)
+        )
         data = io.BytesIO()  # on a full disk torch's own writer ends the process
         torch.export.save(program, data)
         path.write_bytes(data.getbuffer())
         module = torch.export.load(path).module()
-    return path, lambda inputs: as_tuple(module(*inputs))
+    return path, lambda inputs: to_tuple(module(*inputs))
 
 
 def to_onnx(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
-    """Write a graph for onnxruntime. Raise ConfigError if a package is missing or the batch size is fixed."""
+    """Write a graph for onnxruntime. Raise ConfigError if a package is missing or the graph only accepts one batch
+    size.
+    """
     samples = request.samples
     for name in ("onnx", "onnxscript", "onnxruntime"):
         try:
@@ -102,7 +108,7 @@ def to_onnx(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
     with exporter_errors("onnx"):
         program = torch.onnx.export(
             samples.served, samples.inputs[0], dynamo=True, verbose=False, external_data=False,
-            dynamic_shapes=_shapes(request), input_names=samples.names, output_names=outputs,
+            dynamic_shapes=_dynamic_shapes(request), input_names=samples.names, output_names=outputs,
         )  # fmt: skip
         assert program is not None
         program.model.metadata_props["trainrun"] = json.dumps(request.about)
@@ -133,7 +139,7 @@ FORMATS: dict[str, tuple[str, Callable[[ExportRequest, Path], tuple[Path, Runner
 }
 
 
-def _shapes(request: ExportRequest) -> Any:
+def _dynamic_shapes(request: ExportRequest) -> Any:
     if not request.dynamic:
         return None
     batch = torch.export.Dim("batch")

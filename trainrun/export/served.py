@@ -50,12 +50,12 @@ EXTRA_INPUTS = (LatentNoise, SampleNumbers, WordDropout)
 
 @dataclass(frozen=True)
 class ModelCall:
-    """The arguments of a call of the network, with `...` instead of each tensor."""
+    """The arguments of a call of the network, with `...` in the place of each tensor."""
 
     args: tuple[Any, ...] = (...,)
     named: Mapping[str, Any] = field(default_factory=dict)
 
-    def filled(self, tensors: Iterable[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+    def fill(self, tensors: Iterable[Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """Return all arguments with the tensors filled in."""
         rest = iter(tensors)
         args = [next(rest) if value is ... else value for value in self.args]
@@ -63,9 +63,9 @@ class ModelCall:
 
 
 class ServedModel(nn.Module):
-    """The network with the device-side changes of its inputs, called as the task calls it.
+    """The network together with the changes that the run applies to its inputs on the device.
 
-    scale: of image bytes. changes: augmentations that also apply in evaluation (normalisation).
+    scale: the scaling of image bytes. changes: augmentations that also apply in evaluation (normalisation).
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ServedModel(nn.Module):
             first = self.scale(first).to(self.dtype)
         for key, change, _ in self.changes:
             first = change((first,), self.draws.named(key))[0]
-        args, named = self.call.filled([first, *rest])
+        args, named = self.call.fill([first, *rest])
         return output_tensors(self.model(*args, **named))
 
 
@@ -101,10 +101,10 @@ def output_tensors(output: Any) -> Any:
 
 @dataclass(frozen=True)
 class RealSamples:
-    """Real samples to check an export.
+    """Real samples for the check of an export.
 
-    served: the network to export. inputs: batches as they are in memory. expected: the outputs of the run's own
-        pipeline and network. untried: why there are no samples, if only weights are written.
+    served: the network to export. inputs: batches of real samples. expected: the outputs of the run's own pipeline
+        and network. untried: why there are no samples, if only weights are written.
     """
 
     served: ServedModel
@@ -119,8 +119,8 @@ class RealSamples:
         return [*positional, *(name for name, value in call.named.items() if value is ...)]
 
 
-def changes_outside(config: RunConfig, split: str) -> dict[str, Any]:
-    """Return the user's functions, as settings, that samples of a split pass before the network."""
+def functions_before_model(config: RunConfig, split: str) -> dict[str, Any]:
+    """Return the user's functions that change samples of a split before the network, as settings."""
     keys = (find_transform_key(config, parse_split_kind(split)), "data.collate_fn")
     config = separate_secrets(config)[0]
     nodes = {key: read_value(config, key) for key in keys if key is not None}
@@ -129,12 +129,12 @@ def changes_outside(config: RunConfig, split: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_real_samples(config: RunConfig, model: nn.Module, split: str, loaded: Loaded) -> RealSamples:
-    """Return real samples of a split with the outputs of the network. loaded: the checkpoint, with the state of the
-    task.
+    """Return real samples of a split with the outputs of the network.
 
-    Raise ConfigError if there are no samples, or if the call of the network cannot be exported.
+    loaded: the checkpoint, with the state of the task. Raise ConfigError if there are no samples, or if the call of
+        the network cannot be exported.
     """
-    config, parallel = in_full_precision(config), Single(CPU)
+    config, parallel = config_in_full_precision(config), Single(CPU)
     dtype = torch.float64 if config.precision.mode == "64-true" else torch.float32
     sources, _ = build_sources(config, [])
     split = existing_split(sources, split)
@@ -155,10 +155,10 @@ def load_real_samples(config: RunConfig, model: nn.Module, split: str, loaded: L
         served = ServedModel(model, call, scale, changes, dtype)
         begins_raw = scale is not None or changes
         inputs = (first_tensor(raw.data) if begins_raw else tensors[0], *tensors[1:])
-        args, named = call.filled(tensors)
+        args, named = call.fill(tensors)
         expected = output_tensors(model(*args, **named))
         served(*inputs)  # constants of augmentations are made at their first call: not while it is traced
-        tried.append((served, inputs, as_tuple(expected)))
+        tried.append((served, inputs, to_tuple(expected)))
     for stream in (raw_stream, ready_stream):
         stream.close()
     if not tried:
@@ -168,7 +168,7 @@ def load_real_samples(config: RunConfig, model: nn.Module, split: str, loaded: L
     return RealSamples(tried[0][0], [inputs for _, inputs, _ in alike], [outputs for *_, outputs in alike])
 
 
-def in_full_precision(config: RunConfig) -> RunConfig:
+def config_in_full_precision(config: RunConfig) -> RunConfig:
     """Return the config for reading samples: small batches in this process, 16-bit weights as float32."""
     changes: dict[str, Any] = {"data.val_batch_size": BATCH, "data.num_workers": 0}
     if config.precision.mode in ("bf16-true", "16-true"):
@@ -239,7 +239,7 @@ def first_tensor(batch: Any) -> Tensor:
     )
 
 
-def as_tuple(output: Any) -> tuple[Tensor, ...]:
+def to_tuple(output: Any) -> tuple[Tensor, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
@@ -268,9 +268,11 @@ def half_batch(samples: RealSamples) -> tuple[tuple[Tensor, ...], tuple[Tensor, 
         tensor[:size] if has_rows else tensor
         for tensor, has_rows in zip(inputs, is_per_sample(inputs), strict=True)
     )
-    return inputs, as_tuple(samples.served(*inputs))
+    return inputs, to_tuple(samples.served(*inputs))
 
 
 def is_per_sample(inputs: tuple[Tensor, ...]) -> list[bool]:
-    """Return for each input whether it has one row per sample; a temperature or a shared mask has not."""
+    """Return for each input whether it has one row per sample, unlike a temperature or a mask that all samples
+    share.
+    """
     return [tensor.ndim > 0 and len(tensor) == len(inputs[0]) for tensor in inputs]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from trainrun.train_state import TrainState
     from trainrun.training.components import Components
-    from trainrun.transform.freeze import Frozen
+    from trainrun.transform.freeze import FrozenParameters
 
 
 def check_unfreezing(node: Mapping[str, Any]) -> list[str]:
@@ -43,7 +43,7 @@ def check_unfreezing(node: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def build_unfreezing(frozen: Frozen, until: str | None, model: nn.Module) -> Unfreeze:
+def build_unfreezing(frozen: FrozenParameters, until: str | None, model: nn.Module) -> Unfreeze:
     """Freeze the parameters, and return the hook that trains them later."""
     frozen.set(model, True)
     if until is None:
@@ -52,7 +52,7 @@ def build_unfreezing(frozen: Frozen, until: str | None, model: nn.Module) -> Unf
     return Unfreeze(frozen, int(duration.amount), duration.unit == EPOCH, until)
 
 
-def describe_unfreezing(frozen: Frozen, until: str | None) -> str:
+def describe_unfreezing(frozen: FrozenParameters, until: str | None) -> str:
     size = sum(frozen.sizes.values())
     return (
         f"model.freeze: {format_count(len(frozen.sizes), 'tensor')} ({format_count(size, 'parameter')}) frozen"
@@ -79,7 +79,7 @@ def set_training_mode(model: nn.Module, notes: list[str]) -> None:
 class Unfreeze:
     """A hook that unfreezes parameters. after: the number of finished epochs or steps; None for never."""
 
-    def __init__(self, frozen: Frozen, after: int | None, by_epoch: bool, said: str = "") -> None:
+    def __init__(self, frozen: FrozenParameters, after: int | None, by_epoch: bool, said: str = "") -> None:
         self._frozen, self._after, self._by_epoch, self._said = frozen, after, by_epoch, said
 
     def on_start(self, run: Components, state: TrainState) -> None:

@@ -18,7 +18,7 @@ from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.folder.status import read_status
 from trainrun.monitor.metric_rows import parse_row
 from trainrun.output import format_duration
-from trainrun.plots.series import Point, RunningClock, points_in
+from trainrun.plots.series import Point, RunningClock, iterate_points
 
 MOST_POINTS = 2000  # of a curve; then every second one goes
 REMEMBERED_SECONDS = 60.0  # the time left follows the speed of that long
@@ -28,16 +28,17 @@ NO_NUMBERS = ("kind", "step", "epoch", "time")
 
 
 class Follower:
-    """A reader of the new rows of one run.
+    """A reader that follows the new rows of one run.
 
-    curves: name -> points. latest: the newest value of each name. seconds: the seconds of each phase.
+    curves: the points of each curve by name. latest: the newest value of each name. seconds: the seconds of each
+        phase.
     """
 
     def __init__(self, run: RunDir) -> None:
         self.run, self.status, self._over = run, dict[str, Any](), False
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._position, self._rest = 0, b""
         self.facts: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
@@ -56,16 +57,16 @@ class Follower:
         """Read all rows since the last call. A file that became shorter after a resume is read again from its start."""
         with contextlib.suppress(OSError), self.run.metrics.open("rb") as file:
             if file.seek(0, os.SEEK_END) < self._position:
-                self._begin()
+                self._reset()
             file.seek(self._position)
             while block := file.read(BLOCK_BYTES):
                 self._position += len(block)
                 *lines, self._rest = (self._rest + block).split(b"\n")
                 for line in lines:
                     with contextlib.suppress(ValueError):  # a damaged line tells nothing
-                        self._take(parse_row(line))
+                        self._add_row(parse_row(line))
 
-    def _take(self, row: dict[str, Any]) -> None:
+    def _add_row(self, row: dict[str, Any]) -> None:
         kind, step = row.get("kind"), row.get("step", 0)
         self.last_row, self.step = time.monotonic(), max(self.step, step)
         seconds = self._clock.read(row)
@@ -88,10 +89,10 @@ class Follower:
             self.validated = step if kind == "eval" else self.validated
             numbers = {name: value for name, value in row.items() if name not in NO_NUMBERS}
             self.latest |= numbers  # `train/loss` of a validation is the mean since the one before
-            for name, point in points_in(row, seconds):
-                self._add(name, point)
+            for name, point in iterate_points(row, seconds):
+                self._add_point(name, point)
 
-    def _add(self, name: str, point: Point) -> None:
+    def _add_point(self, name: str, point: Point) -> None:
         points = self.curves.setdefault(name, [])
         points.append(point)
         if len(points) > MOST_POINTS:
@@ -128,16 +129,16 @@ class Follower:
         """Return the state in `status.json`; `dead` if the run has not ended and no process trains it."""
         self.status = read_status(self.run)
         state = str(self.status.get("state", "not begun"))
-        state = "dead" if state in ("running", "not begun") and self._nobody() else state
+        state = "dead" if state in ("running", "not begun") and self._is_abandoned() else state
         self._over = state not in ("running", "not begun")
         return state
 
     @property
-    def why(self) -> str:
+    def end_reason(self) -> str:
         """The reason why the run ended; "" while it runs."""
         return str(self.summary.get("reason") or self.status.get("message") or "") if self._over else ""
 
-    def _nobody(self) -> bool:
+    def _is_abandoned(self) -> bool:
         if (there := is_writer_alive(self.run)) is not None:
             return not there
         return bool(self.last_row) and time.monotonic() - self.last_row > SILENT_SECONDS
@@ -154,8 +155,8 @@ class Follower:
         total = self.facts.get("total_steps")
         return min(self.step / total, 1.0) if total else 0.0
 
-    def place(self) -> str:
-        """Return the position of a run as text: `step 450/900 50 % 0:12 left`."""
+    def position_text(self) -> str:
+        """Return how far the run is: `step 450/900  50 %  0:12 left`."""
         left = self.seconds_left
         return f"step {self.step_text}" + ("" if left is None else f"  {format_duration(left)} left")
 
@@ -169,7 +170,7 @@ def is_writer_alive(run: RunDir) -> bool | None:
         return None
 
 
-def sweep_jobs(folder: Path) -> list[dict[str, Any]]:
+def read_sweep_jobs(folder: Path) -> list[dict[str, Any]]:
     """Return the jobs in `sweep.json`: folder, settings, result. Raise OSError or ValueError."""
     jobs = read_json(folder / "sweep.json").get("jobs", [])
     return [

@@ -1,4 +1,4 @@
-"""The named choices of the reference networks, as types for their signatures. No torch."""
+"""The choices of the reference networks' arguments, as types. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ class Attention(nn.Module):
         parts = self.into(x).view(batch, length, 3, self.heads, width // self.heads)
         pair, value = parts.permute(2, 0, 3, 1, 4).split((2, 1))
         if turn is not None:
-            pair = turned(pair.contiguous(), *turn)  # it is read three times: gathering it first is faster
+            pair = rotate_pairs(
+                pair.contiguous(), *turn
+            )  # it is read three times: gathering it first is faster
         (query, key), value = pair.unbind(), value.squeeze(0)
         if cache is not None:
             if self in cache:
@@ -53,7 +55,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each applied to a normalised copy and added to its input."""
+    """A transformer block: attention and a two-layer network. Each reads its normalised input and adds its result to
+    it.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float, kernel: str) -> None:
         super().__init__()
@@ -73,12 +77,12 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A network from tokens (B, T) to logits (B, T, vocab_size). Position t depends on the tokens up to t only.
+    """A network from tokens (B, T) to logits (B, T, vocab_size). Position t depends only on the tokens up to t.
 
-    size: a name for layers, width and heads, each of which can be given instead. context: the largest T.
+    size: a name that stands for layers, width and heads; each of them can be set instead. context: the largest T.
     positions: rotary (Su et al., 2021, arXiv:2104.09864) or learned. tied: the last layer shares the weights of the
         embedding. attention: see `trainrun.model.attention`. Padding must come after the tokens: then no token sees
-        it, and no mask is needed. Raises ValueError for sizes that do not fit each other.
+        it, and no mask is needed. Raises ValueError if the sizes do not fit together.
     """
 
     def __init__(
@@ -122,9 +126,10 @@ class Gpt(nn.Module):
     ) -> Tensor:
         """Return the logits (B, T, vocab_size).
 
-        segment_ids, position_ids: (B, T), for several sequences in a row; segment 0 is padding.
+        segment_ids, position_ids: (B, T), if each row holds several sequences; segment 0 is padding.
         return_states: return the inputs of `head` instead, (B, T, width).
-        cache: empty at first; then `tokens` continue those of earlier calls, which are not computed again.
+        cache: a dictionary, empty at the first call. In later calls `tokens` continues the tokens of the earlier
+            calls, which are not computed again.
         """
         length = tokens.shape[1]
         before = next(iter(cache.values()))[0].shape[2] if cache else 0
@@ -141,7 +146,7 @@ class Gpt(nn.Module):
                 where = torch.arange(before, before + length, device=tokens.device)
             x = x + self.positions(where)
         else:
-            turn = self._turn(before, length, position_ids)
+            turn = self._rotary_factors(before, length, position_ids)
         mask = None if segment_ids is None else segment_mask(segment_ids, causal=True)
         if before:
             mask = torch.ones(length, before + length, dtype=torch.bool, device=tokens.device).tril(before)
@@ -151,7 +156,7 @@ class Gpt(nn.Module):
         x = self.norm(x)
         return x if return_states else self.head(x)  # type: ignore[no-any-return]
 
-    def _turn(self, before: int, length: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rotary_factors(self, before: int, length: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the rows of `rotary_table` for these positions: (T, head width) or (B, 1, T, head width) each."""
         table: Any = self.turns
         if position_ids is None:
@@ -159,16 +164,14 @@ class Gpt(nn.Module):
         return embedding(position_ids, table[0])[:, None], embedding(position_ids, table[1])[:, None]
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + half) of the last dimension by the angle of its position."""
     others = torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
     return torch.addcmul(x * cos.to(x.dtype), others, sin.to(x.dtype))
 
 
 def rotary_table(context: int, head_width: int) -> Tensor:
-    """Return the factors of rotary positions, (2, context, head_width): cosines, and signed sines for the other
-    half.
-    """
+    """Return the factors of rotary positions, (2, context, head_width): the cosines, and the signed sines."""
     speeds = ROTARY_BASE ** -(torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
     angles = torch.outer(torch.arange(context, dtype=torch.float64), speeds)
     cos, sin = angles.cos(), angles.sin()
@@ -176,8 +179,9 @@ def rotary_table(context: int, head_width: int) -> Tensor:
 
 
 def initialize_gpt(model: Gpt, layers: int) -> None:
-    """Initialize weights from a normal distribution with deviation 0.02, less in layers that add to the residual
-    stream (GPT-2).
+    """Initialize weights from a normal distribution with standard deviation 0.02.
+
+    Layers whose output is added to the residual stream get a smaller deviation, as in GPT-2.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1:

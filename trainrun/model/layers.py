@@ -29,8 +29,9 @@ class Residual(nn.Module):
 
 
 def norm_layers(name: str, num_features: int, images: bool) -> list[nn.Module]:
-    """Return a norm as a list of no layer or one. images: for (B, C, H, W); then `layer` normalises C, H and W
-    together.
+    """Return a list with one norm layer, or an empty list for `none`.
+
+    images: whether inputs are (B, C, H, W). Then `layer` normalises over C, H and W together.
     """
     if name == "none":
         return []
@@ -40,7 +41,7 @@ def norm_layers(name: str, num_features: int, images: bool) -> list[nn.Module]:
 
 
 def dropout_layers(dropout: float) -> list[nn.Module]:
-    """Return a dropout layer as a list, empty for a rate of 0."""
+    """Return a list with one dropout layer; an empty list for a rate of 0."""
     return [nn.Dropout(dropout)] if dropout else []
 
 
@@ -50,11 +51,11 @@ WEIGHTED = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
 
 
 def initialize(model: nn.Module, scheme: str, zero_init_residual: bool = False) -> None:
-    """Overwrite the weights in place with numbers from torch's global generator; biases become zero.
+    """Initialize the weights in place with torch's global random generator, and set biases to zero.
 
-    zero_init_residual: every residual block starts as the identity: the last layer of its branch (the norm, or the
-        convolution without a norm) is zero. It helps deep networks (Goyal et al., 2017, arXiv:1706.02677, section
-        5.1).
+    zero_init_residual: set the last layer of each residual branch (its norm, or the convolution without a norm) to
+        zero, so that every block starts as the identity. It helps deep networks (Goyal et al., 2017,
+        arXiv:1706.02677, section 5.1).
 
     Raise ValueError for an unknown scheme.
     """
@@ -62,7 +63,7 @@ def initialize(model: nn.Module, scheme: str, zero_init_residual: bool = False) 
         raise ValueError(f"init={scheme} is no scheme; choose {', '.join(SCHEMES)}")
     for module in model.modules():
         if scheme in ("he", "xavier") and isinstance(module, WEIGHTED):
-            fill(module, scheme)
+            initialize_layer(module, scheme)
     if zero_init_residual:
         for module in model.modules():
             if isinstance(module, Residual):
@@ -70,8 +71,8 @@ def initialize(model: nn.Module, scheme: str, zero_init_residual: bool = False) 
                     nn.init.zeros_(parameter)
 
 
-def fill(layer: nn.Module, scheme: str) -> None:
-    """Initialize the weight of a layer of one of the types `WEIGHTED`."""
+def initialize_layer(layer: nn.Module, scheme: str) -> None:
+    """Initialize the weight of one layer. Its class is in `WEIGHTED`."""
     assert isinstance(layer, WEIGHTED)
     is_computed = nn.utils.parametrize.is_parametrized(layer, "weight")  # as by weight_norm
     weight = layer.weight.detach().clone() if is_computed else layer.weight

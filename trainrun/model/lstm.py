@@ -13,12 +13,12 @@ from trainrun.model.layers import dropout_layers
 
 
 class Lstm(nn.Module):
-    """A recurrent network from tokens (B, T) to logits of every position (B, T, num_classes), or of the last (B,
-    num_classes).
+    """A recurrent network from tokens (B, T) to logits.
 
-    vocab_size: number of input tokens; None for num_classes, as in language modelling. outputs: `each` or `last`;
-        the last real position if the batch has an attention_mask. Padding must come after the tokens, which then
-        never see it.
+    outputs: `each` returns the logits of every position, (B, T, num_classes). `last` returns those of the last
+        position, (B, num_classes); with an attention_mask, of the last position that is not padding. Padding must
+        come after the tokens, so that the tokens do not depend on it.
+    vocab_size: number of different input tokens; None for num_classes, as in language modelling.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class Lstm(nn.Module):
         """Return the logits.
 
         attention_mask: (B, T) bool, False at padding. return_states: return the inputs of `head` instead.
-        cache: empty at first; then `tokens` continue those of earlier calls.
+        cache: a dictionary, empty at the first call. In later calls `tokens` continues the tokens of the earlier
+            calls.
         """
         states, after = self.lstm(self.drop(self.tokens(tokens)), cache.get("state") if cache else None)
         if cache is not None:

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: a stack of layers, without Python between them."""
+"""A multi-layer perceptron."""
 
 from __future__ import annotations
 

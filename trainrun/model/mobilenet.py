@@ -1,8 +1,8 @@
 """A light network for small images: inverted residual blocks of depthwise convolutions.
 
-Source: Sandler et al., 2018 (MobileNetV2, arXiv:1801.04381), with fewer and narrower blocks. When: few weights and
-    operations are needed (a seventh and a fifth of those of `cnn`). When not: speed on a CPU, which depthwise
-    convolutions use badly.
+Source: Sandler et al., 2018 (MobileNetV2, arXiv:1801.04381), with fewer and narrower blocks. When: few weights (a
+    seventh of those of `cnn`) and few operations (a fifth) are needed. When not: speed on a CPU, where depthwise
+    convolutions are slow.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BLOCKS = ((1, 2), (2, 1), (2, 1), (4, 2), (4, 1))  # channels of each in widths,
 
 
 class Mobilenet(nn.Module):
-    """A network from images (B, *in_shape), in_shape (C, H, W) of 4 x 4 or more, to logits (B, num_classes).
+    """A network from images (B, *in_shape), with in_shape (C, H, W) of at least 4 x 4, to logits (B, num_classes).
 
-    width: channels of the first convolution. expansion: how much wider a block is inside. For 28 x 28 and width 8:
-        17k parameters.
+    width: channels of the first convolution. expansion: the factor by which a block widens its channels inside. For
+        28 x 28 and width 8: 17k parameters.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ def conv_norm(channels: int, then: int, size: int, stride: int = 1, groups: int 
 
 
 def inverted_block(channels: int, then: int, stride: int, expansion: int) -> nn.Module:
-    """Return a block that widens, convolves each channel separately, and narrows; with a shortcut if the shape
-    stays.
+    """Return a block that widens the channels, convolves each channel separately, and narrows them again.
+
+    It has a shortcut if the shape stays the same.
     """
     wide = expansion * channels
     branch = nn.Sequential(

@@ -23,13 +23,14 @@ LARGE_SIDE = 96  # from here on `auto` takes the stem that leaves a sixteenth of
 
 
 class ResNet(nn.Module):
-    """A network from images (B, *in_shape), in_shape (C, H, W), to logits (B, num_classes).
+    """A network from images (B, *in_shape), with in_shape (C, H, W), to logits (B, num_classes).
 
-    size: 18, 34 or 50. blocks: the number per stage, instead of those of the size; every stage after the first
-        halves the image and doubles the channels. width: channels of the first stage.
-    stem: `small` keeps the size (3 x 3, for CIFAR); `large` divides each side by 4 (7 x 7 and pooling, for
-        ImageNet); `auto` is large from 96 x 96 on. Bottlenecks have their stride in the 3 x 3 convolution.
-    zero_init_residual: every block starts as its shortcut (Goyal et al., 2017, arXiv:1706.02677).
+    size: 18, 34 or 50 layers. blocks: the number of blocks per stage, in place of those of `size`. Every stage after
+        the first halves the sides of the image and doubles the channels. width: channels of the first stage.
+    stem: `small` keeps the size (3 x 3, for CIFAR). `large` divides each side by 4 (7 x 7 and pooling, for
+        ImageNet). `auto` is `large` for images of at least 96 x 96. Bottleneck blocks have their stride in the 3 x 3
+        convolution.
+    zero_init_residual: every block starts as the identity (Goyal et al., 2017, arXiv:1706.02677).
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ResNet(nn.Module):
         for stage, count in enumerate(blocks or usual):
             for number in range(count):
                 stride = 2 if stage and not number else 1
-                layers += block(outside, width << stage, stride, norm, bottleneck)
+                layers += residual_block(outside, width << stage, stride, norm, bottleneck)
                 outside = (width << stage) * (BOTTLENECK if bottleneck else 1)
         self.layers = nn.Sequential(*layers)
         self.drop = nn.Sequential(*dropout_layers(dropout))
@@ -69,31 +70,31 @@ class ResNet(nn.Module):
 
 def stem_layers(channels: int, width: int, norm: str, large: bool) -> list[nn.Module]:
     layers = [
-        *normed_conv(channels, width, 7 if large else 3, 2 if large else 1, norm),
+        *conv_with_norm(channels, width, 7 if large else 3, 2 if large else 1, norm),
         nn.ReLU(inplace=True),
     ]
     return [*layers, nn.MaxPool2d(3, stride=2, padding=1)] if large else layers
 
 
-def block(channels: int, width: int, stride: int, norm: str, bottleneck: bool) -> list[nn.Module]:
-    """Return a residual block of two 3 x 3 convolutions; with `bottleneck` of three, the outer ones 1 x 1."""
+def residual_block(channels: int, width: int, stride: int, norm: str, bottleneck: bool) -> list[nn.Module]:
+    """Return a residual block of two 3 x 3 convolutions. With `bottleneck`: of 1 x 1, 3 x 3 and 1 x 1 convolutions."""
     wide = width * BOTTLENECK if bottleneck else width
     if bottleneck:
-        branch = [*normed_conv(channels, width, 1, 1, norm), nn.ReLU(inplace=True)]
+        branch = [*conv_with_norm(channels, width, 1, 1, norm), nn.ReLU(inplace=True)]
         branch += [
-            *normed_conv(width, width, 3, stride, norm),
+            *conv_with_norm(width, width, 3, stride, norm),
             nn.ReLU(inplace=True),
-            *normed_conv(width, wide, 1, 1, norm),
+            *conv_with_norm(width, wide, 1, 1, norm),
         ]
     else:
-        branch = [*normed_conv(channels, width, 3, stride, norm), nn.ReLU(inplace=True)]
-        branch += normed_conv(width, wide, 3, 1, norm)
+        branch = [*conv_with_norm(channels, width, 3, stride, norm), nn.ReLU(inplace=True)]
+        branch += conv_with_norm(width, wide, 3, 1, norm)
     same = stride == 1 and channels == wide
-    shortcut = None if same else nn.Sequential(*normed_conv(channels, wide, 1, stride, norm))
+    shortcut = None if same else nn.Sequential(*conv_with_norm(channels, wide, 1, stride, norm))
     return [Residual(nn.Sequential(*branch), shortcut), nn.ReLU(inplace=True)]
 
 
-def normed_conv(channels: int, next_channels: int, kernel: int, stride: int, norm: str) -> list[nn.Module]:
+def conv_with_norm(channels: int, next_channels: int, kernel: int, stride: int, norm: str) -> list[nn.Module]:
     """Return a convolution and its norm. It has a bias only without a norm."""
     layer = nn.Conv2d(channels, next_channels, kernel, stride, kernel // 2, bias=norm == "none")
     return [layer, *norm_layers(norm, next_channels, images=True)]

@@ -1,9 +1,9 @@
-"""A variational autoencoder for token sequences: one LSTM encodes them into a code, another decodes them.
+"""A variational autoencoder for token sequences. One LSTM encodes a sequence into a code, another decodes the code.
 
-Source: Bowman et al., 2016 (arXiv:1511.06349). The code is computed from the maximum over all states, not from the
-    last state, which keeps it in use much sooner (Long et al., 2019, arXiv:1911.03976). Such a decoder also predicts
-    well without the code, so it collapses easily: anneal beta, drop words (`data.augment.word_dropout.rate`), and
-    use `monitor=vae`.
+Source: Bowman et al., 2016 (arXiv:1511.06349). The code is computed from the maximum over all LSTM states instead of
+    the last state, so that the decoder uses the code sooner (Long et al., 2019, arXiv:1911.03976). An LSTM decoder
+    also predicts well without the code, so the code easily collapses. Against this, anneal beta, drop words
+    (`data.augment.word_dropout.rate`), and use `monitor=vae`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from trainrun.model.vae import FIRST_CODE, VaeOutput, draw_code
 
 
 class SequenceVae(nn.Module):
-    """A network from tokens (B, T) to logits of the same tokens (B, T, vocab_size), through a random code (B,
-    latent_dim).
+    """A network from tokens (B, T) through a random code (B, latent_dim) to logits of the same tokens (B, T,
+    vocab_size).
 
-    Position t is predicted from the code and the tokens before t. Padding must come after the tokens, which then
-    never see it.
+    Position t is predicted from the code and the tokens before t. Padding must come after the tokens, so that the
+    tokens do not depend on it.
     """
 
     def __init__(self, vocab_size: Count, latent_dim: Count = 32, width: Count = 128) -> None:
@@ -44,18 +44,18 @@ class SequenceVae(nn.Module):
     ) -> VaeOutput:
         """Return reconstruction (logits), mean and log_var.
 
-        attention_mask: (B, T) bool, False at padding. word_dropout: (B, T or more) bool, tokens hidden from the
-            decoder.
-        noise: (B, latent_dim), standard normal. Without it, training draws from torch's generator, and evaluation
-            decodes the mean.
+        attention_mask: (B, T) bool, False at padding. word_dropout: (B, T or more) bool, True for tokens that are
+            hidden from the decoder.
+        noise: (B, latent_dim), standard normal. If it is None, training draws it from torch's generator, and
+            evaluation decodes the mean.
         """
         states, _ = self.encoder(self.tokens(tokens))
         if attention_mask is not None:
             states = states.masked_fill(~attention_mask[..., None], -1.0)  # an LSTM gives more
         mean, log_var, drawn = draw_code(self.code(states.amax(1)), noise, self.training)
-        return VaeOutput(self._decoded(tokens, drawn.to(self.head.weight.dtype), word_dropout), mean, log_var)
+        return VaeOutput(self._decode(tokens, drawn.to(self.head.weight.dtype), word_dropout), mean, log_var)
 
-    def _decoded(self, tokens: Tensor, code: Tensor, dropped: Tensor | None) -> Tensor:
+    def _decode(self, tokens: Tensor, code: Tensor, dropped: Tensor | None) -> Tensor:
         if dropped is not None:
             tokens = tokens.masked_fill(dropped[:, : tokens.shape[1]], self.nothing)
         before = torch.cat([torch.full_like(tokens[:, :1], self.nothing), tokens[:, :-1]], dim=1)
@@ -69,7 +69,9 @@ class SequenceVae(nn.Module):
         return hidden.tanh()[None].contiguous(), cell[None].contiguous()
 
     def write(self, code: Tensor, length: int) -> Tensor:
-        """Generate tokens (B, length) from a code (B, latent_dim), each the most likely one after the earlier ones."""
+        """Generate tokens (B, length) from a code (B, latent_dim). Each is the most likely token after the earlier
+        ones.
+        """
         code = code.to(self.head.weight.dtype)
         state, written = (
             self._first_state(code),

@@ -20,9 +20,9 @@ FIRST_CODE = 0.1  # how large the code is at the start, against what `init` make
 
 
 class VaeOutput(NamedTuple):
-    """The output that the task `vae` expects. A custom network may return a plain tuple of the same three.
+    """The output that the task `vae` expects. A custom network may return a plain tuple of the three tensors.
 
-    reconstruction: shaped like the inputs. mean, log_var: of the code of each sample, (B, latent_dim).
+    reconstruction: of the shape of the inputs. mean, log_var: of the code of each sample, (B, latent_dim).
     """
 
     reconstruction: Tensor
@@ -31,13 +31,13 @@ class VaeOutput(NamedTuple):
 
 
 class Vae(nn.Module):
-    """A network from inputs (B, *in_shape) to their reconstruction, through a random code (B, latent_dim).
+    """A network from inputs (B, *in_shape) through a random code (B, latent_dim) to their reconstruction.
 
-    body: `conv` halves images (C, H, W) twice, `mlp` takes any shape, `auto` is conv for images from 8 x 8 on.
-        width: channels of the first convolution. hidden: widths of the dense layers of the encoder; the decoder
-        mirrors them.
+    body: `conv` halves images (C, H, W) twice. `mlp` accepts any shape. `auto` is `conv` for images of at least 8 x
+        8. width: channels of the first convolution. hidden: widths of the encoder's dense layers, which the decoder
+        has in reverse order.
 
-    Raises ValueError without a hidden layer, or for convolutions over inputs that are no images.
+    Raises ValueError without a hidden layer, or if `conv` gets inputs that are not images.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Vae(nn.Module):
         super().__init__()
         self.in_shape = shape
         if convolves:
-            self.encoder, self.decoder = conv_layers(shape, latent_dim, width, tuple(hidden))
+            self.encoder, self.decoder = build_conv_layers(shape, latent_dim, width, tuple(hidden))
         else:
-            self.encoder, self.decoder = dense_layers(shape, latent_dim, tuple(hidden))
+            self.encoder, self.decoder = build_dense_layers(shape, latent_dim, tuple(hidden))
         initialize(self, init)
         with torch.no_grad():  # codes begin near their prior; at full size exp(log_var) explodes
             self.encoder[-1].get_parameter("weight").mul_(FIRST_CODE)
@@ -71,8 +71,8 @@ class Vae(nn.Module):
     def forward(self, x: Tensor, noise: Tensor | None = None) -> VaeOutput:
         """Return reconstruction, mean and log_var.
 
-        noise: (B, latent_dim), standard normal. Without it, training draws from torch's generator, and evaluation
-            decodes the mean.
+        noise: (B, latent_dim), standard normal. If it is None, training draws it from torch's generator, and
+            evaluation decodes the mean.
         """
         mean, log_var, drawn = draw_code(self.encoder(x), noise, self.training)
         if x.dtype in HALF_TYPES:  # then the weights are too
@@ -95,18 +95,22 @@ def draw_code(code: Tensor, noise: Tensor | None, training: bool) -> tuple[Tenso
     return mean, log_var, mean if noise is None else mean + (0.5 * log_var).exp() * noise
 
 
-def dense_layers(
+def build_dense_layers(
     shape: tuple[int, ...], code: int, hidden: tuple[int, ...]
 ) -> tuple[nn.Sequential, nn.Sequential]:
-    encoder = [nn.Flatten(), *stack([prod(shape), *hidden]), nn.Linear(hidden[-1], 2 * code)]
-    decoder = [*stack([code, *hidden[::-1]]), nn.Linear(hidden[0], prod(shape)), nn.Unflatten(1, shape)]
+    encoder = [nn.Flatten(), *build_hidden_layers([prod(shape), *hidden]), nn.Linear(hidden[-1], 2 * code)]
+    decoder = [
+        *build_hidden_layers([code, *hidden[::-1]]),
+        nn.Linear(hidden[0], prod(shape)),
+        nn.Unflatten(1, shape),
+    ]
     return nn.Sequential(*encoder), nn.Sequential(*decoder)
 
 
-def conv_layers(
+def build_conv_layers(
     shape: tuple[int, ...], code: int, width: int, hidden: tuple[int, ...]
 ) -> tuple[nn.Sequential, nn.Sequential]:
-    """Return encoder and decoder. The decoder enlarges by repetition before each convolution, which works for any
+    """Return encoder and decoder. The decoder repeats pixels before each convolution, which works for any image
     size.
     """
     channels, rows, columns = shape
@@ -115,17 +119,17 @@ def conv_layers(
     encoder = [
         nn.Conv2d(channels, width, 3, stride=2, padding=1), nn.ReLU(inplace=True),
         nn.Conv2d(width, 2 * width, 3, stride=2, padding=1), nn.ReLU(inplace=True),
-        nn.Flatten(), *stack([prod(middle), *hidden]), nn.Linear(hidden[-1], 2 * code),
+        nn.Flatten(), *build_hidden_layers([prod(middle), *hidden]), nn.Linear(hidden[-1], 2 * code),
     ]  # fmt: skip
     decoder = [
-        *stack([code, *hidden[::-1], prod(middle)]), nn.Unflatten(1, middle),
+        *build_hidden_layers([code, *hidden[::-1], prod(middle)]), nn.Unflatten(1, middle),
         nn.Upsample(half), nn.Conv2d(2 * width, width, 3, padding=1), nn.ReLU(inplace=True),
         nn.Upsample((rows, columns)), nn.Conv2d(width, channels, 3, padding=1),
     ]  # fmt: skip
     return nn.Sequential(*encoder), nn.Sequential(*decoder)
 
 
-def stack(sizes: Sequence[int]) -> list[nn.Module]:
+def build_hidden_layers(sizes: Sequence[int]) -> list[nn.Module]:
     return [
         layer for now, after in pairwise(sizes) for layer in (nn.Linear(now, after), nn.ReLU(inplace=True))
     ]

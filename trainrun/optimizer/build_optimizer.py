@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from trainrun.errors import OF_ARGUMENTS, CheckpointError, PluginError
-from trainrun.optimizer.groups import Division, GroupRules
+from trainrun.optimizer.groups import GroupDivision, GroupRules
 from trainrun.optimizer.other_optimizers import (
     are_shards,
     check_contract,
-    check_on_shards,
-    check_sparse,
+    check_sharded_updates,
+    check_sparse_gradients,
     describe_lost_state,
     inner_states,
     sparse_parameters,
@@ -64,13 +64,13 @@ def build_optimizer(
     groups: Any = params if make_groups is None else make_groups(model)
     division, settings = None, [keywords]
     if rules is not None:
-        division = Division(rules, model, members, groups if make_groups else [{"params": params}])
+        division = GroupDivision(rules, model, members, groups if make_groups else [{"params": params}])
         groups = division.groups
         settings += [keywords | rules.options(number) for number in range(len(rules.groups))]
     wish = keywords
     keywords = choose_kernel(factory, settings, model, params)
     if are_shards(params):
-        check_on_shards(factory, keywords, params[0].device)
+        check_sharded_updates(factory, keywords, params[0].device)
     try:
         optimizer = factory(groups, **keywords)
     except (RuntimeError, *OF_ARGUMENTS) as error:
@@ -86,13 +86,13 @@ def build_optimizer(
         lost = describe_lost_state(optimizer, model)
     lines = division.settle(optimizer, factory, keywords) if division else []
     if _is_sparse(model) and (sparse := sparse_parameters(model)):
-        check_sparse(optimizer, model, sparse)
-    start_momentum(optimizer)
+        check_sparse_gradients(optimizer, model, sparse)
+    start_momentum_at_zero(optimizer)
     move_parameters_to_added_groups(optimizer)
     if type(optimizer).__module__.partition(".")[0] not in ("torch", "trainrun"):
         hide_frozen_parameters(optimizer)
     devices = ", ".join(sorted({param.device.type for param in params}))
-    kernel, reason = kernel_of(optimizer, wish)
+    kernel, reason = describe_kernel(optimizer, wish)
     note = f"optimizer: {name}, {kernel} ({devices}): {reason}{lost}"
     if type(optimizer).__module__ == "trainrun.optimizer.muon":
         from trainrun.optimizer.muon import describe_parts
@@ -113,7 +113,7 @@ def choose_kernel(
     """
     keywords, param_set = settings[0], set(params)
     strided = [name for name, p in model.named_parameters() if p in param_set and not is_dense(p)]
-    if keywords.get("fused") is True and is_wrong(factory, params):
+    if keywords.get("fused") is True and is_fused_kernel_wrong(factory, params):
         raise PluginError(
             "optimizer.fused=true: torch's fused SGD of a CPU computes wrong values for 16-bit weights; choose "
             "optimizer.fused=null"
@@ -123,13 +123,13 @@ def choose_kernel(
             f"optimizer.fused=true: the parameter {strided[0]} is a part of a larger tensor, and torch's fused update "
             "of a CPU would write to the rest of it; choose optimizer.fused=null"
         )
-    if strided or not is_known(factory, params):
+    if strided or not is_fused_kernel_correct(factory, params):
         return keywords
     suits = all(_may_fuse(factory, each, model) for each in settings)
     return keywords | {"fused": True} if suits else keywords
 
 
-def kernel_of(optimizer: Optimizer, wish: dict[str, Any]) -> tuple[str, str]:
+def describe_kernel(optimizer: Optimizer, wish: dict[str, Any]) -> tuple[str, str]:
     """Return which kernel computes the update, and why. wish: the options in the config."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     foreach = any(group.get("foreach") for group in optimizer.param_groups)
@@ -147,7 +147,7 @@ def _may_fuse(factory: Callable[..., Optimizer], keywords: dict[str, Any], model
     """Return whether the fused kernel can be used: the optimizer has it, the config leaves it open, and nothing
     excludes it.
     """
-    if not has_switch(factory, "fused", None) or keywords.get("fused") is not None:
+    if not has_option(factory, "fused", None) or keywords.get("fused") is not None:
         return False
     if factory is SGD and keywords.get("momentum") and keywords.get("dampening"):
         return False  # see start_momentum
@@ -165,7 +165,7 @@ def _is_refusal(error: Exception) -> bool:
     )
 
 
-def has_switch(factory: Callable[..., Optimizer], name: str, default: bool | None) -> bool:
+def has_option(factory: Callable[..., Optimizer], name: str, default: bool | None) -> bool:
     try:
         switch = inspect.signature(factory).parameters.get(name)
     except (TypeError, ValueError):  # a callable without a readable signature
@@ -173,23 +173,23 @@ def has_switch(factory: Callable[..., Optimizer], name: str, default: bool | Non
     return switch is not None and switch.default is default
 
 
-def is_known(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> bool:
+def is_fused_kernel_correct(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> bool:
     """Return whether torch 2.8 and later have a correct fused kernel for these parameters."""
     is_known_class = factory in PLAIN or getattr(factory, "__module__", "") == "trainrun.optimizer.muon"
     has_known_params = all(
         param.device.type in ("cpu", "cuda") and param.is_floating_point() for param in params
     )
-    return is_known_class and has_known_params and not is_wrong(factory, params)
+    return is_known_class and has_known_params and not is_fused_kernel_wrong(factory, params)
 
 
-def is_wrong(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> bool:
+def is_fused_kernel_wrong(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> bool:
     """Return whether the fused kernel is wrong: up to torch 2.13, SGD on a CPU leaves most 16-bit weights unchanged
     (pytorch issue 191763).
     """
     return factory is SGD and any(param.device.type == "cpu" and param.itemsize == 2 for param in params)
 
 
-def start_momentum(optimizer: Optimizer) -> None:
+def start_momentum_at_zero(optimizer: Optimizer) -> None:
     """Let torch's SGD begin with a momentum of 0 instead of none, which gives the same numbers.
 
     Parameters that are trained later get theirs when this is called again.
@@ -258,7 +258,7 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
     parameter. own: what the optimizer adds to its own `state_dict`. inner: all of this for optimizers inside it.
     The tensors are not copies. Parameters outside the model are an error.
     """
-    names, inner = names_of(optimizer, model), {}
+    names, inner = optimizer_parameter_names(optimizer, model), {}
     if type(optimizer) not in PLAIN:
         inner = inner_states(optimizer, model, named_optimizer_state)
     groups = [
@@ -273,20 +273,20 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
         "state": {
             names[key]: value
             for key, value in optimizer.state.items()
-            if key in names and not is_of_frozen(key, value)
+            if key in names and not is_initial_adagrad_state(key, value)
         },
         "others": {key: value for key, value in optimizer.state.items() if key not in names},
-        "own": _own_fields(optimizer),
+        "own": _extra_fields(optimizer),
         "inner": inner,
     }
 
 
-def is_of_frozen(param: Tensor, state: Any) -> bool:
+def is_initial_adagrad_state(param: Tensor, state: Any) -> bool:
     """Return whether this is the initial state that Adagrad makes for frozen parameters too."""
     return not param.requires_grad and isinstance(state, dict) and float(state.get("step", 1)) == 0
 
 
-def names_of(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:
+def optimizer_parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:
     """Return the name of each parameter of the optimizer, in the order of its groups."""
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -299,7 +299,7 @@ def names_of(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:
     return {param: names[param] for param in params}
 
 
-def _own_fields(optimizer: Optimizer) -> dict[str, Any]:
+def _extra_fields(optimizer: Optimizer) -> dict[str, Any]:
     if type(optimizer).state_dict is Optimizer.state_dict:
         return {}
     return {k: v for k, v in optimizer.state_dict().items() if k not in ("state", "param_groups")}

@@ -101,7 +101,7 @@ class Ema:
         self._count += 1
         if self._count % self._every == 0:
             num_looks = self._count // self._every
-            self._look(newest=(1 - self._decay) / (1 - self._decay**num_looks))
+            self._average_weights(newest=(1 - self._decay) / (1 - self._decay**num_looks))
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -109,7 +109,7 @@ class Ema:
 
         Enter it before `evaluating`: a model that merges weights in `eval()` then merges the average.
         """
-        self._follow_model()
+        self._match_parameters()
         with self.swap.in_model() if self._averages else nullcontext():
             yield
 
@@ -120,7 +120,7 @@ class Ema:
         """Return `count` (of updates), `module` (the state of the model with averages in place of weights), and
         `averages` (those of 16-bit parameters in full).
         """
-        self._follow_model()
+        self._match_parameters()
         owners = {id(parameter): name for name, parameter in self._model.named_parameters()}
         module: dict[str, Any] = {}
         for key, value in self._model.state_dict(keep_vars=True).items():
@@ -153,20 +153,20 @@ class Ema:
                 )
         self._count = state["count"]
         if self._count >= self._every:
-            self._follow_model(begin=True)
+            self._match_parameters(begin=True)
             for name, average in self._averages.items():
                 average.copy_(full.get(name, stored[name]))
 
     @torch.no_grad()
-    def _look(self, newest: float) -> None:
+    def _average_weights(self, newest: float) -> None:
         """Add the present weights to the average. newest: their share, 1 for the first ones."""
         if not self._averages:
-            self._follow_model(begin=True)
+            self._match_parameters(begin=True)
         average: Any = get_ema_multi_avg_fn(1 - newest)  # type: ignore[no-untyped-call]
         weights = [_at_least_float32(parameter) for parameter in self._parameters]
         average(list(self._averages.values()), weights, None)
 
-    def _follow_model(self, begin: bool = False) -> None:
+    def _match_parameters(self, begin: bool = False) -> None:
         """Keep an average for each parameter. That of a new or reshaped parameter begins with its value."""
         if not (self._averages or begin):
             return
@@ -199,7 +199,7 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         copy_tensors(some_targets, some_sources)
 
 
-class OwnAverage:
+class OptimizerAverage:
     """The weights that optimizers with `train()` and `eval()` evaluate with (schedule-free); methods as of `Ema`.
 
     What: such an optimizer trains at one point and evaluates at another, an average that it keeps itself. Validations

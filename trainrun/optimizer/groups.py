@@ -60,7 +60,7 @@ class SharedOptions(NamedTuple):
     undecayed: bool
 
 
-class Division:
+class GroupDivision:
     """The groups that an optimizer is built with, and the options that they get then."""
 
     def __init__(
@@ -71,8 +71,8 @@ class Division:
         Raise ConfigError if a pattern fits nothing that is trained, or if the depth of layers is not clear.
         """
         self._rules = rules
-        owners = entries_of(rules, model, {param for group in groups for param in group["params"]})
-        undecayed = without_decay(model) if rules.no_decay == "auto" else set()
+        owners = match_entries(rules, model, {param for group in groups for param in group["params"]})
+        undecayed = parameters_without_decay(model) if rules.no_decay == "auto" else set()
         above: dict[nn.Parameter, int] = {}
         self._told = ""
         if rules.layer_decay is not None:
@@ -137,7 +137,7 @@ class Division:
         return {name: built.defaults[name] for name in options}
 
 
-def entries_of(
+def match_entries(
     rules: GroupRules, model: nn.Module, trained: Collection[nn.Parameter]
 ) -> dict[nn.Parameter, int]:
     """Return for each parameter the first entry of `groups` that names it.
@@ -173,7 +173,7 @@ def entries_of(
     return owners
 
 
-def without_decay(model: nn.Module) -> set[nn.Parameter]:
+def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters without weight decay.
 
     These are vectors and scalars (norms, biases, scales), all of embeddings and layer norms, biases of any shape, and
@@ -204,7 +204,7 @@ def describe_groups(groups: Sequence[Mapping[str, Any]]) -> str:
     return text + frozen if num_frozen else text
 
 
-def peaks_of_groups(keywords: dict[str, Any], optimizer: Optimizer) -> dict[str, list[float]]:
+def peak_rates(keywords: dict[str, Any], optimizer: Optimizer) -> dict[str, list[float]]:
     """Return the peak rate of the schedule for each group, in proportion to its rate; empty if all rates are equal."""
     rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
     if len(set(rates)) < 2 or not rates[0]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainrun.errors import CheckpointError
-from trainrun.optimizer.build_optimizer import ADDED, names_of
-from trainrun.optimizer.other_optimizers import inner_of
+from trainrun.optimizer.build_optimizer import ADDED, optimizer_parameter_names
+from trainrun.optimizer.other_optimizers import inner_optimizers
 from trainrun.tensors import read_whole_shape
 
 CYCLED = ("momentum", "betas")
@@ -45,9 +45,9 @@ def load_named_optimizer_state(
     stay as it says now in all other groups.
     """
     _check_class(optimizer, tree["classes"])
-    params = {name: param for param, name in names_of(optimizer, model).items()}
+    params = {name: param for param, name in optimizer_parameter_names(optimizer, model).items()}
     _add_groups(params, optimizer, tree)
-    _check_same(params, optimizer, tree)
+    _check_same_parameters(params, optimizer, tree)
     _check_fields(optimizer, tree)
     if tree["own"]:
         optimizer.load_state_dict(optimizer.state_dict() | tree["own"])
@@ -60,7 +60,7 @@ def load_named_optimizer_state(
         fixed_fields = () if stored.get(ADDED) else configured
         _load_fields(group, stored, {name for name in fixed_fields if name not in cycled})
     if tree.get("inner"):
-        inner = inner_of(optimizer)
+        inner = inner_optimizers(optimizer)
         for name, stored in tree["inner"].items():
             load_named_optimizer_state(inner[name], model, stored, configured)
     optimizer.state.update(copy.deepcopy(tree["others"]))
@@ -86,7 +86,7 @@ def _add_groups(params: Mapping[str, Tensor], optimizer: Optimizer, tree: dict[s
             optimizer.add_param_group({"params": [params[name] for name in stored["params"]]})
 
 
-def _check_same(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
+def _check_same_parameters(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
     """Raise CheckpointError unless names, shapes and groups of the checkpoint are those of the optimizer."""
     stored = tree["shapes"]
     faults = [f"{name} is new here" for name in params if name not in stored]

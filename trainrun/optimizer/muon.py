@@ -27,7 +27,7 @@ from torch.optim import AdamW, Optimizer
 
 from trainrun.errors import PluginError
 from trainrun.limits import BelowOne, Limits, NotNegative
-from trainrun.optimizer.plain_step import plain_step
+from trainrun.optimizer.plain_step import build_plain_step
 from trainrun.output import format_count
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a steep quintic: singular values end between 0.7 and 1.2
@@ -119,11 +119,11 @@ class Muon(Optimizer):
         if self._adamw is None and others:  # added later
             self._adamw = _build_inner(AdamW, others, **self._kernel)
         if self._adamw is not None:
-            self._adopt(self._adamw, others)
+            self._update_inner(self._adamw, others)
             self._adamw.found_inf, self._adamw.grad_scale = found_inf, None  # type: ignore[attr-defined]
             self._update_others()
 
-    def _adopt(self, adamw: Optimizer, others: list[dict[str, Any]]) -> None:
+    def _update_inner(self, adamw: Optimizer, others: list[dict[str, Any]]) -> None:
         """Give it today's groups and state: this may be a copy with others, or have loaded them."""
         mine = adamw.param_groups
         same = adamw.state is self.state and len(mine) == len(others) and all(map(is_, others, mine))
@@ -131,7 +131,7 @@ class Muon(Optimizer):
             for group in others:  # one that was added has not all of them
                 group.update({name: value for name, value in adamw.defaults.items() if name not in group})
             adamw.param_groups, adamw.state = others, self.state
-            self._update_others = plain_step(adamw)
+            self._update_others = build_plain_step(adamw)
 
     def _groups(self, muon: bool) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if bool(group["muon"]) is muon]

@@ -17,7 +17,7 @@ from trainrun.tensors import WHOLE_SHAPE
 StateOf = Callable[[Optimizer, nn.Module], dict[str, Any]]
 DEEPEST = 3  # lists in lists of what an optimizer keeps
 OF_TORCH = ("defaults", "state", "param_groups")
-COLUMNS, ROWS, STEPS = 6, 8, 3  # of the layer that `check_on_shards` tries
+COLUMNS, ROWS, STEPS = 6, 8, 3  # of the layer that `check_sharded_updates` tries
 TOLERANCE = 1e-3  # of the largest change
 
 
@@ -54,7 +54,11 @@ def describe_lost_state(optimizer: Optimizer, model: nn.Module) -> str:
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return ""
     lost = ", ".join(
-        dict.fromkeys(name.partition(".")[0] for name, value in _kept(optimizer) if _is_lost(value, model))
+        dict.fromkeys(
+            name.partition(".")[0]
+            for name, value in _iterate_attributes(optimizer)
+            if _is_unsaved(value, model)
+        )
     )
     return (
         f"; a resume begins with a new {lost}: keep it in its state, or in its state_dict()" if lost else ""
@@ -65,39 +69,41 @@ def inner_states(optimizer: Optimizer, model: nn.Module, state_of: StateOf) -> d
     """Return `named_optimizer_state` of each optimizer inside this one that has a state of its own."""
     return {
         name: state_of(inner, model)
-        for name, inner in inner_of(optimizer).items()
-        if inner.state and inner.state is not optimizer.state and _is_of(inner, model)
+        for name, inner in inner_optimizers(optimizer).items()
+        if inner.state and inner.state is not optimizer.state and _is_optimizer_of(inner, model)
     }
 
 
-def inner_of(optimizer: Optimizer) -> dict[str, Optimizer]:
+def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
     """Return the optimizers inside this one (as in SAM and Lookahead), by attribute (`parts.0`)."""
-    return {name: value for name, value in _kept(optimizer) if isinstance(value, Optimizer)}
+    return {name: value for name, value in _iterate_attributes(optimizer) if isinstance(value, Optimizer)}
 
 
-def _is_of(optimizer: Optimizer, model: nn.Module) -> bool:
+def _is_optimizer_of(optimizer: Optimizer, model: nn.Module) -> bool:
     model_parameters = set(model.parameters())
     return all(param in model_parameters for group in optimizer.param_groups for param in group["params"])
 
 
-def _kept(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+def _iterate_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """Yield the optimizer's own attributes by name; of lists, tuples and dicts their members."""
     for name, value in vars(optimizer).items():
         if name not in OF_TORCH:
-            yield from _members(name, value, DEEPEST)
+            yield from _iterate_members(name, value, DEEPEST)
 
 
-def _members(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+def _iterate_members(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, list | tuple | dict) or not depth:
         yield name, value
         return
     for position, key in enumerate(value if isinstance(value, dict) else range(len(value))):
-        yield from _members(f"{name}.{key if isinstance(key, str) else position}", value[key], depth - 1)
+        yield from _iterate_members(
+            f"{name}.{key if isinstance(key, str) else position}", value[key], depth - 1
+        )
 
 
-def _is_lost(value: Any, model: nn.Module) -> bool:
+def _is_unsaved(value: Any, model: nn.Module) -> bool:
     if isinstance(value, Optimizer):
-        return not _is_of(value, model)
+        return not _is_optimizer_of(value, model)
     if isinstance(value, nn.Module | nn.Parameter):
         return False
     return isinstance(value, Tensor) or (hasattr(value, "state_dict") and not isinstance(value, type))
@@ -117,7 +123,7 @@ def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [param for table in tables for param in table.parameters(recurse=False)]
 
 
-def check_sparse(
+def check_sparse_gradients(
     optimizer: Optimizer, model: nn.Module, sparse: Collection[Tensor], dense: Collection[Tensor] = ()
 ) -> None:
     """Raise PluginError if an optimizer of torch cannot use the gradients of these parameters.
@@ -185,14 +191,14 @@ def are_shards(params: Iterable[Tensor]) -> bool:
     return any(hasattr(param, WHOLE_SHAPE) for param in params)
 
 
-def check_on_shards(
+def check_sharded_updates(
     factory: Callable[..., Optimizer], keywords: dict[str, Any], device: torch.device
 ) -> None:
     """Raise PluginError if the optimizer updates the halves of a small layer otherwise than the whole layer."""
     name = getattr(factory, "__name__", type(factory).__name__)
     way_out = "each rank of parallel=fsdp has only rows of it; use torch.optim.AdamW or SGD, or parallel=ddp"
     try:
-        changes = [_change(factory, keywords, device, rows) for rows in _parts(ROWS, ROWS // 2)]
+        changes = [_weight_changes(factory, keywords, device, rows) for rows in _row_slices(ROWS, ROWS // 2)]
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise PluginError(
@@ -203,11 +209,11 @@ def check_on_shards(
         raise PluginError(f"optimizer: {name} updates a weight by the whole of its gradient, and {way_out}")
 
 
-def _parts(number: int, half: int) -> tuple[slice, slice, slice]:
+def _row_slices(number: int, half: int) -> tuple[slice, slice, slice]:
     return slice(0, number), slice(0, half), slice(half, number)
 
 
-def _change(
+def _weight_changes(
     factory: Callable[..., Optimizer], keywords: dict[str, Any], device: torch.device, rows: slice
 ) -> Tensor:
     """Return how a few updates change rows of a layer's weights and biases, (rows, COLUMNS + 1)."""

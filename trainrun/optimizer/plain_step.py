@@ -33,15 +33,15 @@ Step = Callable[[], Any]
 KERNEL: Any = getattr(torch, "_fused_adamw_", None)  # where a version has it no more: torch's own code
 
 
-def plain_step(optimizer: Optimizer) -> Step:
+def build_plain_step(optimizer: Optimizer) -> Step:
     """Return a faster function to call in place of `optimizer.step`; that method itself if it is not torch's, or
     has hooks.
     """
     if parts := joined_optimizers(optimizer):
-        return JointStep([plain_step(part) for part in parts])
+        return JointStep([build_plain_step(part) for part in parts])
     if is_fused(optimizer) and has_hooks(optimizer):
         optimizer.register_step_pre_hook(lay_out_gradients)  # behind those hooks, which may replace gradients
-    step = bare_step(optimizer)
+    step = unwrap_step(optimizer)
     return FusedAdam(optimizer, step) if step != optimizer.step and can_prepare(optimizer) else step
 
 
@@ -83,7 +83,7 @@ def is_fused(optimizer: Optimizer) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
 
 
-def fit_layout(optimizer: Optimizer) -> bool:
+def fit_state_layout(optimizer: Optimizer) -> bool:
     """Let a fused optimizer work on dense parameters alone, with states that lie as they do.
 
     Return whether it is no longer fused, because a parameter is not dense.
@@ -121,7 +121,7 @@ def lay_out_gradients(optimizer: Optimizer, *_: Any) -> None:
                 lay_out_gradient(param)
 
 
-class Prepared:
+class PreparedGroup:
     """The parameters of one group that have been updated. steps: all counters in one tensor; its elements are in the
     optimizer's state."""
 
@@ -166,7 +166,7 @@ class FusedAdam:
 
     def __init__(self, optimizer: Optimizer, plain: Step) -> None:
         self._optimizer, self._plain = optimizer, plain
-        self._groups: list[Prepared] = []
+        self._groups: list[PreparedGroup] = []
         self._others: list[Tensor] = []  # parameters that have not been updated
         self._first_group: dict[str, Any] = {}
 
@@ -201,7 +201,7 @@ class FusedAdam:
 
     def look_again(self) -> bool:
         """Return whether the lists are still those of the optimizer."""
-        groups, state = used_groups(self._optimizer), self._optimizer.state
+        groups, state = updated_groups(self._optimizer), self._optimizer.state
         same = len(groups) == len(self._groups) > 0
         same = same and all(
             mine.is_of(group, state) for mine, group in zip(self._groups, groups, strict=True)
@@ -229,15 +229,15 @@ def can_prepare(optimizer: Optimizer) -> bool:
     )  # fmt: skip
 
 
-def used_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+def updated_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the groups that have a parameter which has been updated."""
     state = optimizer.state
     return [group for group in optimizer.param_groups if any(state.get(param) for param in group["params"])]
 
 
-def prepare_groups(optimizer: Optimizer) -> list[Prepared]:
+def prepare_groups(optimizer: Optimizer) -> list[PreparedGroup]:
     """Prepare all groups in use; none if the kernel could not take one of them in a single call."""
-    groups = [Prepared(group, optimizer.state) for group in used_groups(optimizer)]
+    groups = [PreparedGroup(group, optimizer.state) for group in updated_groups(optimizer)]
     for group in groups:
         kinds = {(param.device.type, param.dtype) for param in group.params}
         if len(kinds) > 1 or any(param.is_complex() or not param.is_cpu for param in group.params):
@@ -250,14 +250,14 @@ OF_OPTIMIZERS = tuple(vars(Optimizer).values())
 
 
 @contextmanager
-def unloaded_compiler(methods: Iterable[Any] = OF_OPTIMIZERS) -> Iterator[None]:
+def avoid_compiler_import(methods: Iterable[Any] = OF_OPTIMIZERS) -> Iterator[None]:
     """Allow calls of these methods, and so building optimizers, without importing `torch._dynamo`.
 
     Torch wraps some of its methods: the first call asks dynamo for the function, which dynamo leaves as it is. Inside
     the block
     that function is set already. If torch stores it under another name, nothing changes.
     """
-    marked = [] if "torch._dynamo" in sys.modules else lazily_disabled(methods)
+    marked = [] if "torch._dynamo" in sys.modules else functions_behind_dynamo(methods)
     for function in marked:
         setattr(function, MARK, function)
     try:
@@ -268,7 +268,7 @@ def unloaded_compiler(methods: Iterable[Any] = OF_OPTIMIZERS) -> Iterator[None]:
                 delattr(function, MARK)
 
 
-def lazily_disabled(methods: Iterable[Any] = OF_OPTIMIZERS) -> list[Any]:
+def functions_behind_dynamo(methods: Iterable[Any] = OF_OPTIMIZERS) -> list[Any]:
     """Return the functions behind those methods that have not asked dynamo yet."""
     of_torch = [
         method for method in methods if getattr(method, "__globals__", {}).get("__name__") == "torch._compile"
@@ -277,7 +277,7 @@ def lazily_disabled(methods: Iterable[Any] = OF_OPTIMIZERS) -> list[Any]:
     return [function for function in inside if hasattr(function, "__code__") and not hasattr(function, MARK)]
 
 
-def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
+def unwrap_step(optimizer: Optimizer) -> Callable[[], Any]:
     """Return `optimizer.step` without torch's wrappers: its compiler and a profiler mark (8 of 41 us).
 
     If the method is not torch's own, has hooks, or is wrapped by a scheduler, return `optimizer.step` itself.

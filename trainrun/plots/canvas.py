@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainrun.plots.series import Series, thinned
+from trainrun.plots.series import Series, thin_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,8 +29,9 @@ FEW_POINTS = 40  # below, each point gets a mark
 
 
 def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
-    """Return an empty figure. width, height: in inches, at DPI. fitted: fit the margins to the texts, in twice the
-    time.
+    """Return an empty figure of `width` by `height` inches at the resolution DPI.
+
+    fitted: fit the margins to the texts. This doubles the drawing time.
     """
     from matplotlib.figure import Figure
 
@@ -39,7 +40,7 @@ def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
     )
 
 
-def panels(
+def new_panels(
     title: str, count: int, columns: int = 1, height: float = 2.3, fitted: bool = False
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure and `count` axes in a grid under one title. fitted: as in `new_figure`."""
@@ -96,8 +97,8 @@ def use_log_scale(ax: Axes) -> None:
 
 
 def draw_line(ax: Axes, curve: Series, color: str, label: str | None, faint: bool = False) -> None:
-    """Draw a thinned curve. A few points get markers, since a single point would be invisible."""
-    shown = thinned(curve)
+    """Draw a curve that `thin_curve` returned. A few points get markers, because a single point has no line."""
+    shown = thin_curve(curve)
     if not len(shown):
         return
     width, alpha, size = (1.0, 0.3, 3.0) if faint else (1.8, 1.0, 4.0)
@@ -110,16 +111,16 @@ def draw_line(ax: Axes, curve: Series, color: str, label: str | None, faint: boo
 def show_legend(ax: Axes, **place: Any) -> None:
     handles, labels = ax.get_legend_handles_labels()
     if handles:
-        as_plain_text(ax.legend(handles, labels, fontsize=9, framealpha=0.85, **place))
+        show_labels_literally(ax.legend(handles, labels, fontsize=9, framealpha=0.85, **place))
 
 
-def as_plain_text(legend: Legend) -> None:
-    """Show a legend's labels literally: a `$` does not start a formula."""
+def show_labels_literally(legend: Legend) -> None:
+    """Show the labels of a legend as plain text, so that a `$` does not start a formula."""
     for text in legend.get_texts():
         text.set_parse_math(False)
 
 
-def note_gaps(ax: Axes, curves: Sequence[Series]) -> None:
+def label_missing_points(ax: Axes, curves: Sequence[Series]) -> None:
     """Write into the panel how many points are missing because they are NaN or infinite."""
     missing = sum(curve.num_not_finite for curve in curves)
     if missing:
@@ -129,12 +130,12 @@ def note_gaps(ax: Axes, curves: Sequence[Series]) -> None:
         )  # fmt: skip
 
 
-def save(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
     """Save a figure as PNG, replacing the file atomically. Return its path."""
-    return replace_picture(path, lambda file: figure.savefig(file, format="png"))
+    return write_image_atomically(path, lambda file: figure.savefig(file, format="png"))
 
 
-def replace_picture(path: Path, write: Callable[[Path], object]) -> Path:
+def write_image_atomically(path: Path, write: Callable[[Path], object]) -> Path:
     """Write an image under a temporary name and rename it, so that no reader sees half of it."""
     path.parent.mkdir(exist_ok=True)  # a run whose folder is gone gets none
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

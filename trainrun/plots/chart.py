@@ -25,11 +25,14 @@ STYLE = Path(__file__).with_name("chart.css")
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over one or more axes.
+    """The values of one curve over one or more axes.
 
-    axes: name -> ascending positions, as many as `values`. values: NaN and infinity interrupt the line. is_dots:
-        single samples, not joined by a line. half: half of an interval around each value, or NaN. is_faint: a thin
-        grey line without a name, behind the others. most: the maximum number of drawn points.
+    axes: the positions on each axis by its name, in ascending order, as many as `values`.
+    values: NaN and infinity interrupt the line.
+    is_dots: draw single points that are not joined by a line.
+    half: half the width of the interval around each value, or NaN.
+    is_faint: draw a thin grey line without a name behind the other curves.
+    most: the maximum number of drawn points.
     """
 
     name: str
@@ -43,9 +46,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: the curves of a metric on one scale. log: None chooses the scale by the values.
+    """The curves of one metric on a common scale.
 
-    log_x: whether the x-axis is logarithmic. x_names: labels for the positions 0, 1, 2, ... if they are no numbers.
+    log: whether the y-axis is logarithmic; None chooses by the values. log_x: whether the x-axis is logarithmic.
+    x_names: labels of the positions 0, 1, 2, ... if the positions are categories.
     """
 
     title: str
@@ -75,25 +79,25 @@ def _curve_to_json(curve: Curve) -> dict[str, Any]:
     index, means = thin_by_extremes(curve.values, curve.most)
     found = {
         "name": curve.name,
-        "x": {axis: numbers(values[index]) for axis, values in curve.axes.items()},
-        "y": numbers(curve.values[index]),
+        "x": {axis: to_json_numbers(values[index]) for axis, values in curve.axes.items()},
+        "y": to_json_numbers(curve.values[index]),
         "dots": curve.is_dots,
         **({"faint": True} if curve.is_faint else {}),
     }
     if curve.half is not None:
-        found["half"] = numbers(curve.half[index])
+        found["half"] = to_json_numbers(curve.half[index])
     if means is not None:
-        found["mean"] = numbers(means)
+        found["mean"] = to_json_numbers(means)
     return found
 
 
-def numbers(values: Floats) -> list[float | None]:
+def to_json_numbers(values: Floats) -> list[float | None]:
     """Return plain numbers with six significant digits; None for NaN and infinity, which JSON lacks."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 def charts_html(charts: Iterable[Chart]) -> str:
-    """Return the HTML of a group of charts; "" without charts. `chart_code` draws all groups of a page."""
+    """Return a group of charts as HTML, or "" for an empty group. The page also needs `chart_style_and_script`."""
     figures = [
         f'<figure class="chart" data-chart="{escape(json.dumps(chart.to_json()), quote=True)}">'
         f"{escape(chart.title)}: the chart needs JavaScript</figure>"
@@ -104,12 +108,14 @@ def charts_html(charts: Iterable[Chart]) -> str:
     return f'<div class="charts">\n{inside}\n</div>' if figures else ""
 
 
-def chart_code() -> tuple[str, str]:
-    """Return the style and the script of charts. The script must come after the last chart of a page."""
+def chart_style_and_script() -> tuple[str, str]:
+    """Return the style sheet and the script that draw the charts. The script must come after the last chart of a
+    page.
+    """
     return STYLE.read_text(encoding="utf-8"), SCRIPT.read_text(encoding="utf-8")
 
 
-def curve_of(name: str, points: Sequence[Point]) -> Curve:
+def build_curve(name: str, points: Sequence[Point]) -> Curve:
     """Return the points of a run as a curve over steps, epochs and time."""
     step, epoch, seconds, values = np.asarray(points, dtype=np.float64).T
     return Curve(name, {"step": step, "epoch": epoch, "time": seconds}, values)

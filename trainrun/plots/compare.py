@@ -15,10 +15,10 @@ from trainrun.errors import CheckpointError, ConfigError
 from trainrun.folder.run_folder import RunDir, read_identity, write_text
 from trainrun.output import find_throughput, format_duration, format_number, format_quantity
 from trainrun.plots import page
-from trainrun.plots.chart import UNITS, Chart, Curve, charts_html, curve_of
-from trainrun.plots.history import History, flat, read_config, read_environment, read_history
-from trainrun.plots.report import plain
-from trainrun.plots.series import curves_in, names_in
+from trainrun.plots.chart import UNITS, Chart, Curve, build_curve, charts_html
+from trainrun.plots.history import History, flatten_dict, read_config, read_environment, read_history
+from trainrun.plots.report import format_setting
+from trainrun.plots.series import collect_curves, column_names
 
 MOST_WIDE = 160  # letters of a line of the table, for the terminal
 PACKAGES = "packages that others have not"
@@ -27,9 +27,10 @@ UNEQUAL_ALWAYS = ("run_name",)  # differs without saying anything about the trai
 
 @dataclass(frozen=True)
 class RunComparison:
-    """A comparison. file: the page. table: results and settings as text. further: other differences.
+    """The result of a comparison of runs.
 
-    columns: the cells of the table, by the names of run and column.
+    file: the HTML page. table: results and settings as text. further: other differences as text.
+    columns: the cells of the table, by run and by column.
     """
 
     file: Path
@@ -38,29 +39,29 @@ class RunComparison:
     columns: dict[str, dict[str, str]]
 
 
-def compare(runs: list[RunDir], out: Path) -> RunComparison:
-    """Write `compare.html` and return the comparison."""
-    histories = dict(zip(short_names(runs), (read_history(run) for run in runs), strict=True))
+def compare_runs(runs: list[RunDir], out: Path) -> RunComparison:
+    """Compare the runs and write `compare.html` into the folder `out`."""
+    histories = dict(zip(relative_run_names(runs), (read_history(run) for run in runs), strict=True))
     head, rows = comparison_table(histories)
     title = f"{len(runs)} runs side by side"
     same = describe_loss_difference(histories)
     charts = charts_html(comparison_charts(histories))
-    parts = [page.heading(title, level=1), page.table(head, rows), page.paragraph(same), charts]
+    parts = [page.heading(title, level=1), page.html_table(head, rows), page.paragraph(same), charts]
     texts = [same]
-    for name, facts in {"environment": environment_of, "data": data_of}.items():
-        found = difference_table({run: flat(facts(history)) for run, history in histories.items()})
-        parts += [page.heading(f"{name}: what differs"), page.table(*found)] if found[1] else []
-        texts.append(f"{name}:\n{text_table(*found)}" if found[1] else f"{name}: nothing differs")
+    for name, facts in {"environment": environment_facts, "data": data_facts}.items():
+        found = difference_table({run: flatten_dict(facts(history)) for run, history in histories.items()})
+        parts += [page.heading(f"{name}: what differs"), page.html_table(*found)] if found[1] else []
+        texts.append(f"{name}:\n{format_text_table(*found)}" if found[1] else f"{name}: nothing differs")
     file = out / "compare.html"
     out.mkdir(parents=True, exist_ok=True)
-    write_text(file, page.page(title, parts))
-    table = text_table(head, rows)
+    write_text(file, page.html_page(title, parts))
+    table = format_text_table(head, rows)
     columns = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
     return RunComparison(file, table, "\n\n".join(filter(None, texts)), columns)
 
 
-def environment_of(history: History) -> dict[str, Any]:
-    """Return a run's versions, machine, device and state of the code."""
+def environment_facts(history: History) -> dict[str, Any]:
+    """Return the versions, the machine, the device and the state of the code of a run."""
     found, run = read_environment(history.run), history.run
     found = {name: value for name, value in found.items() if name not in ("command", "folder", "working_dir")}
     with suppress(OSError):
@@ -68,8 +69,8 @@ def environment_of(history: History) -> dict[str, Any]:
     return found | {name: history.facts.get(name) for name in ("device", "world_size")}
 
 
-def data_of(history: History) -> dict[str, Any]:
-    """Return sizes, shapes, and a fingerprint of the data files of a run."""
+def data_facts(history: History) -> dict[str, Any]:
+    """Return the sizes and shapes of the data of a run, and a fingerprint of its files."""
     found = {name: history.facts.get(name) for name in ("num_train", "num_val")}
     with suppress(ConfigError):
         found |= read_identity(history.run).get("data", {})
@@ -90,21 +91,22 @@ def difference_table(facts: dict[str, dict[str, Any]]) -> tuple[list[str], list[
         facts = {run: {**one, PACKAGES: len(others & one.keys())} for run, one in facts.items()}
         few.append(PACKAGES)
     return ["", *facts], [
-        [key, *(plain(found[key]) if key in found else "-" for found in facts.values())] for key in few
+        [key, *(format_setting(found[key]) if key in found else "-" for found in facts.values())]
+        for key in few
     ]
 
 
 def describe_loss_difference(histories: dict[str, History]) -> str:
-    """Return a line on the first step at which the training losses of the runs differ, compared bit for bit."""
+    """Return one line that names the first step at which the training losses of the runs differ in any bit."""
     losses = []
     for history in histories.values():
-        rows = history.of("train")
+        rows = history.rows_of_kind("train")
         begins = [0, *(row["step"] for row in rows)]  # a loss is the mean since the row before
         found: dict[tuple[int, int, str], Any] = {
             (row["step"], start, "train/loss"): row.get("train/loss")
             for start, row in zip(begins, rows, strict=False)
         }
-        for row in history.of("eval"):
+        for row in history.rows_of_kind("eval"):
             found |= {(row["step"], -1, name): row[name] for name in row if name.endswith("/loss")}
         losses.append(found)
     both = sorted(set.intersection(*map(set, losses)))
@@ -116,7 +118,7 @@ def describe_loss_difference(histories: dict[str, History]) -> str:
     return f"losses differ from step {other[0][0]:,} on"
 
 
-def short_names(runs: Sequence[RunDir]) -> list[str]:
+def relative_run_names(runs: Sequence[RunDir]) -> list[str]:
     """Return the run folders relative to their common parent."""
     roots = [run.root.absolute() for run in runs]
     common = Path(os.path.commonpath([root.parent for root in roots]))
@@ -124,10 +126,10 @@ def short_names(runs: Sequence[RunDir]) -> list[str]:
 
 
 def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a table: best value, time, speed and the settings in which the runs differ."""
-    configs = [flat(read_config(history.run)) for history in histories.values()]
+    """Return the head and the rows of a table with best value, time, speed and the differing settings of each run."""
+    configs = [flatten_dict(read_config(history.run)) for history in histories.values()]
     keys = differing_keys(configs)
-    results = names_in(map(results_of, histories.values()))
+    results = column_names(map(final_metrics, histories.values()))
     head = ["run", "best", *keys, "step", "time", "speed", *results]  # what differs is what one looks for
     rows = []
     best_of_all = best_history(list(histories.values()))
@@ -138,11 +140,11 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
         rows.append([
             name,
             f"{best.metric} {format_number(best.value)}{mark}" if best else "-",
-            *(plain(config[key]) if key in config else "-" for key in keys),
+            *(format_setting(config[key]) if key in config else "-" for key in keys),
             f"{best.step:,}" if best else "-",
             format_duration(seconds) if seconds is not None else "-",
             f"{format_quantity(speed[0])} {speed[1]}" if speed is not None else "-",
-            *(format_number(results_of(history)[key]) if key in results_of(history) else "-" for key in results),
+            *(format_number(final_metrics(history)[key]) if key in final_metrics(history) else "-" for key in results),
         ])  # fmt: skip
     return head, rows
 
@@ -157,22 +159,22 @@ def best_history(histories: Sequence[History]) -> History | None:
     return min(known, key=lambda pair: sign * pair[0].value)[1]
 
 
-def results_of(history: History) -> dict[str, float]:
+def final_metrics(history: History) -> dict[str, float]:
     """Return the final validation and test metrics of a run."""
-    found = dict(history.summary.get("metrics") or {}) | (history.of("test") or [{}])[-1]
+    found = dict(history.summary.get("metrics") or {}) | (history.rows_of_kind("test") or [{}])[-1]
     return {name: value for name, value in found.items() if "/" in name and not name.endswith("/seconds")}
 
 
 def differing_keys(configs: Sequence[dict[str, Any]]) -> list[str]:
     """Return the settings whose values differ between the configs, in the order in which they appear."""
     configs = [config for config in configs if config]
-    keys = [key for key in names_in(configs) if key not in UNEQUAL_ALWAYS]
+    keys = [key for key in column_names(configs) if key not in UNEQUAL_ALWAYS]
     return [
         key for key in keys if any(config.get(key, ...) != configs[0].get(key, ...) for config in configs)
     ]
 
 
-def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], most_wide: int = MOST_WIDE) -> str:
+def format_text_table(head: Sequence[str], rows: Sequence[Sequence[str]], most_wide: int = MOST_WIDE) -> str:
     """Return a table as text. If it is wider than `most_wide` characters, rows and columns are swapped."""
     lines = [head, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
@@ -189,7 +191,7 @@ def comparison_charts(histories: dict[str, History]) -> list[Chart]:
     """Return a chart for each training and validation metric, with a curve for each run."""
     found: dict[str, list[Curve]] = {}
     for run, history in histories.items():
-        for name, points in curves_in(history.in_order).items():
-            found.setdefault(name, []).append(curve_of(run, points))
+        for name, points in collect_curves(history.in_order).items():
+            found.setdefault(name, []).append(build_curve(run, points))
     order = sorted(found, key=lambda name: (not name.endswith("/loss"), "/" not in name))
     return [Chart(name, found[name], UNITS.get(name, "")) for name in order]

@@ -20,27 +20,28 @@ from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir, is_run_folder
 from trainrun.output import say
 from trainrun.plots.report import draw_report
-from trainrun.plots.run_curves import draw_run
+from trainrun.plots.run_curves import draw_run_plots
 from trainrun.runtime.python_module import module_command
 
 BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")  # environment variables of their jobs
 LONGEST_SECONDS = 120.0  # then the process ends itself, as where the disk of the run does not answer
 
 
-def draw(run: RunDir) -> str:
-    """Draw all plots of a run. Return what went wrong and how to draw them again; "" if nothing did."""
-    return _problem_of(run, lambda: draw_run(run), "not all pictures were drawn")
+def draw_all_plots(run: RunDir) -> str:
+    """Draw all plots of a run. Return an error message with the command that draws them again, or ""."""
+    return _describe_failure(run, lambda: draw_run_plots(run), "not all pictures were drawn")
 
 
-def write_report(run: RunDir) -> str:
-    """Write `report.html`, which does not need `plots/`. Return what went wrong, as `draw` does."""
-    return _problem_of(run, lambda: draw_report(run), "report.html was not written")
+def write_run_report(run: RunDir) -> str:
+    """Write `report.html`, which does not need `plots/`. Return an error message, or ""."""
+    return _describe_failure(run, lambda: draw_report(run), "report.html was not written")
 
 
-def start_drawing(run: RunDir) -> str:
-    """Start a process that draws the plots, without waiting for it. Return what went wrong, as `draw` does.
+def start_drawing_process(run: RunDir) -> str:
+    """Start a process that draws the plots, without waiting for it. Return an error message, or "".
 
-    The process has its own session and survives this one. It inherits no pipe, whose reader would wait for it too.
+    The process has its own session, so it continues when this process ends. It inherits no pipe, because whoever
+    reads this process's output through a pipe would otherwise wait for the drawing too.
     """
     errors = None if sys.stderr is not None and sys.stderr.isatty() else subprocess.DEVNULL
     try:
@@ -49,18 +50,18 @@ def start_drawing(run: RunDir) -> str:
             stderr=errors, start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        return f"no pictures are drawn: no process can be started ({error.strerror}); to draw them: {command_for(run)}"
+        return f"no pictures are drawn: no process can be started ({error.strerror}); to draw them: {draw_command(run)}"
     waiting = threading.Thread(target=process.wait, name="trainrun-plots", daemon=True)
     waiting.start()  # so that it is no zombie afterwards
     return ""
 
 
-def ends_with_parent() -> bool:
-    """Return whether a process left behind would be killed: in a container, a service or a batch job."""
+def is_killed_with_parent() -> bool:
+    """Return whether a process that outlives this one would be killed: in a container, a service or a batch job."""
     return 1 in (os.getpid(), os.getppid()) or any(name in os.environ for name in BATCH_SYSTEMS)
 
 
-def _problem_of(run: RunDir, work: Callable[[], object], what: str) -> str:
+def _describe_failure(run: RunDir, work: Callable[[], object], what: str) -> str:
     try:
         work()
         return ""
@@ -69,10 +70,10 @@ def _problem_of(run: RunDir, work: Callable[[], object], what: str) -> str:
         problem = f"{path}: cannot be written ({error.strerror})"
     except DataError as error:
         problem = str(error)
-    return f"{what}: {problem}; where that is mended: {command_for(run)}"
+    return f"{what}: {problem}; where that is mended: {draw_command(run)}"
 
 
-def command_for(run: RunDir) -> str:
+def draw_command(run: RunDir) -> str:
     """Return the command that draws a run again."""
     return f"trainrun report {shlex.quote(str(run.root))}"
 
@@ -86,7 +87,7 @@ def main(argv: list[str]) -> None:
         faulthandler.dump_traceback_later(LONGEST_SECONDS, exit=True, file=log)
         with contextlib.suppress(AttributeError, OSError):  # Windows has no such priority
             os.nice(10)
-        if (problem := draw(run)) and is_run_folder(run):
+        if (problem := draw_all_plots(run)) and is_run_folder(run):
             say(f"note: {problem}", file=log)
             say(f"note: {problem}", file=sys.stderr)
         faulthandler.cancel_dump_traceback_later()

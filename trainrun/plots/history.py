@@ -37,12 +37,12 @@ class History:
     facts: dict[str, Any]
     summary: dict[str, Any]
 
-    def of(self, kind: str) -> list[Row]:
+    def rows_of_kind(self, kind: str) -> list[Row]:
         return self.rows.get(kind, [])
 
     @property
     def state(self) -> tuple[str, str]:
-        """The state of the run in `status.json`, and its final message; "" while it runs."""
+        """The state of the run in `status.json`, and its final message, which is "" while the run trains."""
         status = read_state(self.run)
         if not status:
             return ("ended", str(self.summary.get("reason") or "")) if self.summary else (UNKNOWN, "")
@@ -55,7 +55,7 @@ class History:
         steps: int | None = self.facts.get("steps_per_epoch")
         return steps
 
-    def sampling_of(self, metric: str) -> str:
+    def describe_sampling(self, metric: str) -> str:
         """Return ` (measured in every 9th step)` for a training metric that is not measured in all steps; else ""."""
         every = self.facts.get("sample_every") or 1
         if every == 1 or not metric.startswith("train/") or metric == "train/loss":
@@ -64,11 +64,15 @@ class History:
 
     @property
     def best(self) -> Best | None:
-        """The best value in the summary; before the end, the lowest validation loss; None without one."""
+        """The best value of the monitored metric; while the run trains, the lowest validation loss so far. None
+        without one.
+        """
         metric, value, step = (self.summary.get(name) for name in ("monitor", "value", "best_step"))
         if metric is not None and value is not None and step is not None:
             return Best(metric, value, step)
-        losses = [row for row in self.of("eval") if row.get("val/loss", float("nan")) < float("inf")]
+        losses = [
+            row for row in self.rows_of_kind("eval") if row.get("val/loss", float("nan")) < float("inf")
+        ]
         if self.summary or not losses:
             return None
         lowest = min(losses, key=lambda row: row["val/loss"])
@@ -128,11 +132,11 @@ def read_environment(run: RunDir) -> dict[str, Any]:
     return {}
 
 
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flatten_dict(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten nested dicts: `{"a": {"b": 1}}` becomes `{"a.b": 1}`. Lists stay as they are."""
     if not isinstance(tree, dict) or (prefix and not tree):
         return {prefix: tree}
     out: dict[str, Any] = {}
     for name, value in tree.items():
-        out |= flat(value, f"{prefix}.{name}" if prefix else str(name))
+        out |= flatten_dict(value, f"{prefix}.{name}" if prefix else str(name))
     return out

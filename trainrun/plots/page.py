@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 from urllib.parse import quote
 
-from trainrun.plots.chart import chart_code
+from trainrun.plots.chart import chart_style_and_script
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1a1a1a; --quiet: #666; --back: #fff; --line: #e4e4e4; --box: #f6f6f6; }
@@ -46,7 +46,7 @@ figure { margin: 0; } figcaption { margin-bottom: .3em; }
 """
 
 
-def page(title: str, parts: Iterable[str], refresh: float | None = None) -> str:
+def html_page(title: str, parts: Iterable[str], refresh: float | None = None) -> str:
     """Return an HTML page that needs no other file. Charts add their style and script.
 
     refresh: seconds after which the page reloads itself, unless the pointer is on a chart.
@@ -55,7 +55,7 @@ def page(title: str, parts: Iterable[str], refresh: float | None = None) -> str:
     inside = [part for part in parts if part]
     style = STYLE
     if any('class="charts"' in part for part in inside):
-        chart_style, script = chart_code()
+        chart_style, script = chart_style_and_script()
         style += chart_style
         inside.append(f"<script>\n{script}</script>")
     return (
@@ -69,8 +69,8 @@ def heading(text: str, level: int = 2) -> str:
     return f"<h{level}>{escape(text)}</h{level}>"
 
 
-def under(title: str, part: str) -> str:
-    """Return a part with a heading; "" if the part is empty."""
+def with_heading(title: str, part: str) -> str:
+    """Return HTML under a heading; "" if the HTML is empty."""
     return f"{heading(title)}\n{part}" if part else ""
 
 
@@ -84,7 +84,7 @@ def banner(state: str, message: str, bad: bool = False) -> str:
     return f'<p class="banner{" bad" * bad}"><strong>{escape(state)}</strong>{escape(told)}</p>'
 
 
-def pairs(title: str, rows: Sequence[tuple[str, str]]) -> str:
+def names_and_values_table(title: str, rows: Sequence[tuple[str, str]]) -> str:
     """Return a table of names and values; "" without rows."""
     if not rows:
         return ""
@@ -92,12 +92,12 @@ def pairs(title: str, rows: Sequence[tuple[str, str]]) -> str:
     return f"{heading(title)}\n<table>\n{body}</table>"
 
 
-def beside(parts: Iterable[str]) -> str:
-    """Return parts side by side, if the window is wide enough."""
+def side_by_side(parts: Iterable[str]) -> str:
+    """Return several pieces of HTML that stand side by side if the window is wide enough."""
     return '<div class="beside">' + "".join(f"<div>{part}</div>\n" for part in parts if part) + "</div>"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], links: Sequence[str] = ()) -> str:
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], links: Sequence[str] = ()) -> str:
     """Return a table with a head. links: the target of each row's first cell; "" for none."""
     body = ""
     for i, row in enumerate(rows):
@@ -109,36 +109,37 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], links: Sequence[st
     return f'<div class="wide"><table>\n<tr>{named}</tr>\n{body}</table></div>'
 
 
-def listing(title: str, lines: Sequence[str]) -> str:
+def bullet_list(title: str, lines: Sequence[str]) -> str:
     if not lines:
         return ""
     return f"{heading(title)}\n<ul>\n" + "".join(f"<li>{escape(line)}</li>\n" for line in lines) + "</ul>"
 
 
-def written(rows: Sequence[Mapping[str, Any]]) -> str:
+def text_samples_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return text samples, the newest first; "" without any."""
     if not rows:
         return ""
     body = "".join(
-        f"<tr><th>step {escape(str(row.get('step', '')))}</th>{_sample(row)}</tr>\n" for row in reversed(rows)
+        f"<tr><th>step {escape(str(row.get('step', '')))}</th>{_text_sample_cell(row)}</tr>\n"
+        for row in reversed(rows)
     )
     return f"{heading('Samples')}\n<table>\n{body}</table>"
 
 
-def _sample(row: Mapping[str, Any]) -> str:
+def _text_sample_cell(row: Mapping[str, Any]) -> str:
     """Return a table cell with a prompt and its continuation, or an original above its reconstruction."""
     first, between, second = ("original", "<br>", "rebuilt") if "original" in row else ("prompt", "", "text")
     before, after = (escape(str(row.get(name, ""))) for name in (first, second))
     return f'<td class="text"><b>{before}</b>{between}{after}</td>'
 
 
-def code(title: str, text: str) -> str:
+def preformatted_text(title: str, text: str) -> str:
     """Return preformatted text under a heading; "" without text."""
     return f"{heading(title)}\n<pre>{escape(text)}</pre>" if text else ""
 
 
-def folded(title: str, text: str) -> str:
-    """Return long text that opens with a click; "" without text."""
+def collapsible_text(title: str, text: str) -> str:
+    """Return text that the reader opens by a click; "" without text."""
     if not text:
         return ""
     return f"<details>\n<summary>{escape(title)}</summary>\n<pre>{escape(text)}</pre>\n</details>"

@@ -13,7 +13,7 @@ from PIL import Image
 from trainrun.folder.run_folder import RunDir
 from trainrun.plots import canvas
 from trainrun.plots.history import History
-from trainrun.plots.prediction_pictures import describe_weights, read_samples, read_task_pictures
+from trainrun.plots.prediction_pictures import describe_weights, read_sample_predictions, read_task_pictures
 from trainrun.plots.series import Floats
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ WRONG = (192, 0, 0)
 Bytes = npt.NDArray[np.uint8]
 
 
-def confusion_picture(history: History) -> Figure | None:
+def draw_confusion_matrix(history: History) -> Figure | None:
     """Draw the newest confusion matrix; rows are true classes, colours their shares. Return None without one."""
-    rows = history.of("confusion")
+    rows = history.rows_of_kind("confusion")
     if not rows:
         return None
     row = rows[-1]
     counts = np.asarray(row["matrix"], dtype=np.float64)
     classes = len(counts)
-    names = [shorten(str(name)) for name in row.get("class_names", [])]
+    names = [shorten_middle(str(name)) for name in row.get("class_names", [])]
     names += [str(i) for i in range(len(names), classes)]
     side, longest = min(max(0.52 * classes, 4.6), 9.0), max(map(len, names))
     size = 9 if classes <= MOST_NUMBERED else 7
@@ -70,21 +70,21 @@ def _write_counts(ax: Axes, counts: Floats, shares: Floats) -> None:
         ax.text(prediction, target, text, ha="center", va="center", fontsize=size, color=color)
 
 
-def boards(run: RunDir) -> dict[str, Image.Image]:
+def sample_image_grids(run: RunDir) -> dict[str, Image.Image]:
     """Return image grids by file name: sample predictions with mistakes in red, and the images of the task."""
-    samples = read_samples(run)
+    samples = read_sample_predictions(run)
     found = (
         {}
         if samples is None
-        else {"predictions.png": board(samples.images, samples.target != samples.prediction)}
+        else {"predictions.png": build_image_grid(samples.images, samples.target != samples.prediction)}
     )
     for name, (pictures, _) in read_task_pictures(run).items():
         file = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
-        found[f"task-{file}.png"] = board(pictures, np.zeros(len(pictures), dtype=bool))
+        found[f"task-{file}.png"] = build_image_grid(pictures, np.zeros(len(pictures), dtype=bool))
     return found
 
 
-def board(pictures: Bytes, wrong: npt.NDArray[np.bool_]) -> Image.Image:
+def build_image_grid(pictures: Bytes, wrong: npt.NDArray[np.bool_]) -> Image.Image:
     """Return images (B, 1 or 3, H, W) as one grid, with a red frame around the wrong ones."""
     size = max(1, SIDE // max(pictures.shape[2:]))
     pictures = (
@@ -103,7 +103,7 @@ def board(pictures: Bytes, wrong: npt.NDArray[np.bool_]) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def shorten(name: str) -> str:
+def shorten_middle(name: str) -> str:
     """Return a long name without its middle part, because similar names often have the same beginning."""
     half = LONGEST_NAME // 2
     return name if len(name) <= LONGEST_NAME else f"{name[: half - 1]}…{name[-half:]}"

@@ -29,7 +29,7 @@ MOST_DOTS = 132  # of the longer side of a sample, about
 
 def confusion_html(history: History) -> str:
     """Return the newest confusion matrix, with recall, precision and the number of samples of each class."""
-    rows = history.of("confusion")
+    rows = history.rows_of_kind("confusion")
     if not rows:
         return ""
     row = rows[-1]
@@ -37,7 +37,7 @@ def confusion_html(history: History) -> str:
     given = row.get("class_names", [])
     names = [str(given[i]) if i < len(given) else str(i) for i in range(len(counts))]
     totals, hits = counts.sum(axis=1), counts.diagonal()
-    recall, precision = (shares(hits, counts.sum(axis=axis)) for axis in (1, 0))
+    recall, precision = (divide_or_nan(hits, counts.sum(axis=axis)) for axis in (1, 0))
     with_cells = len(counts) <= MOST_CELLS
     columns = names if with_cells else []
     head = "".join(f'<th class="up"><span>{escape(name)}</span></th>' for name in columns)
@@ -61,12 +61,12 @@ def confusion_html(history: History) -> str:
 
 
 def describe_weights(row: Row) -> str:
-    """Return `the best checkpoint (step 400)`, or `the last step (500)`."""
+    """Return which weights made the predictions: `the best checkpoint (step 400)` or `the last step (500)`."""
     step, last = row.get("weights_step", row["step"]), row["step"]
     return f"the last step ({last:,})" if step == last else f"the best checkpoint (step {step:,})"
 
 
-def shares(parts: Floats, totals: Floats) -> Floats:
+def divide_or_nan(parts: Floats, totals: Floats) -> Floats:
     """Return parts divided by totals; NaN where the total is 0."""
     return np.divide(parts, totals, out=np.full_like(parts, np.nan), where=totals > 0)
 
@@ -77,7 +77,7 @@ def format_share(share: float) -> str:
 
 def regression_html(history: History) -> str:
     """Return charts of predictions against targets and of residuals, two for each output."""
-    rows = history.of("regression")
+    rows = history.rows_of_kind("regression")
     if not rows:
         return ""
     row = rows[-1]
@@ -111,28 +111,29 @@ class SamplePredictions:
 
     @property
     def captions(self) -> list[tuple[str, bool]]:
-        """The caption of each sample and whether it is wrong: the prediction, its confidence, and the true class of
-        a mistake.
+        """The caption of each sample, and whether the prediction is wrong.
+
+        A caption has the predicted class and its confidence; that of a wrong prediction also has the true class.
         """
         captions = []
         for i, (target, prediction) in enumerate(zip(self.target, self.prediction, strict=True)):
-            text = self._name(prediction)
+            text = self._class_name(prediction)
             text += "" if self.confidence is None else f" {self.confidence[i]:.2f}"
             wrong = bool(target != prediction)
-            captions.append((f"{text}, is {self._name(target)}" if wrong else text, wrong))
+            captions.append((f"{text}, is {self._class_name(target)}" if wrong else text, wrong))
         return captions
 
-    def _name(self, number: int) -> str:
+    def _class_name(self, number: int) -> str:
         return self.class_names[number] if 0 <= number < len(self.class_names) else str(number)
 
 
-def read_samples(run: RunDir) -> SamplePredictions | None:
+def read_sample_predictions(run: RunDir) -> SamplePredictions | None:
     """Return the sample predictions of a run; None without any. Raise DataError for a damaged file."""
     if not run.samples.is_file():
         return None
     from safetensors import SafetensorError, safe_open
 
-    damaged = named_if_damaged(run.samples, SafetensorError, ValueError, KeyError)
+    damaged = name_damaged_file(run.samples, SafetensorError, ValueError, KeyError)
     with damaged, safe_open(run.samples, framework="numpy") as file:
         about = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -146,7 +147,7 @@ def read_task_pictures(run: RunDir) -> dict[str, tuple[npt.NDArray[np.uint8], li
         return {}
     from safetensors import SafetensorError, safe_open
 
-    damaged = named_if_damaged(run.pictures, SafetensorError, ValueError, IndexError)
+    damaged = name_damaged_file(run.pictures, SafetensorError, ValueError, IndexError)
     with damaged, safe_open(run.pictures, framework="numpy") as file:
         about = file.metadata() or {}
         names = sorted(file.keys())
@@ -154,14 +155,14 @@ def read_task_pictures(run: RunDir) -> dict[str, tuple[npt.NDArray[np.uint8], li
     return {}
 
 
-def samples_html(run: RunDir) -> str:
+def sample_predictions_html(run: RunDir) -> str:
     """Return the worst and a few random samples with their predictions; "" without any."""
-    samples = read_samples(run)
+    samples = read_sample_predictions(run)
     if samples is None:
         return ""
     parts = {"Worst samples": slice(samples.num_worst), "Random samples": slice(samples.num_worst, None)}
     return "\n".join(
-        page.heading(title) + tiles_html(samples.images[part], samples.captions[part])
+        page.heading(title) + image_tiles_html(samples.images[part], samples.captions[part])
         for title, part in parts.items()
     )
 
@@ -171,12 +172,12 @@ def task_pictures_html(run: RunDir) -> str:
     groups = []
     for name, (pictures, texts) in read_task_pictures(run).items():
         captions = [(text, False) for text in texts or [""] * len(pictures)]
-        groups.append(f"<h3>{escape(name)}</h3>\n{tiles_html(pictures, captions, name.split(' | '))}")
+        groups.append(f"<h3>{escape(name)}</h3>\n{image_tiles_html(pictures, captions, name.split(' | '))}")
     return "\n".join([page.heading("Pictures of the task"), *groups]) if groups else ""
 
 
 @contextlib.contextmanager
-def named_if_damaged(path: Path, *faults: type[Exception]) -> Iterator[None]:
+def name_damaged_file(path: Path, *faults: type[Exception]) -> Iterator[None]:
     """Turn a read error of the block into a DataError that names the file."""
     try:
         yield
@@ -184,7 +185,7 @@ def named_if_damaged(path: Path, *faults: type[Exception]) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read ({error}); delete it to draw the other plots") from error
 
 
-def tiles_html(
+def image_tiles_html(
     pictures: npt.NDArray[np.uint8], captions: Sequence[tuple[str, bool]], parts: Sequence[str] = ()
 ) -> str:
     """Return images (B, 1 or 3, H, W) with captions; True marks a mistake.
@@ -195,14 +196,14 @@ def tiles_html(
     heads = "".join(f"<span>{escape(part)}</span>" for part in parts if len(parts) > 1)
     tiles = ""
     for picture, (text, wrong) in zip(pictures[:, :, ::step, ::step], captions, strict=True):
-        image = f'<img alt="{escape(text)}" src="{png_url(picture)}">'
+        image = f'<img alt="{escape(text)}" src="{image_data_url(picture)}">'
         caption = f"<figcaption>{escape(text)}</figcaption>"
         tiles += f"<figure{' class=wrong' * wrong}><div>{heads}</div>{image}{caption}</figure>\n"
     wide = max(min(pictures.shape[3] / pictures.shape[2], max(len(parts), 1)), 1)
     return f'<div class="tiles" style="--wide:{wide:.2f}">\n{tiles}</div>'
 
 
-def png_url(picture: npt.NDArray[np.uint8]) -> str:
+def image_data_url(picture: npt.NDArray[np.uint8]) -> str:
     """Return an image, (1 or 3, H, W) uint8, as a PNG in a data URL."""
     file = io.BytesIO()
     pixels = picture[0] if len(picture) == 1 else np.moveaxis(picture, 0, 2)

@@ -18,16 +18,16 @@ from trainrun.monitor.run_lines import (
 from trainrun.output import SPEEDS, format_duration, format_number, format_quantity
 from trainrun.plots import page
 from trainrun.plots.chart import charts_html
-from trainrun.plots.history import History, flat, read_environment, read_history
+from trainrun.plots.history import History, flatten_dict, read_environment, read_history
 from trainrun.plots.prediction_pictures import (
     confusion_html,
     regression_html,
-    samples_html,
+    sample_predictions_html,
     task_pictures_html,
 )
 from trainrun.plots.run_curves import metric_charts, run_charts
-from trainrun.plots.series import curves_in, names_in
-from trainrun.plots.time_stack import time_html
+from trainrun.plots.series import collect_curves, column_names
+from trainrun.plots.time_stack import phase_shares_html
 
 MOST_NOTES = 200
 MOST_EVALUATIONS = 50
@@ -43,7 +43,7 @@ def draw_report(run: RunDir) -> Path:
     """
     history = read_history(run)
     name = str(history.facts.get("name") or run.root.name)
-    notes = [f"step {row.get('step', 0):,}: {row.get('text', '')}" for row in history.of("note")]
+    notes = [f"step {row.get('step', 0):,}: {row.get('text', '')}" for row in history.rows_of_kind("note")]
     dropped = (
         [f"{len(notes) - MOST_NOTES:,} earlier notes are in {run.metrics.name}"]
         if len(notes) > MOST_NOTES
@@ -55,49 +55,55 @@ def draw_report(run: RunDir) -> Path:
         environment["command"] = shlex.join(map(str, environment["command"]))
     environment |= {f"packages.{one}": installed[one] for one in SHOWN_PACKAGES if one in installed}
     packages = "\n".join(f"{one}=={version}" for one, version in installed.items())
-    changed = changed_settings(run)
+    changed = typed_settings(run)
     charts = run_charts(history)
     parts = [
         page.heading(name, level=1),
         page.paragraph(str(run.root)),
         state_banner(history),
-        page.beside(
-            [page.pairs("Result", result_rows(history)), page.pairs("Set-up", setup_rows(history.facts))]
+        page.side_by_side(
+            [
+                page.names_and_values_table("Result", result_rows(history)),
+                page.names_and_values_table("Set-up", setup_rows(history.facts)),
+            ]
         ),
-        page.code("Settings that differ from the defaults", "\n".join(changed)),
-        page.code("Command", again_command(run, changed)),
-        page.written(history.of("sample")[-MOST_SAMPLES:]),
-        page.under(
+        page.preformatted_text("Settings that differ from the defaults", "\n".join(changed)),
+        page.preformatted_text("Command", repeat_command(run, changed)),
+        page.text_samples_table(history.rows_of_kind("sample")[-MOST_SAMPLES:]),
+        page.with_heading(
             "Curves", charts_html(charts["loss"] + charts["metrics"] + charts["lr"] + charts["throughput"])
         ),
         evaluation_table(history),
         *class_tables(history),
         confusion_html(history),
-        samples_html(run),
+        sample_predictions_html(run),
         regression_html(history),
         task_pictures_html(run),
-        page.under("Latent code", charts_html(charts["latents"])),
-        time_html(history),
-        page.under("Memory and load", charts_html(charts["memory"])),
+        page.with_heading("Latent code", charts_html(charts["latents"])),
+        phase_shares_html(history),
+        page.with_heading("Memory and load", charts_html(charts["memory"])),
         *layer_table(history),
-        page.listing(
+        page.bullet_list(
             "Chosen by the runner",
             [str(choice) for name in ("advice", "choices") for choice in history.facts.get(name, [])],
         ),
-        page.listing("Notes", dropped + notes[-MOST_NOTES:]),
-        page.pairs("Environment", [(key, plain(value)) for key, value in flat(environment).items() if key]),
-        page.folded("all packages", packages),
+        page.bullet_list("Notes", dropped + notes[-MOST_NOTES:]),
+        page.names_and_values_table(
+            "Environment",
+            [(key, format_setting(value)) for key, value in flatten_dict(environment).items() if key],
+        ),
+        page.collapsible_text("all packages", packages),
         page.heading("Config"),
-        page.folded("config.yaml", _text(run.config)),
+        page.collapsible_text("config.yaml", _read_text(run.config)),
     ]
-    write_text(run.report, page.page(name, parts))
+    write_text(run.report, page.html_page(name, parts))
     return run.report
 
 
 def curves_page(run: RunDir) -> str:
     """Return a page with the curves of a run."""
     history = read_history(run)
-    return page.page(run.root.name, [charts_html(metric_charts(curves_in(history.in_order)))])
+    return page.html_page(run.root.name, [charts_html(metric_charts(collect_curves(history.in_order)))])
 
 
 def overview_page(run: RunDir) -> str:
@@ -105,22 +111,22 @@ def overview_page(run: RunDir) -> str:
     history = read_history(run)
     parts = [
         state_banner(history),
-        page.pairs("Result", result_rows(history)[:1]),
-        charts_html(metric_charts(curves_in(history.in_order))),
+        page.names_and_values_table("Result", result_rows(history)[:1]),
+        charts_html(metric_charts(collect_curves(history.in_order))),
         evaluation_table(history),
     ]
-    return page.page(run.root.name, parts)
+    return page.html_page(run.root.name, parts)
 
 
 def layer_table(history: History) -> list[str]:
     """Return the table of layers if the run wrote one (`monitor.summary`)."""
-    if not (found := history.of("layers")):
+    if not (found := history.rows_of_kind("layers")):
         return []
     rows = (
         [str(one["layer"]), one["class"], one["output"], format_number(one["parameters"])]
         for one in found[-1]["layers"]
     )
-    return [page.heading("Layers") + page.table(["layer", "class", "output", "parameters"], rows)]
+    return [page.heading("Layers") + page.html_table(["layer", "class", "output", "parameters"], rows)]
 
 
 def state_banner(history: History) -> str:
@@ -129,32 +135,40 @@ def state_banner(history: History) -> str:
     return page.banner(state, message, bad=state == "failed")
 
 
-def changed_settings(run: RunDir) -> list[str]:
+def typed_settings(run: RunDir) -> list[str]:
     """Return the typed settings, without the folder and without Python objects."""
-    given = _text(run.overrides).splitlines()
+    given = _read_text(run.overrides).splitlines()
     return [word for word in settings_without_objects(given) if word and not word.startswith("output_dir=")]
 
 
-def again_command(run: RunDir, changed: Sequence[str]) -> str:
-    """Return the command that repeats the training in a new folder; "" if no command started the run."""
+def repeat_command(run: RunDir, changed: Sequence[str]) -> str:
+    """Return the command that repeats the training in a new folder; "" if the run was not started by a command."""
     return (
-        format_call(changed, objects_in_settings(_text(run.overrides).splitlines()))
+        format_call(changed, objects_in_settings(_read_text(run.overrides).splitlines()))
         if run.overrides.is_file()
         else ""
     )
 
 
 def result_rows(history: History) -> list[tuple[str, str]]:
-    """Return the best metric, the newest metrics, time and speed; while the run trains, those that are known."""
+    """Return names and values of the best metric, the newest metrics, the time and the speed, as far as they are
+    known.
+    """
     summary, best = history.summary, history.best
     rows: list[tuple[str, str]] = []
     if best is not None:
         rows.append((f"best {best.metric}", f"{format_number(best.value)} at step {best.step:,}"))
-    newest = sorted([*history.of("train")[-1:], *history.of("eval")[-1:]], key=lambda row: row["step"])
+    newest = sorted(
+        [*history.rows_of_kind("train")[-1:], *history.rows_of_kind("eval")[-1:]], key=lambda row: row["step"]
+    )
     training = {name: value for row in newest for name, value in row.items() if name.startswith("train/")}
-    rows += [(name + history.sampling_of(name), format_number(value)) for name, value in training.items()]
-    found = results(history)
-    rows += [(name, format_number(value)) for name, value in found.items() if _of_class(name) is None]
+    rows += [
+        (name + history.describe_sampling(name), format_number(value)) for name, value in training.items()
+    ]
+    found = newest_metrics(history)
+    rows += [
+        (name, format_number(value)) for name, value in found.items() if _split_class_metric(name) is None
+    ]
     shown = {"step": format_number, "epoch": format_number, "seconds": format_duration} | dict.fromkeys(
         SPEEDS, format_quantity
     )
@@ -172,8 +186,10 @@ def result_rows(history: History) -> list[tuple[str, str]]:
 
 def evaluation_table(history: History) -> str:
     """Return a table of the newest validations, with a mark at the best; "" without any."""
-    rows = history.of("eval")[-MOST_EVALUATIONS:]
-    names = [name for name in names_in(rows) if name not in NO_METRICS and _of_class(name) is None]
+    rows = history.rows_of_kind("eval")[-MOST_EVALUATIONS:]
+    names = [
+        name for name in column_names(rows) if name not in NO_METRICS and _split_class_metric(name) is None
+    ]
     names = [name for name in names if not name.endswith("/seconds")]
     best_step = None if history.best is None else history.best.step
     body = [
@@ -184,28 +200,28 @@ def evaluation_table(history: History) -> str:
         ]
         for row in rows
     ]
-    return page.heading("Evaluations") + page.table(["epoch", "step", *names], body) if body else ""
+    return page.heading("Evaluations") + page.html_table(["epoch", "step", *names], body) if body else ""
 
 
-def results(history: History) -> dict[str, Any]:
+def newest_metrics(history: History) -> dict[str, Any]:
     """Return the newest metrics of every split."""
-    tests = history.of("test")
-    found = {name: tests[-1][name] for name in (tests[-1] if tests else {}) if _is_result(name)}
+    tests = history.rows_of_kind("test")
+    found = {name: tests[-1][name] for name in (tests[-1] if tests else {}) if _is_split_metric(name)}
     return {**(history.summary.get("metrics") or {}), **found}
 
 
 def class_tables(history: History) -> list[str]:
     """Return a table of the metrics of single classes (`val/f1/3`) per split: a row per class, a column per metric."""
     found: dict[str, dict[str, dict[int, Any]]] = {}
-    for name, value in results(history).items():
-        if (place := _of_class(name)) is not None:
+    for name, value in newest_metrics(history).items():
+        if (place := _split_class_metric(name)) is not None:
             split, _, metric = place[0].rpartition("/")
             found.setdefault(split, {}).setdefault(metric, {})[place[1]] = value
-    confusion = history.of("confusion")
+    confusion = history.rows_of_kind("confusion")
     names = dict(enumerate(confusion[-1].get("class_names", []) if confusion else []))
     return [
         page.heading(f"Classes: {split}")
-        + page.table(
+        + page.html_table(
             ["class", *columns],
             (
                 [
@@ -219,7 +235,7 @@ def class_tables(history: History) -> list[str]:
     ]
 
 
-def _of_class(name: str) -> tuple[str, int] | None:
+def _split_class_metric(name: str) -> tuple[str, int] | None:
     """Split `val/f1/3` into `val/f1` and 3; None if the name is not of a single class."""
     metric, _, number = name.rpartition("/")
     return (metric, int(number)) if number.isdecimal() and "/" in metric else None
@@ -243,16 +259,16 @@ def setup_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [(names[name], format_number(value)) for name, value in known.items() if value != usual.get(name)]
 
 
-def plain(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Format a config value as it is typed."""
     if isinstance(value, bool) or value is None or isinstance(value, (list, dict)):
         return json.dumps(value)
     return str(value)
 
 
-def _is_result(name: str) -> bool:
+def _is_split_metric(name: str) -> bool:
     return name.startswith("test/") and not name.endswith("/seconds")
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

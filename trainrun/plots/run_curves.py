@@ -1,4 +1,4 @@
-"""The charts of a run for its report, and `draw_run`, which draws them as PNG files."""
+"""The charts of a run for its report, and `draw_run_plots`, which draws them as PNG files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainrun.folder.run_folder import RunDir
 from trainrun.output import SPEEDS
 from trainrun.output import format_number as readable
 from trainrun.plots import canvas
-from trainrun.plots.chart import UNITS, Chart, Curve, curve_of
+from trainrun.plots.chart import UNITS, Chart, Curve, build_curve
 from trainrun.plots.history import History, read_history
-from trainrun.plots.prediction_grids import boards, confusion_picture
-from trainrun.plots.series import Point, Series, curves_in, names_in, series_of, smoothed
-from trainrun.plots.time_stack import ledger_picture
+from trainrun.plots.prediction_grids import draw_confusion_matrix, sample_image_grids
+from trainrun.plots.series import Point, Series, collect_curves, column_names, column_series, moving_average
+from trainrun.plots.time_stack import draw_phase_shares
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,37 +49,37 @@ TITLES = {
 }  # fmt: skip
 
 
-def draw_run(run: RunDir) -> list[Path]:
-    """Draw all plots that the rows of a run allow into `plots/`. Return their paths.
+def draw_run_plots(run: RunDir) -> list[Path]:
+    """Draw all plots for which the run has data into `plots/`. Return their paths.
 
-    Raises DataError if a file of the run is damaged, OSError without rows.
+    Raise DataError if a file of the run is damaged, OSError without metrics.
     """
     history = read_history(run)
     charts = run_charts(history)
-    pictures = {f"{name}.png": charts_picture(name, charts[name], history) for name in charts if charts[name]}
+    pictures = {f"{name}.png": draw_charts(name, charts[name], history) for name in charts if charts[name]}
     pictures |= {
         f"{name}.png": picture
         for name, picture in {
-            "confusion": confusion_picture(history),
-            "time": ledger_picture(history),
+            "confusion": draw_confusion_matrix(history),
+            "time": draw_phase_shares(history),
         }.items()
         if picture is not None
     }
-    drawn = [canvas.save(picture, run.plots / name) for name, picture in pictures.items()]
-    return drawn + [canvas.replace_picture(run.plots / name, partial(image.save, format="png"))
-                    for name, image in boards(run).items()]  # fmt: skip
+    drawn = [canvas.save_figure(picture, run.plots / name) for name, picture in pictures.items()]
+    return drawn + [canvas.write_image_atomically(run.plots / name, partial(image.save, format="png"))
+                    for name, image in sample_image_grids(run).items()]  # fmt: skip
 
 
-def charts_picture(name: str, charts: Sequence[Chart], history: History) -> Figure:
-    """Return a figure with a panel for each chart. name: of the figure; the one of the loss gets marks."""
+def draw_charts(name: str, charts: Sequence[Chart], history: History) -> Figure:
+    """Return a figure with a panel for each chart. In the figure `loss`, the best step and resumes are marked."""
     run_name = history.facts.get("name")
     title = TITLES[name] + (f" of {run_name}" if run_name else "")
     columns = min(len(charts), 2)
-    picture, axes = canvas.panels(title, len(charts), columns, 3.4 if columns == 1 else 2.6)
+    picture, axes = canvas.new_panels(title, len(charts), columns, 3.4 if columns == 1 else 2.6)
     for ax, chart in zip(axes, charts, strict=True):
         draw_chart(ax, chart)
         if name == "loss":
-            mark_steps(ax, history)
+            mark_best_and_resumes(ax, history)
         canvas.show_legend(ax)
         (axis,) = {next(iter(curve.axes)) for curve in chart.curves}
         if axis == "step":
@@ -97,7 +97,7 @@ def draw_chart(ax: Axes, chart: Chart) -> None:
         color = COLORS.get(curve.name, color)
         steps = next(iter(curve.axes.values()))
         values = Series(steps, np.where(curve.values > 0, curve.values, np.nan) if log else curve.values)
-        mean = None if curve.is_dots else smoothed(values, WINDOW, log)
+        mean = None if curve.is_dots else moving_average(values, WINDOW, log)
         label = curve.name if mean is None else f"{curve.name}, mean of the last {WINDOW} log points"
         canvas.draw_line(ax, values, color, None if mean else label, faint=mean is not None)
         if mean is not None:
@@ -106,23 +106,23 @@ def draw_chart(ax: Axes, chart: Chart) -> None:
     ax.set_ylabel(chart.title + (f" ({chart.unit})" if chart.unit else ""), parse_math=False)
     if log:
         canvas.use_log_scale(ax)
-    canvas.note_gaps(ax, curves)
+    canvas.label_missing_points(ax, curves)
 
 
-def mark_steps(ax: Axes, history: History) -> None:
+def mark_best_and_resumes(ax: Axes, history: History) -> None:
     """Mark the step of the best value, and the steps at which the run was resumed."""
     best = history.best
     if best is not None:
         text = f"best {best.metric} {readable(best.value)} (step {best.step:,})"
         ax.axvline(best.step, color=canvas.BEST, linewidth=1.2, linestyle="--", label=text)
-    for row in history.of("start"):
+    for row in history.rows_of_kind("start"):
         if row["step"] > 0:
             ax.axvline(row["step"], color=canvas.QUIET, linewidth=1, linestyle=":", label="resumed")
 
 
 def run_charts(history: History) -> dict[str, list[Chart]]:
     """Return all charts of a run by the name of their figure."""
-    charts = metric_charts(curves_in(history.in_order))
+    charts = metric_charts(collect_curves(history.in_order))
     rates = [chart for chart in charts if chart.title in ("lr", "grad_norm")]
     speeds = [chart for chart in charts if chart.title in UNITS]
     return {
@@ -144,18 +144,19 @@ def metric_charts(curves: Mapping[str, Sequence[Point]]) -> list[Chart]:
         split, _, metric = name.rpartition("/")
         if split == "lr":  # of one group of parameters
             split, metric = metric, split
-        curve = curve_of(split or metric, points)
+        curve = build_curve(split or metric, points)
         if metric in SPEEDS or metric == "step_seconds":
-            curve = without_short_end(curve)
+            curve = drop_short_last_point(curve)
         by_metric.setdefault(metric, {})[split] = curve
     order = sorted(by_metric, key=lambda metric: (metric != "loss", metric in ("lr", "grad_norm", *UNITS)))
     return [Chart(metric, list(by_metric[metric].values()), UNITS.get(metric, "")) for metric in order]
 
 
-def without_short_end(curve: Curve) -> Curve:
-    """Return the curve without its last point if that covers less than half as many steps as the one before.
+def drop_short_last_point(curve: Curve) -> Curve:
+    """Return the curve without its last point if that point covers less than half as many steps as the point before
+    it.
 
-    One-time costs of a run would weigh too much in it.
+    A point over few steps would be dominated by the one-time costs at the end of a run.
     """
     steps = np.diff(curve.axes["step"], prepend=0.0)
     if len(steps) < 2 or steps[-1] >= steps[-2] / 2:
@@ -164,27 +165,27 @@ def without_short_end(curve: Curve) -> Curve:
 
 
 def hardware_charts(history: History) -> list[Chart]:
-    """Return charts of memory and load of the run, its ranks and GPUs; of temperature, power and throttling; and of
-    disks.
+    """Return charts of memory and load (run, ranks, GPUs), of temperature, power and throttling, and of disk
+    traffic.
     """
-    rows = history.of("hardware")
+    rows = history.rows_of_kind("hardware")
     found: dict[str, list[Curve]] = {}
     every_gpu = any("gpu0_percent" in row for row in rows)
-    for name in names_in(rows):
+    for name in column_names(rows):
         one = re.fullmatch(r"(gpu|rank)(\d+)_(\w+)", name)
         of, what = ("", name) if one is None else (f"{NAMED[one[1]]} {one[2]}", one[3])
         label = OF_THE_RUN.get(name, "") if one is None else of + IN_WORDS.get(what, "") * (one[1] == "rank")
         panel = next((panel for end, panel in PANELS.items() if what.endswith(end)), "")
         doubled = every_gpu and name in ("gpu_percent", "gpu_memory_bytes")
-        series = series_of(rows, name)
+        series = column_series(rows, name)
         if label and panel and not doubled and (what != "throttled" or series.values.any()):
             found.setdefault(panel, []).append(Curve(label, {"step": series.steps}, series.values))
     panels = [panel for panel in dict.fromkeys(PANELS.values()) if panel in found]
-    return [in_unit(panel, found[panel]) for panel in panels if "memory" in found]
+    return [build_chart_in_unit(panel, found[panel]) for panel in panels if "memory" in found]
 
 
-def in_unit(panel: str, curves: list[Curve]) -> Chart:
-    """Return a chart; values in bytes are converted to the largest suitable unit."""
+def build_chart_in_unit(panel: str, curves: list[Curve]) -> Chart:
+    """Return a chart of the curves. Values in bytes are converted to the largest suitable unit."""
     if panel not in ("memory", "disk"):
         return Chart(panel, curves, log=False)
     most = max((np.nanmax(curve.values) for curve in curves if len(curve.values)), default=0.0)
@@ -196,7 +197,9 @@ def in_unit(panel: str, curves: list[Curve]) -> Chart:
 def latent_charts(history: History) -> list[Chart]:
     """Return the charts of `monitor=vae`: KL and activity by dimension at the last measurement, and over time."""
     rows = [
-        row for row in history.of("vae") if len(row["activity"]) == len(history.of("vae")[-1]["activity"])
+        row
+        for row in history.rows_of_kind("vae")
+        if len(row["activity"]) == len(history.rows_of_kind("vae")[-1]["activity"])
     ]
     if not rows:
         return []
@@ -207,7 +210,7 @@ def latent_charts(history: History) -> list[Chart]:
     last = f"step {rows[-1]['step']:,}"
     activity = np.array(rows[-1]["activity"], dtype=np.float64)[order]
     ways = [Curve(f"dimension {i}", {"step": steps}, kl[:, i]) for i in order[:MOST_DIMENSIONS]]
-    terms = {name: series_of(rows, name) for name in (*LATENT_TERMS, "beta")}
+    terms = {name: column_series(rows, name) for name in (*LATENT_TERMS, "beta")}
     curves = {
         name: Curve(name.replace("_", " "), {"step": one.steps}, one.values) for name, one in terms.items()
     }

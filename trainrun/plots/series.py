@@ -40,7 +40,7 @@ class Series:
         return int((~np.isfinite(self.values)).sum())
 
 
-def series_of(rows: Iterable[Row], name: str) -> Series:
+def column_series(rows: Iterable[Row], name: str) -> Series:
     """Return the column `name` over steps, from the rows that have it."""
     points = [(row["step"], row[name]) for row in rows if isinstance(row.get(name), (int, float))]
     table = np.asarray(points, dtype=np.float64).reshape(-1, 2)
@@ -48,7 +48,7 @@ def series_of(rows: Iterable[Row], name: str) -> Series:
     return Series(table[order, 0], table[order, 1])
 
 
-def names_in(rows: Iterable[Row]) -> list[str]:
+def column_names(rows: Iterable[Row]) -> list[str]:
     """Return the names of all columns of the rows, in the order of their first appearance."""
     names: dict[str, None] = {}
     for row in rows:
@@ -56,14 +56,14 @@ def names_in(rows: Iterable[Row]) -> list[str]:
     return list(names)
 
 
-def smoothed(series: Series, window: int, log: bool = False) -> Series | None:
-    """Return the moving average of a series; None for few points, or for values without noise.
+def moving_average(series: Series, window: int, log: bool = False) -> Series | None:
+    """Return the moving average of a series; None if it has few points or no noise.
 
-    log: use the geometric mean, for a logarithmic axis, where a single spike would otherwise hide all later values.
+    log: use the geometric mean, for a logarithmic axis. There a single spike would raise all later values.
     """
     if log:
         with np.errstate(divide="ignore", invalid="ignore"):
-            logs = smoothed(Series(series.steps, np.log(series.values)), window)
+            logs = moving_average(Series(series.steps, np.log(series.values)), window)
         return None if logs is None else Series(logs.steps, np.exp(logs.values))
     if len(series) < MOST_RAW or window <= 1 or not is_noisy(series):
         return None
@@ -71,10 +71,10 @@ def smoothed(series: Series, window: int, log: bool = False) -> Series | None:
 
 
 def exponential_mean(series: Series, window: int) -> Series:
-    """Return means over the last `window` points, in which newer points weigh more (decay 1 - 2 / window).
+    """Return the exponential moving average over about `window` points (decay 1 - 2 / window).
 
-    At the start the mean is over fewer points, so it has no bias. NaN and infinite points are left out, and the mean
-    is NaN there, so that it does not continue where a curve ended.
+    The average at the start is over fewer points, so it has no bias. It is NaN where the value is NaN or infinite,
+    so the smoothed curve ends where the curve ends.
     """
     finite = np.isfinite(series.values)
     values = np.where(finite, series.values, 0.0)
@@ -89,7 +89,9 @@ def exponential_mean(series: Series, window: int) -> Series:
 
 
 def is_noisy(series: Series) -> bool:
-    """Return whether most values are off the line through their neighbours, unlike those of a schedule."""
+    """Return whether most values differ from the mean of their neighbours, as those of a loss do but not of a
+    schedule.
+    """
     values = series.values[np.isfinite(series.values)]
     if len(values) < 3:
         return False
@@ -98,7 +100,7 @@ def is_noisy(series: Series) -> bool:
     return bool(np.median(off_line) > NOISE * (high - low))
 
 
-def thinned(series: Series) -> Series:
+def thin_curve(series: Series) -> Series:
     """Return a curve with at most MOST_POINTS finite points; see `thin_by_extremes`."""
     finite = np.isfinite(series.values)
     steps, values = series.steps[finite], series.values[finite]
@@ -154,7 +156,7 @@ class RunningClock:
         self._before = 0.0
 
     def read(self, row: Row) -> float:
-        """Return the seconds at this row. Rows must come in the order of writing."""
+        """Return the training time in seconds at this row. Call it for every row, in the order of the file."""
         now = row.get("time")
         if now is not None:
             if self._began is None or row.get("kind") == "start":
@@ -163,27 +165,27 @@ class RunningClock:
         return self.seconds
 
 
-def points_in(row: Row, seconds: float) -> Iterator[tuple[str, Point]]:
+def iterate_points(row: Row, seconds: float) -> Iterator[tuple[str, Point]]:
     """Yield name and point of each curve in a training or validation row."""
     kind = row.get("kind")
     if kind not in ("train", "eval"):
         return
     for name, value in row.items():
         is_mean_of_many_steps = kind == "eval" and name.startswith("train/")  # no point of that curve
-        if is_curve(name) and not is_mean_of_many_steps and isinstance(value, (int, float)):
+        if is_curve_column(name) and not is_mean_of_many_steps and isinstance(value, (int, float)):
             yield name, Point(row["step"], row.get("epoch", 0.0), seconds, value)
 
 
-def is_curve(name: str) -> bool:
+def is_curve_column(name: str) -> bool:
     """Return whether a column is drawn as a curve; metrics of single classes (`val/f1/3`) are in a table."""
     last = name.rpartition("/")[2]
     return last not in NO_CURVES and not last.isdecimal()
 
 
-def curves_in(rows: Iterable[Row]) -> dict[str, list[Point]]:
+def collect_curves(rows: Iterable[Row]) -> dict[str, list[Point]]:
     """Return the points of every curve in the rows of a run."""
     clock, curves = RunningClock(), dict[str, list[Point]]()
     for row in rows:
-        for name, point in points_in(row, clock.read(row)):
+        for name, point in iterate_points(row, clock.read(row)):
             curves.setdefault(name, []).append(point)
     return curves

@@ -26,10 +26,11 @@ COLORS = {
 }  # fmt: skip
 
 
-def time_blocks(rows: Sequence[Mapping[str, Any]], most: int = MOST_BLOCKS) -> Floats:
-    """Return seconds as an array (block, account): the differences between neighbouring rows, joined to `most` blocks.
+def phase_seconds_by_block(rows: Sequence[Mapping[str, Any]], most: int = MOST_BLOCKS) -> Floats:
+    """Return the seconds of each phase in consecutive parts of the run, as an array (part, phase) of at most `most`
+    parts.
 
-    After a resume the rows count from zero again.
+    A part is the difference between neighbouring rows, whose seconds start from zero again after a resume.
     """
     booked = np.array([[row["seconds"].get(name, 0.0) for name in ACCOUNTS] for row in rows])
     booked = booked.reshape(-1, len(ACCOUNTS))
@@ -41,12 +42,12 @@ def time_blocks(rows: Sequence[Mapping[str, Any]], most: int = MOST_BLOCKS) -> F
     return np.add.reduceat(spent, starts, axis=0) if len(spent) else spent
 
 
-def ledger_picture(history: History) -> Figure | None:
+def draw_phase_shares(history: History) -> Figure | None:
     """Draw the time of the run by phase; None if the run recorded no phases."""
-    blocks = time_blocks(history.of("ledger"))
+    blocks = phase_seconds_by_block(history.rows_of_kind("ledger"))
     if not len(blocks):
         return None
-    picture, (ax,) = canvas.panels("Time", 1, height=4.1, fitted=True)
+    picture, (ax,) = canvas.new_panels("Time", 1, height=4.1, fitted=True)
     widths, sums = blocks.sum(axis=1), blocks.sum(axis=0)
     edges, total = np.cumsum([0.0, *widths]), widths.sum()
     tops = np.cumsum(100 * blocks / widths[:, None], axis=1)
@@ -70,9 +71,9 @@ def ledger_picture(history: History) -> Figure | None:
     return picture
 
 
-def time_html(history: History) -> str:
+def phase_shares_html(history: History) -> str:
     """Return a bar with the share of each phase, and its legend; "" if the run recorded no phases."""
-    blocks = time_blocks(history.of("ledger"))
+    blocks = phase_seconds_by_block(history.rows_of_kind("ledger"))
     if not len(blocks):
         return ""
     sums = dict(zip(ACCOUNTS, blocks.sum(axis=0).tolist(), strict=True))

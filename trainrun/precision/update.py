@@ -21,9 +21,15 @@ from torch.optim import Optimizer, SparseAdam
 
 from trainrun.errors import PluginError
 from trainrun.interfaces import GradReport, Parallel
-from trainrun.optimizer.build_optimizer import start_momentum
-from trainrun.optimizer.other_optimizers import check_sparse
-from trainrun.optimizer.plain_step import FusedAdam, JointStep, fit_layout, joined_optimizers, plain_step
+from trainrun.optimizer.build_optimizer import start_momentum_at_zero
+from trainrun.optimizer.other_optimizers import check_sparse_gradients
+from trainrun.optimizer.plain_step import (
+    FusedAdam,
+    JointStep,
+    build_plain_step,
+    fit_state_layout,
+    joined_optimizers,
+)
 from trainrun.precision.gradients import (
     GradientLists,
     Groups,
@@ -175,10 +181,10 @@ class Update:
         self.had_gradient |= set(self._with_gradient)
         parts = joined_optimizers(optimizer) or [optimizer]
         for part in parts:
-            start_momentum(part)
+            start_momentum_at_zero(part)
         if self._gradients.sparse or any(type(part) is SparseAdam for part in parts):
             sparse = set(self._gradients.sparse)
-            check_sparse(optimizer, self._model, sparse, set(self._with_gradient) - sparse)
+            check_sparse_gradients(optimizer, self._model, sparse, set(self._with_gradient) - sparse)
         if self._parallel is not None and self._parallel.adopt_trained(self._model):
             self._parallel.exchange()  # the forward itself made a parameter trained, after the ranks agreed on them
 
@@ -192,12 +198,12 @@ class Update:
         is_prepared = isinstance(self._step, FusedAdam | JointStep) and self._step.look_again()
         if alike and is_prepared and strides == self._strides:
             return
-        lost_kernel = fit_layout(optimizer)
+        lost_kernel = fit_state_layout(optimizer)
         self._gradients = GradientLists(params)  # which may have other strides now
         self._strides = strides
         if alike and not lost_kernel:
             return
-        self._optimizer, self._params, self._step = optimizer, params, plain_step(optimizer)
+        self._optimizer, self._params, self._step = optimizer, params, build_plain_step(optimizer)
         self._cleared = list(dict.fromkeys([*self._params, *self._model.parameters()]))
         self._flag_on_device = self._lazy and skips_on_device(optimizer)
         if self._flag_on_device or lost_kernel:

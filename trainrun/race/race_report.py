@@ -158,15 +158,15 @@ def write_report(race: Race, changes: Sequence[Variation]) -> None:
     settings = [(racer.name, racer.about) for racer in race.racers if len(racer.name) == 1]
     parts = [
         page.heading(title, level=1),
-        page.table(*race_table(race, results)),
-        page.pairs("Racers", settings),
+        page.html_table(*race_table(race, results)),
+        page.names_and_values_table("Racers", settings),
     ]
     if changes:
         names = race.racers[0].name, race.racers[1].name
-        parts += [page.heading("Differences"), page.table(*variation_table(results, *names, changes))]
+        parts += [page.heading("Differences"), page.html_table(*variation_table(results, *names, changes))]
     parts += [page.paragraph(line) for line in [*notes_of(race, results), describe_machine()]]
     parts.append(charts_html([curves_chart(race, results)]))
-    write_text(race.folder / PAGE, page.page(title, parts))
+    write_text(race.folder / PAGE, page.html_page(title, parts))
 
 
 def curves_chart(race: Race, results: RaceResults) -> Chart:

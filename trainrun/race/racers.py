@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from trainrun.benchmark.run_overrides import override_key, plain_overrides, replace_overrides
+from trainrun.benchmark.run_overrides import override_key, replace_overrides, resolve_overrides
 from trainrun.config.compose import Composition, compose_run, prepare_command_line
 from trainrun.config.schema import DataConfig, validation_nodes
 from trainrun.errors import ConfigError
@@ -95,7 +95,7 @@ def racer_words(common: list[str], own: list[str]) -> list[str]:
     for words in (common, own):
         if (folder := prepare_command_line(list(words), Path.cwd())[0].own.get("hydra.run.dir")) is not None:
             raise ConfigError(f"output_dir={folder}: {NOT_RACED['hydra.run.dir']}")
-    both = [*plain_overrides(common), *plain_overrides(own)]
+    both = [*resolve_overrides(common), *resolve_overrides(own)]
     values = {word if word.startswith("-") else override_key(word): word for word in both}
     return list(values.values())
 

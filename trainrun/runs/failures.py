@@ -122,7 +122,7 @@ def draw_ended_run(run: RunDir, config: RunConfig) -> None:
     try:
         plots = import_satellite("plots.draw", "no pictures are drawn", problems.append)
         if plots is not None:
-            problems += [plots.write_report(run), plots.draw(run)]
+            problems += [plots.write_run_report(run), plots.draw_all_plots(run)]
     # The exception that ended the run is what counts, whatever the machine has left no room for.
     except Exception as error:
         problems.append(f"not all pictures were drawn: {type(error).__name__}: {error}")

@@ -45,7 +45,7 @@ from trainrun.folder.run_folder import (
 from trainrun.folder.status import write_status
 from trainrun.instantiate import build_node, import_satellite, import_target
 from trainrun.interfaces import Parallel, RunFacts
-from trainrun.optimizer.plain_step import unloaded_compiler
+from trainrun.optimizer.plain_step import avoid_compiler_import
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.flight_recorder import read_last_exchanges
 from trainrun.parallel.single import Single
@@ -71,7 +71,7 @@ from trainrun.training.checks.validation_trial import try_validation
 from trainrun.training.components import Components
 from trainrun.training.recovery.memory_report import write_memory_report
 from trainrun.training.recovery.oom import ONE_SAMPLE, describe_out_of_memory
-from trainrun.transform.compile import broken_library
+from trainrun.transform.compile import delete_truncated_library
 
 
 def train_in_this_process(
@@ -120,7 +120,7 @@ def train_until_rollback(
         closing.enter_context(restore_backends())
         closing.enter_context(restore_collector())
         if config.trainer.compile.scope in ("off", "auto"):  # auto is off, as a rule
-            closing.enter_context(unloaded_compiler())
+            closing.enter_context(avoid_compiler_import())
         identity = read_identity(run_dir)
         notes: list[str] = []
         if resume:
@@ -369,7 +369,7 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
         )
     if text := describe_out_of_memory(error):
         return TrainingError(explain_out_of_memory(run, text) + report_memory(run))
-    if "file too short" in str(error) and (text := broken_library(error)):
+    if "file too short" in str(error) and (text := delete_truncated_library(error)):
         return TrainingError(text)
     if ASSERTED in str(error):
         return TrainingError(

@@ -1,11 +1,11 @@
 """Text samples during the training of a language model, in `metrics.jsonl` and `report.html`
 (`monitor.samples_every`).
 
-When: the loss says little to people. When not: models that take a second per token. How: beginnings of the same
-    validation samples each time, continued by the validated model, with a random generator of their own, so that no
-    bit of the training changes. Only rank 0 writes them; the others wait at the next step, or make the same forwards
-    if these are collective. For a VAE whose model has `write(code, length)`, such as `trainrun.model.sequence_vae`:
-    samples and their reconstructions.
+When: people want to see what the model has learned. When not: models that take a second per token. How: the model
+    continues the first tokens of the same validation samples each time. It has a random generator of its own, so the
+    training stays the same bit for bit. Rank 0 writes the samples. The other ranks wait at the next step, or run the
+    same forward passes if these are collective. For a VAE whose model has `write(code, length)`, such as
+    `trainrun.model.sequence_vae`: samples and their reconstructions.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from trainrun.errors import PluginError, TrainingError
 from trainrun.instantiate import import_target
 from trainrun.interfaces import runs_rank_zero_forwards
 from trainrun.limits import EPOCH, parse_steps_or_epochs
-from trainrun.sampling.next_tokens import Draw, next_tokens
+from trainrun.sampling.next_tokens import SamplingOptions, generate_tokens
 from trainrun.sampling.run_tokens import (
-    context_of,
-    encoded,
-    first_line,
-    pieces,
-    tokens_of,
-    tokens_of_data,
-    writes_lines,
+    decode_stream,
+    encode_text,
+    is_trained_on_lines,
+    load_data_tokenizer,
+    load_model_tokenizer,
+    max_context_length,
+    until_newline,
 )
 from trainrun.task.dict_batches import inspect_forward, unwrap_model
 from trainrun.task.language_modeling import split_tokens_and_target
@@ -45,12 +45,12 @@ TEMPERATURE = 0.8
 
 
 class EpochSamples:
-    """A hook that writes text samples. Raises ConfigError if the run does not learn to write text."""
+    """A hook that writes text samples. Raises ConfigError if the model does not generate text."""
 
     def __init__(self, config: RunConfig, run_dir: RunDir) -> None:
         self._every = parse_steps_or_epochs(config.monitor.samples_every)
-        self._rebuilds = writes_codes(config)
-        read = tokens_of_data if self._rebuilds else tokens_of
+        self._rebuilds = is_text_vae(config)
+        read = load_data_tokenizer if self._rebuilds else load_model_tokenizer
         self._tokens: Tokens = read(config, run_dir, "monitor.samples_every")
         self._prompts: list[list[int]] = []
 
@@ -63,25 +63,29 @@ class EpochSamples:
         with run.monitors.exclude_time():
             try:
                 with run.evaluating() as model:
-                    for row in self._rebuilt(run, model) if self._rebuilds else self._written(run, model):
+                    for row in (
+                        self._reconstruct_samples(run, model)
+                        if self._rebuilds
+                        else self._write_samples(run, model)
+                    ):
                         run.monitors.write_row("sample", state.step, row)
             except (PluginError, TrainingError) as error:  # no reason to lose the run
                 run.monitors.note(f"monitor.samples_every: no sample at step {state.step}: {error}")
 
-    def _text(self, tokens: Iterable[int]) -> str:
-        return "".join(pieces(self._tokens, tokens))
+    def _decode(self, tokens: Iterable[int]) -> str:
+        return "".join(decode_stream(self._tokens, tokens))
 
-    def _written(self, run: Components, model: Any) -> Iterator[dict[str, str]]:
+    def _write_samples(self, run: Components, model: Any) -> Iterator[dict[str, str]]:
         if not self._prompts:
-            prompts = self._beginnings(run)
+            prompts = self._read_prompts(run)
             self._prompts = run.parallel.gather(prompts)[0] if run.parallel.forward_is_collective else prompts
         for number, prompt in enumerate(self._prompts):
-            written = pieces(self._tokens, self._continued(run, model, prompt, number))
-            text = "".join(first_line(written) if writes_lines(run.config) else written)
-            yield {"prompt": self._text(prompt), "text": text}
+            written = decode_stream(self._tokens, self._continue_prompt(run, model, prompt, number))
+            text = "".join(until_newline(written) if is_trained_on_lines(run.config) else written)
+            yield {"prompt": self._decode(prompt), "text": text}
 
     @torch.no_grad()
-    def _rebuilt(self, run: Components, model: Any) -> Iterator[dict[str, str]]:
+    def _reconstruct_samples(self, run: Components, model: Any) -> Iterator[dict[str, str]]:
         """Yield the first validation samples, each with its reconstruction from the code."""
         batch = next(iter(run.val.epoch(0)), None) if run.val is not None else None
         if batch is None:
@@ -94,21 +98,24 @@ class EpochSamples:
             written = writer.write(mean, min(LENGTH, tokens.shape[1]))
         for row, real, new in zip(tokens, mask, written, strict=False):
             size = min(int(real.sum()), LENGTH)
-            yield {"original": self._text(row[:size].tolist()), "rebuilt": self._text(new[:size].tolist())}
+            yield {
+                "original": self._decode(row[:size].tolist()),
+                "rebuilt": self._decode(new[:size].tolist()),
+            }
 
-    def _continued(self, run: Components, model: Any, prompt: list[int], number: int) -> Any:
+    def _continue_prompt(self, run: Components, model: Any, prompt: list[int], number: int) -> Any:
         cached = "cache" in inspect_forward(type(model).forward)[0]
-        draw = Draw(TEMPERATURE, max_tokens=LENGTH, seed=number)
-        context = context_of(model, run.config, cached)
-        return next_tokens(
-            model, prompt, draw, self._tokens.vocabulary, context, around=run.precision.autocast
+        options = SamplingOptions(TEMPERATURE, max_tokens=LENGTH, seed=number)
+        context = max_context_length(model, run.config, cached)
+        return generate_tokens(
+            model, prompt, options, self._tokens.vocabulary, context, around=run.precision.autocast
         )
 
-    def _beginnings(self, run: Components) -> list[list[int]]:
+    def _read_prompts(self, run: Components) -> list[list[int]]:
         """Return the first tokens of the first validation samples; a newline without validation data."""
         batch = next(iter(run.val.epoch(0)), None) if run.val is not None else None
         if batch is None:
-            return [encoded(self._tokens, "\n") or [0]]  # some tokenizers leave it out
+            return [encode_text(self._tokens, "\n") or [0]]  # some tokenizers leave it out
         rows, target = split_tokens_and_target(batch.data)
         return [
             row[target[i] >= 0][:PROMPT].tolist() or row[:1].tolist()
@@ -116,7 +123,7 @@ class EpochSamples:
         ]
 
 
-def writes_codes(config: RunConfig) -> bool:
+def is_text_vae(config: RunConfig) -> bool:
     """Return whether the run trains a VAE whose network generates tokens from a code."""
     task, model = ((node or {}).get("_target_") for node in (config.task, config.model))
     if not task or not model or import_target(task, "task") is not Vae:

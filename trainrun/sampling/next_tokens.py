@@ -1,7 +1,8 @@
 """Generate text token by token from a model.
 
-A model whose `forward` has an argument `cache` gets a dict, empty at first, and then only new tokens: it stores
-there what it needs of earlier ones. Any other model computes all tokens again for each new one.
+If the model's `forward` has an argument `cache`, it gets a dictionary that is empty at first, and then only the new
+tokens. The model stores in it what it needs of earlier tokens. Any other model computes all tokens again for each
+new one.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ NEAR = 1e-2  # of the largest logit: a cache that is another model's is further 
 
 
 @dataclass(frozen=True)
-class Draw:
-    """How tokens are sampled. temperature: 0 takes the most likely. top_k: sample only among that many."""
+class SamplingOptions:
+    """How the next token is chosen. temperature: 0 chooses the most likely token. top_k: consider only the k most
+    likely.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -32,47 +35,48 @@ class Draw:
     seed: int = 0
 
 
-def next_tokens(
-    model: nn.Module, prompt: Sequence[int], draw: Draw, vocabulary: int, context: int | None = None,
+def generate_tokens(
+    model: nn.Module, prompt: Sequence[int], options: SamplingOptions, vocabulary: int, context: int | None = None,
     cached: bool = True, around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[int]:  # fmt: skip
-    """Yield up to `max_tokens` tokens below `vocabulary`, computed on the model's device. The cache does not change
-    them.
+    """Yield up to `max_tokens` tokens below `vocabulary`. With and without the cache the tokens are the same.
 
-    context: the maximum length that the model reads; beyond it, the newer half is kept. around: a context for each
-        forward. Raise PluginError if the output is not logits of tokens, TrainingError if the logits are not finite.
+    context: the maximum number of tokens that the model reads; of a longer text the newer half is used. around: a
+        context manager for each forward pass. Raise PluginError if the output is not logits of tokens, TrainingError
+        if the logits are not finite.
     """
-    generator = torch.Generator().manual_seed(draw.seed)
+    generator = torch.Generator().manual_seed(options.seed)
     tokens, start, seen = list(prompt), 0, 0
     cached = cached and "cache" in inspect_forward(type(model).forward)[0]
     is_own = not type(model).__module__.startswith("trainrun.")
     cache: dict[Any, Any] = {}
-    for _ in range(draw.max_tokens):
+    for _ in range(options.max_tokens):
         if context and len(tokens) - start > context:
             start = seen = len(tokens) - max(1, context // 2)
             cache = {}
-        logits = last_logits(
+        logits = compute_last_logits(
             model, tokens[seen:] if cached else tokens[start:], cache if cached else None, around
         )
         if cached and is_own and seen > start:  # once: a keyword of this name may mean something else
-            check_cache(logits, last_logits(model, tokens[start:], None, around), model)
+            check_cached_logits(logits, compute_last_logits(model, tokens[start:], None, around), model)
             is_own = False
         seen = len(tokens)
         if len(logits) < vocabulary:
             raise PluginError(
                 f"model: gives {len(logits)} logits, but the text has {vocabulary} different tokens"
             )
-        tokens.append(drawn(logits[:vocabulary], draw, generator))
+        tokens.append(sample_token(logits[:vocabulary], options, generator))
         yield tokens[-1]
 
 
 @torch.no_grad()
-def last_logits(
+def compute_last_logits(
     model: nn.Module, tokens: Sequence[int], cache: dict[Any, Any] | None,
     around: Callable[[], AbstractContextManager[Any]],
 ) -> Tensor:  # fmt: skip
-    """Return the logits of the last position, (V,) float64 on the host. Nothing is compiled, since each length would
-    be again.
+    """Return the logits of the last position, (V,) float64 on the host, computed without torch.compile.
+
+    Compiled code would be compiled again for each length.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     given = torch.tensor([list(tokens)], device=device)
@@ -87,7 +91,7 @@ def last_logits(
     return found[0, -1].to("cpu", torch.float64)
 
 
-def check_cache(cached: Tensor, whole: Tensor, model: nn.Module) -> None:
+def check_cached_logits(cached: Tensor, whole: Tensor, model: nn.Module) -> None:
     if not torch.allclose(cached, whole, rtol=0, atol=NEAR * max(1.0, float(whole.abs().max()))):
         raise PluginError(
             f"model: {type(model).__name__}.forward(tokens, cache=...) gives other logits than without it; the dict "
@@ -95,14 +99,14 @@ def check_cache(cached: Tensor, whole: Tensor, model: nn.Module) -> None:
         )
 
 
-def drawn(logits: Tensor, draw: Draw, generator: torch.Generator) -> int:
+def sample_token(logits: Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
     if not logits.isfinite().all():
         raise TrainingError("model: the logits of the next token are not finite")
-    if draw.temperature == 0:
+    if options.temperature == 0:
         return int(logits.argmax())
-    if draw.top_k is None:
+    if options.top_k is None:
         chosen = torch.arange(len(logits))
     else:
-        logits, chosen = logits.topk(min(draw.top_k, len(logits)))
-    shares = ((logits - logits.max()) / draw.temperature).softmax(0)
+        logits, chosen = logits.topk(min(options.top_k, len(logits)))
+    shares = ((logits - logits.max()) / options.temperature).softmax(0)
     return int(chosen[torch.multinomial(shares, 1, generator=generator)])

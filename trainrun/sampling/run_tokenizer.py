@@ -1,5 +1,5 @@
-"""The tokenizer that was trained on the data of a run. It is stored in the run folder and used by every
-continuation.
+"""The tokenizer that was trained on the data of a run. It is stored in the run folder, also for later runs that
+start from this run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainrun.interfaces import Parallel
 SEAL = "tokenizer"  # in RUN.json: the hash of the file
 
 
-def with_tokenizer(config: RunConfig, run: RunDir, parallel: Parallel, notes: list[str]) -> RunConfig:
+def apply_run_tokenizer(config: RunConfig, run: RunDir, parallel: Parallel, notes: list[str]) -> RunConfig:
     """Return the config with a tokenizer file instead of `bpe:4096`; rank 0 trains it if it does not exist.
 
     A run that starts with the weights of another one uses that run's tokenizer. Raise ConfigError if the file is
@@ -35,20 +35,22 @@ def with_tokenizer(config: RunConfig, run: RunDir, parallel: Parallel, notes: li
     if not is_trained(config.data.train.get("tokenizer")):
         return config
     if parallel.rank == 0:
-        _provide(config, run, notes)
+        _provide_tokenizer(config, run, notes)
     parallel.barrier()
     spec = f"{config.data.train['tokenizer'].partition('@')[0]}@{run.tokenizer}"
-    nodes = {name: _with_file(getattr(config.data, name), spec) for name in ("train", "val", "test")}
+    nodes = {name: _set_tokenizer_file(getattr(config.data, name), spec) for name in ("train", "val", "test")}
     return replace_values(config, {f"data.{name}": node for name, node in nodes.items()})
 
 
-def _with_file(node: Any, spec: str) -> Any:
+def _set_tokenizer_file(node: Any, spec: str) -> Any:
     """Return the node, or each of several named nodes, with the tokenizer file."""
     if not isinstance(node, dict):
         return node
     if str(node.get("tokenizer")).startswith("bpe:"):
         return {**node, "tokenizer": spec}
-    return node if "_target_" in node else {name: _with_file(one, spec) for name, one in node.items()}
+    return (
+        node if "_target_" in node else {name: _set_tokenizer_file(one, spec) for name, one in node.items()}
+    )
 
 
 def saved_tokenizer(run: RunDir) -> Path:
@@ -56,17 +58,17 @@ def saved_tokenizer(run: RunDir) -> Path:
     if not run.tokenizer.is_file():
         raise ConfigError(f"{run.tokenizer}: is missing, and this run was trained with it; bring it back")
     told = read_identity(run) if run.identity.is_file() else {}  # none of a trial
-    found = _hash(run.tokenizer)
+    found = _hash_file(run.tokenizer)
     if told.get(SEAL, found) != found:
         raise ConfigError(f"{run.tokenizer}: is not what this run was trained with; bring that back")
     return run.tokenizer
 
 
-def _provide(config: RunConfig, run: RunDir, notes: list[str]) -> None:
+def _provide_tokenizer(config: RunConfig, run: RunDir, notes: list[str]) -> None:
     if run.tokenizer.is_file() or list_committed_steps(run.checkpoints):
         saved_tokenizer(run)
         return
-    source = _of_another(config)
+    source = _find_parent_tokenizer(config)
     if source is not None:
         notes.append(f"data.train.tokenizer: that of {source.parent}, whose weights this run begins with")
     else:
@@ -79,10 +81,10 @@ def _provide(config: RunConfig, run: RunDir, notes: list[str]) -> None:
     shutil.copyfile(source, making)
     making.replace(run.tokenizer)
     if run.identity.is_file():
-        write_identity(run, read_identity(run) | {SEAL: _hash(run.tokenizer)})
+        write_identity(run, read_identity(run) | {SEAL: _hash_file(run.tokenizer)})
 
 
-def _of_another(config: RunConfig) -> Path | None:
+def _find_parent_tokenizer(config: RunConfig) -> Path | None:
     """Return the tokenizer of the run that `init_from` or `ckpt_path` names; None without one."""
     for named in filter(None, (config.ckpt_path, config.init_from)):
         place = Path(named).expanduser().absolute()
@@ -92,5 +94,5 @@ def _of_another(config: RunConfig) -> Path | None:
     return None
 
 
-def _hash(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -18,9 +18,9 @@ TEXT = "trainrun.data.readers.text.text.load"
 CUT = "\ufffd"  # what decoding gives for a character that is not whole yet
 
 
-def tokens_of(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
-    """Return the tokenizer functions of a run that generates text. Raise ConfigError for another one. key: names the
-    setting.
+def load_model_tokenizer(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
+    """Return the tokenizer of a run whose model generates text. Raise ConfigError for other runs. key: the setting
+    to name in the message.
     """
     task = config.task or {}
     of_each_place = task.get("class_dim") == -1  # of a student that is taught at every place of its text
@@ -29,11 +29,11 @@ def tokens_of(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
             f"{key}: this run has task._target_={task['_target_']}, which writes no text; it takes one with "
             "task=language_modeling and data=text"
         )
-    return tokens_of_data(config, run_dir, key)
+    return load_data_tokenizer(config, run_dir, key)
 
 
-def tokens_of_data(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
-    """Return the tokenizer functions of a run that reads text. Raise ConfigError for another one."""
+def load_data_tokenizer(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
+    """Return the tokenizer of a run whose data are texts. Raise ConfigError for other runs. key: as above."""
     data = config.data.train or {}
     if data.get("_target_") != TEXT:
         raise ConfigError(
@@ -45,9 +45,10 @@ def tokens_of_data(config: RunConfig, run_dir: RunDir, key: str) -> Tokens:
     return open_tokenizer(path)[0]
 
 
-def context_of(model: Any, config: RunConfig, cached: bool) -> int | None:
-    """Return the maximum length that a model reads: its own limit; without a cache, the length of training samples;
-    or None.
+def max_context_length(model: Any, config: RunConfig, cached: bool) -> int | None:
+    """Return the maximum number of tokens that a model reads, or None.
+
+    It is the model's own limit. Without a cache, it is the length of the training samples.
     """
     said = getattr(model, "context", None)
     if isinstance(said, int) or cached:
@@ -56,12 +57,12 @@ def context_of(model: Any, config: RunConfig, cached: bool) -> int | None:
     return data.get("block_size") if data.get("kind") == "blocks" else None
 
 
-def writes_lines(config: RunConfig) -> bool:
-    """Return whether each training sample was one line, so that the model has never seen anything after a newline."""
+def is_trained_on_lines(config: RunConfig) -> bool:
+    """Return whether each training sample was one line, so that the model never saw text after a newline."""
     return (config.data.train or {}).get("kind") == "lines"
 
 
-def first_line(text: Iterable[str]) -> Iterator[str]:
+def until_newline(text: Iterable[str]) -> Iterator[str]:
     for piece in text:
         line, newline, _ = piece.partition("\n")
         yield line
@@ -69,12 +70,12 @@ def first_line(text: Iterable[str]) -> Iterator[str]:
             return
 
 
-def encoded(tokens: Tokens, text: str) -> list[int]:
+def encode_text(tokens: Tokens, text: str) -> list[int]:
     return list(text.encode()) if tokens.encode is None else tokens.encode([text])[0]
 
 
-def pieces(tokens: Tokens, ids: Iterable[int]) -> Iterator[str]:
-    """Yield for each token the characters that are complete by then, or ""."""
+def decode_stream(tokens: Tokens, ids: Iterable[int]) -> Iterator[str]:
+    """Yield, for each token, the characters that are complete with it, or ""."""
     if tokens.decode is None:
         reader = codecs.getincrementaldecoder("utf-8")("replace")
         yield from (reader.decode(bytes([token])) for token in ids)

@@ -12,42 +12,51 @@ from trainrun.parallel.devices import choose_device
 from trainrun.runs.restore_config import choose_saved_checkpoint, load_network
 from trainrun.runs.resume import load_trusted_config
 from trainrun.runs.run import open_run
-from trainrun.sampling.next_tokens import Draw, next_tokens
-from trainrun.sampling.run_tokens import context_of, encoded, first_line, pieces, tokens_of, writes_lines
+from trainrun.sampling.next_tokens import SamplingOptions, generate_tokens
+from trainrun.sampling.run_tokens import (
+    decode_stream,
+    encode_text,
+    is_trained_on_lines,
+    load_model_tokenizer,
+    max_context_length,
+    until_newline,
+)
 from trainrun.task.dict_batches import inspect_forward
 
 MOST = 2**63 - 1
 
 
 def main(argv: list[str]) -> int:
-    """Print the prompt and its continuation until Ctrl-C or a closed pipe ends it. Return the exit code."""
-    asked = _checked(_parser().parse_args(argv))
+    """Print the prompt and its continuation until it ends, or until Ctrl-C or a closed pipe. Return the exit code."""
+    asked = _check_options(_build_parser().parse_args(argv))
     run_dir = open_run(asked.run_dir)
     which = choose_saved_checkpoint(run_dir, asked.which)
 
     config = load_trusted_config(run_dir, [], asked.trust)
-    tokens = tokens_of(config, run_dir, "sample")
-    if asked.prompt is None and writes_lines(config):
+    tokens = load_model_tokenizer(config, run_dir, "sample")
+    if asked.prompt is None and is_trained_on_lines(config):
         raise ConfigError(
             "--prompt: this run learned from data.train.kind=lines, and not how a line begins; give its first "
             'characters, as --prompt "In the"'
         )
     given = "\n" if asked.prompt is None else asked.prompt
-    prompt = encoded(tokens, given)
+    prompt = encode_text(tokens, given)
     if not prompt:
         raise ConfigError(f"--prompt {given!r}: the run's tokenizer makes no token of it; give another text")
     model = load_network(run_dir, which, asked.trust).to(
         choose_device(config.parallel.accelerator, local_rank=0)
     )
     cached = not asked.no_cache and "cache" in inspect_forward(type(model).forward)[0]
-    draw = Draw(asked.temperature, asked.top_k, asked.max_tokens, asked.seed)
-    found = next_tokens(model, prompt, draw, tokens.vocabulary, context_of(model, config, cached), cached)
-    text = pieces(tokens, found)
+    options = SamplingOptions(asked.temperature, asked.top_k, asked.max_tokens, asked.seed)
+    found = generate_tokens(
+        model, prompt, options, tokens.vocabulary, max_context_length(model, config, cached), cached
+    )
+    text = decode_stream(tokens, found)
     reader = os.fstat(1)
     say(given, end="", flush=True)
     written = [given]
     try:
-        for piece in first_line(text) if writes_lines(config) else text:
+        for piece in until_newline(text) if is_trained_on_lines(config) else text:
             say(piece, end="", flush=True)
             written.append(piece)
             if not os.path.samestat(reader, os.fstat(1)):  # closed, see streams.py
@@ -60,7 +69,7 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def _parser() -> Parser:
+def _build_parser() -> Parser:
     parser = Parser(
         prog="trainrun sample", allow_abbrev=False,
         description="What a trained language model writes after a prompt, as it is drawn.",
@@ -78,7 +87,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _checked(asked: Namespace) -> Namespace:
+def _check_options(asked: Namespace) -> Namespace:
     limits = {"temperature": (0, 1e6), "top_k": (1, MOST), "max_tokens": (1, MOST), "seed": (0, MOST)}
     faults = [
         f"--{name.replace('_', '-')} {value}: must be {least} or more, up to {most:g}"

@@ -37,7 +37,7 @@ from trainrun.folder.run_folder import (
 from trainrun.folder.status import write_status
 from trainrun.output import format_quantity, report_result, say
 from trainrun.parallel.single import Single
-from trainrun.plots.compare import text_table
+from trainrun.plots.compare import format_text_table
 from trainrun.runs.restore_config import (
     choose_saved_checkpoint,
     load_parts,
@@ -48,7 +48,7 @@ from trainrun.runs.resume import load_trusted_config
 from trainrun.runs.run import create_run, open_run
 from trainrun.runtime.signals import StopFlag
 from trainrun.sampling.run_tokenizer import SEAL
-from trainrun.timing.paired import Rules, build_turn, compare_in_turns
+from trainrun.timing.paired import StoppingRules, build_turn, compare_in_turns
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
@@ -103,7 +103,7 @@ def open_source(arguments: Namespace, ending: str, own_transforms: Sequence[str]
     ending: of the default folder of the new run. own_transforms: transforms that the run may not have yet.
     """
     run = open_run(arguments.run_dir)
-    folder = choose_folder(arguments.out, run, ending)
+    folder = choose_new_run_folder(arguments.out, run, ending)
     which = choose_saved_checkpoint(run, arguments.which)
     overrides = [*UNCOMPILED, *arguments.overrides]
     parts, checkpoint = load_parts(run, which, overrides, arguments.trust)
@@ -115,7 +115,7 @@ def open_source(arguments: Namespace, ending: str, own_transforms: Sequence[str]
     return SourceRun(run, folder, checkpoint, parts, config, measure_run(parts))
 
 
-def choose_folder(text: str | None, source: RunDir, ending: str) -> RunDir:
+def choose_new_run_folder(text: str | None, source: RunDir, ending: str) -> RunDir:
     """Return the folder of the new run. Raise ConfigError if it is not empty."""
     folder = resolve_folder(text) if text else source.root.with_name(f"{source.root.name}-{ending}")
     if folder.is_file() or (folder.exists() and any(folder.iterdir())):
@@ -220,7 +220,7 @@ def measure_run(parts: Components) -> Measurement:
     return Measurement(metrics, sum(tensor.nbytes for tensor in tensors.values()), parts.model.eval())
 
 
-def compare_runs(source: SourceRun) -> int:
+def compare_with_source(source: SourceRun) -> int:
     """Load the new run, print both measurements, and return the exit code."""
     parts, new_run = source.parts, source.new_run
     again, _ = load_parts(new_run, choose_saved_checkpoint(new_run, None), UNCOMPILED, trust=True)
@@ -251,7 +251,7 @@ def print_comparison(before: Measurement, after: Measurement, parts: Components)
         rows += measure_speeds(before, after, parts)
     except Exception as error:  # of the task, or of the model, which may take no other batches than those
         untimed = " ".join(str(error).split())[:200]
-    say(text_table(("", "before", "after", ""), rows))
+    say(format_text_table(("", "before", "after", ""), rows))
     if untimed:
         say(f"without speeds: {untimed}")
 
@@ -266,12 +266,12 @@ def measure_speeds(
         inputs = [tensor[:count] if tensor.ndim else tensor for tensor in tensors]
 
         def run(model: nn.Module, inputs: Any = inputs) -> Any:
-            args, named = call.filled(inputs)
+            args, named = call.fill(inputs)
             return output_tensors(model(*args, **named))
 
         comparison = compare_in_turns(
             build_turn(partial(run, before.model)), {"after": build_turn(partial(run, after.model))},
-            Rules(deadline=time.perf_counter() + SECONDS),
+            StoppingRules(deadline=time.perf_counter() + SECONDS),
         )  # fmt: skip
         size = next(len(tensor) for tensor in inputs if tensor.ndim)
         shown = {

@@ -16,7 +16,7 @@ from trainrun.output import format_count, say
 from trainrun.runs.run import resume_run
 from trainrun.runtime.python_module import add_import_paths
 from trainrun.smaller.channels import format_reasons
-from trainrun.smaller.new_run import SourceRun, compare_runs, open_source, write_run
+from trainrun.smaller.new_run import SourceRun, compare_with_source, open_source, write_run
 from trainrun.smaller.prune import (
     Mask,
     explain_unmasked,
@@ -41,7 +41,7 @@ class PrunedModel(NamedTuple):
 def main(argv: list[str]) -> int:
     """Write the new run, train it on if asked to, and compare the two."""
     arguments = parse_prune_arguments(argv)
-    limits = training_limits(arguments.finetune)
+    limits = parse_finetune_length(arguments.finetune)
     source = open_source(arguments, NAME, [NAME, "int8"])
     pruned = prune_model(source, arguments)
     transforms = {**source.config.transform, NAME: pruned.transform}
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         exit_code = resume_run(source.new_run, [], add_import_paths([]), trust=True)
         if exit_code != EXIT_DONE:
             return exit_code
-    return compare_runs(source)
+    return compare_with_source(source)
 
 
 def parse_prune_arguments(argv: list[str]) -> Namespace:
@@ -88,7 +88,7 @@ def prune_channels(source: SourceRun, model: nn.Module, amount: float) -> Pruned
     """Remove whole channels; the graph of the network is read on a batch of the run."""
     (batch,) = read_first_batches(source.parts.val or source.parts.train)
     tensors, call = record_call(model, source.parts.task, batch)
-    positional, named = call.filled(tensors)
+    positional, named = call.fill(tensors)
     model, sizes, left = remove_channels(model, positional, named, amount)
     reasons = f"; not narrowed: {format_reasons(left)}" if left else ""
     transform = {"_target_": f"{__package__}.prune.{narrow_layers.__name__}", "sizes": sizes}
@@ -107,7 +107,7 @@ def prune_weights(model: nn.Module, amount: float) -> PrunedModel:
     return PrunedModel(model, transform, summary)
 
 
-def training_limits(text: str | None) -> dict[str, int | None]:
+def parse_finetune_length(text: str | None) -> dict[str, int | None]:
     """Return the settings that `--finetune` stands for. Raise ConfigError."""
     if text is None:
         return {}

@@ -13,7 +13,7 @@ from trainrun.config.schema import RunConfig, replace_values
 from trainrun.errors import ConfigError
 from trainrun.output import format_count, say
 from trainrun.smaller.channels import format_reasons
-from trainrun.smaller.new_run import SourceRun, compare_runs, open_source, write_run
+from trainrun.smaller.new_run import SourceRun, compare_with_source, open_source, write_run
 from trainrun.transform.int8 import MODES, explain_float_layers, int8, record_ranges
 
 NAME = "int8"  # in `transform`
@@ -34,16 +34,16 @@ def main(argv: list[str]) -> int:
         model = int8(model, mode).to(source.parts.parallel.device).eval()
     except ValueError as error:
         raise ConfigError(f"{source.run.root}: --{error}") from error
-    summary = describe_layers(source, model)
+    summary = describe_int8_layers(source, model)
     if mode == "int8-static":
-        calibrate(source, model)
+        record_activation_ranges(source, model)
     reason = f"quantized: --to {mode}, of {source.run.root.name}"
     write_run(source, quantized_config(source.config, mode), model, reason)
     say(f"{source.new_run.root}: {summary}")
-    return compare_runs(source)
+    return compare_with_source(source)
 
 
-def calibrate(source: SourceRun, model: nn.Module) -> None:
+def record_activation_ranges(source: SourceRun, model: nn.Module) -> None:
     """Measure the ranges of inputs and outputs on the first training batches."""
     with torch.no_grad(), record_ranges(model):
         for batch in islice(source.parts.train.epoch(0), CALIBRATION_BATCHES):
@@ -60,7 +60,7 @@ def quantized_config(config: RunConfig, mode: str) -> RunConfig:
     })  # fmt: skip
 
 
-def describe_layers(source: SourceRun, model: nn.Module) -> str:
+def describe_int8_layers(source: SourceRun, model: nn.Module) -> str:
     """Return how many layers and weights are bytes, and which layers are not."""
     num_layers = sum("parametrizations" in dict(layer.named_children()) for layer in model.modules())
     num_bytes = sum(param.numel() for param in model.parameters() if param.dtype == torch.int8)

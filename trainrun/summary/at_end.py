@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainrun.folder.run_folder import RunDir
-from trainrun.summary.flops import MIN_SECONDS, MIN_STEPS, Work, measured_work
+from trainrun.summary.flops import MIN_SECONDS, MIN_STEPS, Work, measure_work
 from trainrun.summary.sample_predictions import prediction_rows as prediction_rows
 from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
 from trainrun.timing.phases import LOOP, Session
@@ -32,18 +32,18 @@ def measure_finished_run(
 ) -> dict[str, Any]:
     """Measure FLOP/s, the bottleneck, and the share of padding of a finished run."""
     long = state.seconds >= MIN_SECONDS and state.step >= MIN_STEPS
-    work = measured_work(run) if long else None
-    facts: dict[str, Any] = compute_facts(work, state.items / max(state.seconds, 1e-9))
+    work = measure_work(run) if long else None
+    facts: dict[str, Any] = flop_facts(work, state.items / max(state.seconds, 1e-9))
     limits = throughput_limits(run, session)
     if limits is not None:
         facts["throughput_limits"] = limit_facts(limits, run.parallel.world_size)
     padding = padding_fraction(run, state, session)
     words = run_dir.overrides.read_text(encoding="utf-8").splitlines() if run_dir.overrides.exists() else []
-    return facts | {"padding_fraction": padding, "hint": hint(session.seconds, padding, words)}
+    return facts | {"padding_fraction": padding, "hint": bottleneck_hint(session.seconds, padding, words)}
 
 
-def compute_facts(work: Work | None, items_per_second: float) -> dict[str, float]:
-    """Return FLOP/s of one rank (the others do as much at the same time), and MFU on a known GPU."""
+def flop_facts(work: Work | None, items_per_second: float) -> dict[str, float]:
+    """Return the FLOP/s of one rank, and the MFU if the GPU is known. All ranks compute at the same rate."""
     if work is None:
         return {}
     rate = work.flops * items_per_second
@@ -60,11 +60,12 @@ def limit_facts(limits: ThroughputLimits, world_size: int) -> dict[str, Any]:
     return rates | {"reached": limits.reached, "limit": limits.limit}
 
 
-def hint(seconds: Mapping[str, float], padding: float, words: Sequence[str]) -> str:
-    """Return `waiting for data took 34 % after start-up; to measure what can be gained: trainrun autotune data=...`.
+def bottleneck_hint(seconds: Mapping[str, float], padding: float, words: Sequence[str]) -> str:
+    """Return a line that names the largest avoidable share of time, with a command that measures the remedy.
 
-    It names the largest avoidable share of time; "" if none is notable. seconds: of each phase. padding: the share
-    of padded positions. words: the typed settings of the run.
+    Example: `waiting for data took 34 % after start-up; to measure what can be gained: trainrun autotune data=...`.
+        Return "" if no share is notable. seconds: of each phase. padding: the share of padded positions. words: the
+        typed settings of the run.
     """
     total = sum(seconds.get(name, 0.0) for name in (*LOOP, "validation", "checkpoint"))
     wasted = {name: seconds.get(name, 0.0) for name in ("logging", "validation", "checkpoint")}

@@ -52,8 +52,8 @@ def prediction_rows(run: Components, state: TrainState, run_dir: RunDir) -> list
     """Return the row of the confusion matrix or regression. Rank 0 writes sample images. All ranks call it."""
     if run.val is None or not isinstance(run.task, Predicts):
         return []
-    step = _best_step(run, state)
-    predictions = _try(run, lambda: _predictions_at(run, state, run_dir, step))
+    step = _choose_best_step(run, state)
+    predictions = _call_or_note_error(run, lambda: _predictions_at(run, state, run_dir, step))
     pairs = (
         None
         if predictions is None
@@ -64,12 +64,14 @@ def prediction_rows(run: Components, state: TrainState, run_dir: RunDir) -> list
     if not predictions or not everyone or any(failed for failed, _ in gathered):
         return []
     target, prediction = (torch.tensor([value for pair in everyone for value in pair[i]]) for i in (0, 1))
-    row = _try(run, lambda: _row(run, run_dir, predictions, target, prediction))
+    row = _call_or_note_error(run, lambda: _prediction_row(run, run_dir, predictions, target, prediction))
     return [row | {"split": "val", "step": state.step, "weights_step": step}] if row else []
 
 
-def _try(run: Components, call: Callable[[], Result]) -> Result | None:
-    """Return the result of `call`; None after an error, with a note: a plot must not fail a finished run."""
+def _call_or_note_error(run: Components, call: Callable[[], Result]) -> Result | None:
+    """Return the result of `call`. After an error, print a note and return None: a plot must not fail a finished
+    run.
+    """
     try:
         return call()
     except Exception as error:
@@ -78,8 +80,9 @@ def _try(run: Components, call: Callable[[], Result]) -> Result | None:
         return None
 
 
-def _best_step(run: Components, state: TrainState) -> int:
-    """Return the step of the best checkpoint; the last step without one, or if memory does not suffice to load it.
+def _choose_best_step(run: Components, state: TrainState) -> int:
+    """Return the step of the best checkpoint, or the last step if there is none or memory does not suffice to load
+    it.
 
     Each rank holds the checkpoint's weights and a copy of its own in host memory. All ranks call it together.
     """
@@ -95,14 +98,16 @@ def _predictions_at(
 ) -> Predictions | tuple[()]:
     if step == state.step:
         with run.evaluating() as model:
-            return _predictions(run, model)
-    with _weights_of(run, run_dir, step):
-        return _predictions(run, run.model)
+            return _collect_predictions(run, model)
+    with _use_checkpoint_weights(run, run_dir, step):
+        return _collect_predictions(run, run.model)
 
 
 @contextmanager
-def _weights_of(run: Components, run_dir: RunDir, step: int) -> Iterator[None]:
-    """Give the model the weights of a checkpoint in evaluation mode inside the block. Restore its own afterwards."""
+def _use_checkpoint_weights(run: Components, run_dir: RunDir, step: int) -> Iterator[None]:
+    """Put the weights of a checkpoint into the model inside the block, in evaluation mode; restore its own
+    afterwards.
+    """
     own_weights = {name: value.detach().to("cpu", copy=True) for name, value in run.held.state_dict().items()}
     modes = [(module, module.training) for module in run.model.modules()]
     loaded = load_together(run_dir.checkpoints / format_folder_name(step), run.parallel, None)
@@ -118,8 +123,8 @@ def _weights_of(run: Components, run_dir: RunDir, step: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _predictions(run: Components, model: nn.Module) -> Predictions | tuple[()]:
-    """Return targets and predictions; () for a task without targets, or with targets other than classes and few
+def _collect_predictions(run: Components, model: nn.Module) -> Predictions | tuple[()]:
+    """Return targets and predictions. Return () if the task has no targets, or targets that are neither classes nor
     numbers.
     """
     assert run.val is not None
@@ -128,7 +133,7 @@ def _predictions(run: Components, model: nn.Module) -> Predictions | tuple[()]:
     worst: Columns = {}
     random: Columns = {}
     generator = torch.Generator().manual_seed(0)
-    for batch in islice(iterate_even_batches(run.parallel, run.val), _most_batches(run, run.val)):
+    for batch in islice(iterate_even_batches(run.parallel, run.val), _max_num_batches(run, run.val)):
         with run.precision.autocast():
             columns = {name: column.cpu() for name, column in run.task.predict(model, batch.data).items()}
         pair = _target_and_prediction(columns)
@@ -137,7 +142,7 @@ def _predictions(run: Components, model: nn.Module) -> Predictions | tuple[()]:
         if not batch.real:
             continue
         collected.append(pair)
-        if pair[0].ndim == 1 and (images := _images(batch.data)) is not None:
+        if pair[0].ndim == 1 and (images := _find_images(batch.data)) is not None:
             worst = _merge_highest(worst, images, columns, _error_scores(columns))
             random = _merge_highest(random, images, columns, torch.rand(len(images), generator=generator))
     if not collected:
@@ -149,8 +154,8 @@ def _predictions(run: Components, model: nn.Module) -> Predictions | tuple[()]:
     return Predictions(target, prediction, worst, random)
 
 
-def _most_batches(run: Components, stream: Batches) -> int:
-    """Return how many batches have about MAX_SAMPLES samples per rank; the same number on every rank."""
+def _max_num_batches(run: Components, stream: Batches) -> int:
+    """Return the number of batches that have about MAX_SAMPLES samples per rank. It is the same on every rank."""
     size: float = run.config.data.val_batch_size or run.config.data.batch_size
     if stream.num_samples and stream.num_batches:
         size = stream.num_samples / stream.num_batches / run.parallel.world_size
@@ -193,13 +198,13 @@ def _merge_highest(shown: Columns, images: Tensor, columns: Columns, score: Tens
     return {name: column[chosen] for name, column in joined.items()}
 
 
-def _images(batch: Any) -> Tensor | None:
+def _find_images(batch: Any) -> Tensor | None:
     """Return the first tensor of a batch if it holds images (B, 1 or 3, H, W); else None."""
     inputs = next(iter(list_tensors(batch)), None)
     return inputs if inputs is not None and inputs.ndim == 4 and inputs.shape[1] in (1, 3) else None
 
 
-def _row(
+def _prediction_row(
     run: Components, run_dir: RunDir, predictions: Predictions, target: Tensor, prediction: Tensor
 ) -> dict[str, Any] | None:
     if target.ndim > 1:

@@ -1,9 +1,9 @@
-"""The limits of a run's speed: loading alone, training alone, which of them is the bottleneck, and padding.
+"""The limits of a run's speed: loading alone, training alone, the bottleneck, and padding.
 
-what: the slower of both limits the speed, `max(load, train)`, however well they overlap. If batches are read between
-    steps on a CPU, the timer of phases has measured both separately over the whole run. when not: batches that are
-    read ahead, and GPUs: there the time spent waiting for data shows the bottleneck, and `trainrun diagnose`
-    measures each alone.
+what: the slower of loading and training limits the speed, `max(load, train)`, however well they overlap. If batches
+    are read between steps on a CPU, the timer of phases has measured both separately over the whole run. when not:
+    batches that are read ahead, and GPUs. There the time spent waiting for data shows the bottleneck, and `trainrun
+    diagnose` measures loading and training alone.
 source: max(load, train) as in the data stalls of https://arxiv.org/abs/2007.06775
 """
 
@@ -32,7 +32,7 @@ MOST_SHARE = 0.005  # of the time of all steps, for that
 class ThroughputLimits(NamedTuple):
     """The throughput of loading alone and of training alone, in items per second of one rank.
 
-    reached: the throughput of the run as a share of the lower one.
+    reached: the run's throughput divided by the lower of the two limits.
     """
 
     load: float
@@ -45,7 +45,9 @@ class ThroughputLimits(NamedTuple):
 
 
 def throughput_limits(run: Components, session: Session) -> ThroughputLimits | None:
-    """Return the limits; None if the run is too short, or if its phases do not separate loading and training."""
+    """Return the limits. Return None if the run is too short, or if its phases do not separate loading from
+    training.
+    """
     seconds, items = session.seconds, session.items
     if session.steps < MIN_STEPS or not items or not seconds.get("forward"):
         return None
@@ -59,10 +61,12 @@ def throughput_limits(run: Components, session: Session) -> ThroughputLimits | N
 def num_batches_ahead(run: Components) -> int:
     """Return how many batches are read ahead; 0 if each is read between two steps."""
     number, factor = num_readers(run), run.config.data.prefetch_factor
-    return count_read_ahead(number, factor) if number and engine_of(run) == "threads" else number * factor
+    return (
+        count_read_ahead(number, factor) if number and reading_engine(run) == "threads" else number * factor
+    )
 
 
-def engine_of(run: Components) -> str:
+def reading_engine(run: Components) -> str:
     return run.train.read_by.engine if isinstance(run.train, OpenedStream) else run.config.data.engine
 
 
@@ -75,9 +79,9 @@ def num_readers(run: Components) -> int:
     return number if isinstance(number, int) and data.engine != "resident" else 0
 
 
-def start_seconds(run: Components) -> float:
+def worker_start_seconds(run: Components) -> float:
     """Return the seconds until worker processes start to read; 0 for threads."""
-    return 0.0 if engine_of(run) == "threads" else WORKER_START * num_readers(run)
+    return 0.0 if reading_engine(run) == "threads" else WORKER_START * num_readers(run)
 
 
 def padding_fraction(run: Components, state: TrainState, session: Session) -> float:
@@ -87,7 +91,7 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
     inline = not num_batches_ahead(run)
     seconds = session.seconds.get("data", 0.0) if inline else session.loop_seconds
     usual = seconds / (session.steps * run.config.trainer.accumulate_grad_batches)
-    needed = (num_batches_ahead(run) + BATCHES) * usual + start_seconds(run)
+    needed = (num_batches_ahead(run) + BATCHES) * usual + worker_start_seconds(run)
     if needed > MOST_SHARE * session.loop_seconds:
         return 0.0
     useful = positions = 0
@@ -97,7 +101,7 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
             closing(iterate_endlessly(run.train, [state.epoch, state.batches])) as batches,
         ):
             for _ in range(BATCHES):
-                mask = real_positions(next(batches).data)
+                mask = find_padding_mask(next(batches).data)
                 if mask is None:
                     return 0.0
                 useful, positions = useful + int(mask.count_nonzero()), positions + mask.numel()
@@ -107,8 +111,8 @@ def padding_fraction(run: Components, state: TrainState, session: Session) -> fl
     return 1 - useful / max(positions, 1)
 
 
-def real_positions(batch: Any) -> Tensor | None:
-    """Return the mask (B, T) of a batch, 0 at padding; None without one."""
+def find_padding_mask(batch: Any) -> Tensor | None:
+    """Return the mask (B, T) of a batch, which is 0 at padding; None if the batch has none."""
     fields = batch_fields(batch)
     mask = fields.get("attention_mask", fields.get("segment_ids"))
     return mask if isinstance(mask, Tensor) else None

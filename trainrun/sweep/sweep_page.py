@@ -15,9 +15,9 @@ from trainrun.folder.status import read_status
 from trainrun.monitor.run_lines import doubled_limit
 from trainrun.output import COMMAND, format_count, format_number, format_path_to_paste
 from trainrun.plots import page
-from trainrun.plots.chart import UNITS, Chart, Curve, charts_html, curve_of
+from trainrun.plots.chart import UNITS, Chart, Curve, build_curve, charts_html
 from trainrun.plots.history import read_config, read_history
-from trainrun.plots.series import curves_in
+from trainrun.plots.series import collect_curves
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_jobs
 from trainrun.sweep.results import Job, parse_number
@@ -35,7 +35,7 @@ BETTER = {"max": "higher is better", "min": "lower is better"}
 def write_page(sweep: Sweep) -> Path:
     """Write the page of a sweep into its folder; return its path."""
     path = sweep.folder / PAGE
-    write_text(path, page.page(f"Sweep {sweep.folder.name}", page_parts(sweep)))
+    write_text(path, page.html_page(f"Sweep {sweep.folder.name}", page_parts(sweep)))
     return path
 
 
@@ -51,15 +51,17 @@ def page_parts(sweep: Sweep) -> list[str]:
     if best is not None:
         parts.append(page.banner("best", describe_best(points[0], best)))
         if best.result.state == "done":
-            parts.append(page.code("Train the best longer", command_to_train_longer(sweep, best)))
+            parts.append(
+                page.preformatted_text("Train the best longer", command_to_train_longer(sweep, best))
+            )
     if charts := charts_html(setting_charts(sweep)):
         parts += [page.heading("Settings"), page.paragraph(describe_charts(sweep)), charts]
     if charts := charts_html(point_charts(sweep, comparable_points(sweep))):
         parts += [page.heading("All points"), charts]
     if repeated_keys(sweep):
-        parts += [page.heading("Points"), page.table(*point_table(points))]
+        parts += [page.heading("Points"), page.html_table(*point_table(points))]
     links = [link_to_report(sweep, job) for job in jobs]
-    parts += [page.heading("Jobs"), page.table(*job_table(jobs, sweep.swept_keys()), links)]
+    parts += [page.heading("Jobs"), page.html_table(*job_table(jobs, sweep.swept_keys()), links)]
     if curves := charts_html(job_charts(sweep, jobs)):
         named = "" if len(jobs) <= MOST_NAMED else f"; the best {MOST_NAMED} have colours"
         parts += [
@@ -173,9 +175,9 @@ def job_charts(sweep: Sweep, jobs: Sequence[Job]) -> list[Chart]:
     for place, job in enumerate(jobs):
         name_of_job = job.label(keys) if len(jobs) <= MOST_NAMES else f"job {job.num}"
         with suppress(OSError, DataError):  # it wrote no rows, or they are damaged
-            found = curves_in(read_history(RunDir(sweep.folder / job.folder)).in_order)
+            found = collect_curves(read_history(RunDir(sweep.folder / job.folder)).in_order)
             for name in wanted:
                 if points := found.get(name):
-                    curve = curve_of(name_of_job, points)
+                    curve = build_curve(name_of_job, points)
                     curves[name].append(replace(curve, is_faint=place >= MOST_NAMED, most=most))
     return [Chart(name, curves[name], UNITS.get(name, "")) for name in wanted if curves[name]]

@@ -1,19 +1,19 @@
-"""Compare speeds: turns taken alternately, ratios with Student's t intervals, successive halving.
+"""Compare speeds in alternating turns: ratios with Student's t intervals, and successive halving of candidates.
 
-what: a candidate is never compared with a time of another minute: each of its turns is next to a turn of the base,
-    so that changes of the machine affect both. One pair of turns gives the logarithm of one ratio. Statements about
-    a setting in general (`ratio_of_processes`) count processes: a process may be a few per cent faster than its twin
-    for all of its life, and more turns in it do not reveal that. Turns of one process (`ratio_of_turns`) are enough
-    for a decision in this process. Below `LEAST_REPLICATES` no interval is printed. If rare slow events count by
-    their duration, totals are compared (`ratio_of_totals`). The slower half of the candidates is dropped early,
-    unless it is not clearly slower. A comparison ends early only at a high confidence, so that checking several
-    times costs at most one hundredth of the claimed confidence.
-when: whenever the package measures what is faster. All functions are pure: turns, clock and ranks are the caller's,
-    and equal results lead to equal turns, so ranks that gather their results stay together.
+what: every turn of a candidate is next to a turn of the base, so that changes of the machine affect both. One pair
+    of turns gives the logarithm of one ratio. A claim about a setting in general counts processes
+    (`ratio_of_processes`), because a process may be a few per cent faster than an equal one for all of its life.
+    More turns in one process do not show that. For a decision inside one process, its turns are enough
+    (`ratio_of_turns`). With fewer than `LEAST_REPLICATES` pairs no interval is printed. If rare slow events must
+    count by their duration, totals are compared (`ratio_of_totals`). The slower half of the candidates is dropped
+    early, except those that are not clearly slower. A comparison ends early only at a high confidence: checking
+    several times costs at most one hundredth of the claimed confidence.
+when: whenever the package measures what is faster. All functions are pure: the caller provides turns, clock and
+    ranks. Equal results lead to the same next turn, so ranks that gather their results stay in step.
 source: Student (1908); Kalibera and Jones, Rigorous Benchmarking in Reasonable Time (2013); Bulej and others, Duet
     Benchmarking (2020, arXiv:2001.05811); Jamieson and Talwalkar, successive halving (2016, arXiv:1502.07943); the
     ratio estimator of Cochran, Sampling Techniques (1977), chapter 6.
-gain: `tests/timing/test_coverage.py` simulates processes with known ratios: the intervals cover them as often as
+gain: `tests/timing/test_coverage.py` simulates processes with known ratios. The intervals contain them as often as
     claimed.
 """
 
@@ -57,7 +57,7 @@ def build_turn(work: Callable[[], object], least_seconds: float = 0.01) -> Turn:
 
 
 class Ratio(NamedTuple):
-    """How many times as fast the second candidate is as the first.
+    """A speed ratio: how many times as fast the second candidate is as the first.
 
     low, high: Student's interval at the requested confidence; 0 and infinity for a single pair. pairs: the number of
         pairs of processes or turns. each: the ratio of every pair; empty if nothing was compared in turns.
@@ -82,8 +82,9 @@ class Ratio(NamedTuple):
         return f"pairs: {listed}" if self.pairs > 1 else "one pair"
 
     def turns(self) -> str:
-        """Return the range of all turns (`1.38 to 1.49 in 12 turns`). It holds for one process and is no interval
-        for others.
+        """Return the range of all turns as text (`1.38 to 1.49 in 12 turns`).
+
+        The turns are of one process, so the range is no interval for other processes.
         """
         if len(self.each) < 2:
             return "one turn"
@@ -106,8 +107,8 @@ class Ratio(NamedTuple):
         return f"{self.value:.2f}x ({self.interval()})"
 
 
-class Spent(NamedTuple):
-    """Seconds, and the number of items processed in them."""
+class TimedItems(NamedTuple):
+    """A number of items, and the seconds in which they were processed."""
 
     seconds: float
     items: float
@@ -119,13 +120,14 @@ class Spent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rules:
+class StoppingRules:
     """The rules that end a comparison.
 
-    smallest: an effect below it does not matter. deadline: on the clock; the first `least_rounds` are always taken.
-    first_rounds: rounds before the first halving; each later halving comes after twice as many rounds in all.
-    least_pairs: of the last candidate before a clear result ends the comparison. most_pairs: the limit of any
-        candidate.
+    smallest: the smallest gain that matters, as a fraction. deadline: the time on the clock at which the comparison
+        ends; the first `least_rounds` rounds run in any case.
+    first_rounds: rounds before the first halving. Each later halving comes after twice as many rounds in all.
+    least_pairs: pairs that the last candidate needs before a clear result ends the comparison. most_pairs: the
+        maximum of any candidate.
     """
 
     smallest: float = 0.02
@@ -144,19 +146,19 @@ class Rules:
 
 @dataclass
 class Comparison:
-    """The results of candidates beside those of a base.
+    """The results of several candidates, each compared with a base.
 
-    pairs: by candidate, the items per second of the base and of the candidate in neighbouring turns. failed:
-        candidates whose last turn was infinite.
+    pairs: for each candidate, the items per second of the base and of the candidate in neighbouring turns. failed:
+        candidates whose last turn failed.
     """
 
     pairs: dict[str, list[tuple[float, float]]]
     failed: list[str] = field(default_factory=list)
 
     def ratio(self, name: str, confidence: float = 0.95) -> Ratio:
-        """Return how many times as fast as the base a candidate is. At least one pair must exist.
+        """Return how many times as fast as the base a candidate is. The candidate needs at least one pair.
 
-        The interval of a candidate that was dropped early is slightly too short: it was dropped after unlucky turns.
+        The interval of a candidate that was dropped early is slightly too low, because unlucky turns made it drop.
         """
         return ratio_of_turns(self.pairs[name], confidence)
 
@@ -176,9 +178,10 @@ class Comparison:
         return {base: self.speed(BASE)} | {name: self.speed(name) for name in good}
 
     def best(self, smallest: float, confidence: float) -> str:
-        """Return the first candidate that is as good as the fastest; `BASE` if none is reliably faster.
+        """Return the first candidate that is as good as the fastest; `BASE` if no candidate is reliably faster.
 
-        Candidates are in the order of preference. confidence: the probability to choose none if none is faster.
+        The candidates are in the order of preference. confidence: the probability to return `BASE` if none is
+        faster.
         """
         confidence = split_confidence(confidence, len(self.pairs))
         ratios = {name: self.ratio(name, confidence) for name, pairs in self.pairs.items() if pairs}
@@ -193,10 +196,10 @@ class Comparison:
 
 
 def compare_in_turns(
-    base: Turn, others: Mapping[str, Turn], rules: Rules, clock: Callable[[], float] = perf_counter
+    base: Turn, others: Mapping[str, Turn], rules: StoppingRules, clock: Callable[[], float] = perf_counter
 ) -> Comparison:
-    """Take turns until the fastest is clear or the time is over. A failure of the base ends the comparison."""
-    turns = Turns({BASE: base, **others}, clock, rules.deadline)
+    """Take turns until the fastest candidate is clear or the time is over. The comparison ends if the base fails."""
+    turns = TurnSchedule({BASE: base, **others}, clock, rules.deadline)
     comparison = Comparison({name: [] for name in others})
     staying, rounds, done = list(others), rules.first_rounds, 0
     while staying:
@@ -210,7 +213,7 @@ def compare_in_turns(
     return comparison
 
 
-def choose_remaining(comparison: Comparison, staying: Sequence[str], rules: Rules) -> list[str]:
+def choose_remaining(comparison: Comparison, staying: Sequence[str], rules: StoppingRules) -> list[str]:
     """Return the candidates that need more turns; none if more turns would not change the result."""
     early = split_confidence(EARLY, rules.looks)
     ratios = {name: comparison.ratio(name, early) for name in staying if comparison.pairs[name]}
@@ -232,7 +235,7 @@ def choose_remaining(comparison: Comparison, staying: Sequence[str], rules: Rule
     return [] if alone or leader.pairs >= rules.most_pairs else surviving
 
 
-class Turns:
+class TurnSchedule:
     """A schedule of turns in which every candidate is next to the base, until the deadline."""
 
     def __init__(self, turns: Mapping[str, Turn], clock: Callable[[], float], deadline: float) -> None:
@@ -241,10 +244,10 @@ class Turns:
         self._rounds = 0
 
     def round(self, names: Sequence[str], comparison: Comparison, in_any_case: bool) -> bool:
-        """Take a base turn between each two candidates. Return False if there was no time or the base failed.
+        """Take the turns of one round, with a turn of the base between each two candidates.
 
-        A single candidate runs before and after the base alternately; otherwise drift of the machine would favour
-        one of them.
+        Return False if there was no time or the base failed. A single candidate runs alternately before and after
+        the base. Otherwise drift of the machine would favour one of them.
         """
         self._rounds += 1
         for first in range(0, len(names) or 1, 2):
@@ -273,9 +276,9 @@ class Turns:
         return seconds
 
 
-def sum_spent(several: Iterable[Spent]) -> Spent:
+def sum_timed_items(several: Iterable[TimedItems]) -> TimedItems:
     seconds, items = (sum(column) for column in zip(*several, strict=True))
-    return Spent(seconds, items)
+    return TimedItems(seconds, items)
 
 
 def estimate_ratio(logs: Sequence[float], confidence: float) -> Ratio:
@@ -289,8 +292,7 @@ def estimate_ratio(logs: Sequence[float], confidence: float) -> Ratio:
 
 
 def ratio_of_turns(pairs: Sequence[tuple[float, float]], confidence: float = 0.95) -> Ratio:
-    """Return the second speed over the first, from pairs (units per second) of turns in the same process or
-    processes.
+    """Return the second speed divided by the first, from pairs (items per second) of turns in the same processes.
 
     The interval is valid for these processes only: others with the same settings may differ by more.
     """
@@ -298,26 +300,25 @@ def ratio_of_turns(pairs: Sequence[tuple[float, float]], confidence: float = 0.9
 
 
 def ratio_of_processes(groups: Sequence[Sequence[tuple[float, float]]], confidence: float) -> Ratio:
-    """Return the second speed over the first, from turns in several pairs of processes, one group each.
+    """Return the second speed divided by the first, from the turns of several pairs of processes, one group for each
+    pair.
 
-    Each pair of processes counts once, by the median of its turns, so that a disturbed turn has no weight of its
-    own.
+    Each pair of processes counts once, by the median ratio of its turns, so that a disturbed turn has little weight.
     """
     logs = [median(math.log(second / first) for first, second in pairs) for pairs in groups]
     return estimate_ratio(logs, confidence)
 
 
-def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]]) -> Ratio:
-    """Return how much faster the second candidate is: total seconds per item of the first turns over those of the
-    second.
+def ratio_of_totals(pairs: Sequence[tuple[TimedItems, TimedItems]]) -> Ratio:
+    """Return the ratio of the total seconds per item: those of the first turns divided by those of the second.
 
-    The mean of the ratios of pairs would differ if a batch of few items can take long. The interval is Student's 95
-    % interval from the residuals of the pairs; a single pair has none.
+    The mean of the ratios of pairs would be different if a batch of few items can take long. The interval is
+    Student's 95 % interval from the residuals of the pairs. A single pair has none.
     """
     count = len(pairs)
-    both = [sum_spent(side) for side in zip(*pairs, strict=True)]
+    both = [sum_timed_items(side) for side in zip(*pairs, strict=True)]
     value = both[0].each / both[1].each
-    left = [sum(residual_share(one, whole) * sign for one, whole, sign in zip(pair, both, (1, -1), strict=True))
+    left = [sum(relative_residual(one, whole) * sign for one, whole, sign in zip(pair, both, (1, -1), strict=True))
             for pair in pairs]  # fmt: skip
     width = half_interval(left)  # of the second's share of the first
     high = value / (1 - min(width, WIDEST)) if count > 1 else math.inf
@@ -325,8 +326,10 @@ def ratio_of_totals(pairs: Sequence[tuple[Spent, Spent]]) -> Ratio:
     return Ratio(value, value / (1 + width), high, count, each)
 
 
-def residual_share(one: Spent, whole: Spent) -> float:
-    """Return measured minus expected seconds, divided by the total. The residuals of all turns sum to 0."""
+def relative_residual(one: TimedItems, whole: TimedItems) -> float:
+    """Return the measured minus the expected seconds, divided by the total seconds. The residuals of all turns sum
+    to 0.
+    """
     return (one.seconds - one.items * whole.each) / whole.seconds
 
 
@@ -381,7 +384,9 @@ def exp_or_infinity(number: float) -> float:
 
 
 def is_settled(ratio: Ratio, smallest: float) -> bool:
-    """Return whether more pairs would not change the verdict: the interval is above, below, or inside 1 +- smallest."""
+    """Return whether more pairs would not change the verdict: the interval is above, below, or inside 1 +-
+    `smallest`.
+    """
     return ratio.low > 1 + smallest or ratio.high < 1 - smallest or (
         1 - smallest <= ratio.low and ratio.high <= 1 + smallest
     )  # fmt: skip

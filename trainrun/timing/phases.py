@@ -46,8 +46,8 @@ UPDATE: Final = ("check", "clip", "optimizer", "runner")
 class PhaseTimer:
     """A timer of the phases of the training thread. Each change of phase takes about 0.15 us.
 
-    began: `time.perf_counter()` when the run began; the time from then until now counts as start-up. On a GPU these
-        are times of the host, including its waits for the GPU.
+    began: `time.perf_counter()` when the run began. The time from then until now counts as start-up. On a GPU the
+        times are those of the host, including its waits for the GPU.
     """
 
     __slots__ = ("_clock", "_open", "_seconds", "_since", "began")
@@ -73,9 +73,8 @@ class PhaseTimer:
         return self._open
 
     def seconds_of(self, account: int) -> float:
-        """Return the seconds of a phase so far.
-
-        Another thread may miss the seconds since the latest change of phase.
+        """Return the seconds of a phase so far. In another thread, the seconds since the latest change of phase may
+        be missing.
         """
         return self._seconds[account] + (self._clock() - self._since if self._open == account else 0.0)
 
@@ -120,14 +119,14 @@ def measure_process_start() -> float:
 def measure_command_start() -> float:
     """Return when the command started, on the same clock as `measure_process_start`.
 
-    If a shell script started it by `exec`, the process has the start time of the script. So the CPU time of Python
-    before trainrun was entered is subtracted instead; waits for the disk (at most 10 ms for Python) are missing.
+    If a shell script started the command by `exec`, the process has the start time of the script. So the CPU time of
+    Python before trainrun was entered is subtracted from now. Waits for the disk are missing (at most 10 ms).
     """
     return max(measure_process_start(), _ENTERED)
 
 
 class Session(NamedTuple):
-    """Steps and items of this rank since its start, and the seconds of each phase at the end of the training."""
+    """The steps and items of this rank since its start, and the seconds of each phase at the end of the training."""
 
     steps: int
     items: float

@@ -1,7 +1,7 @@
-"""A table for spreadsheets and pandas: `metrics.csv` of the run folder, one number a line.
+"""A table for spreadsheets and pandas: `metrics.csv` in the run folder, with one number per line.
 
-When: a table of every number is wanted. When not: `metrics.jsonl` has more. As one column a name:
-`pandas.read_csv("metrics.csv").pivot_table(index="step", columns="name", values="value")`
+When: you want a table of all numbers. When not: you need other rows too, which only `metrics.jsonl` has. To get one
+    column per metric: `pandas.read_csv("metrics.csv").pivot_table(index="step", columns="name", values="value")`
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ HEAD = ("step", "time", "name", "value")
 
 
 class CsvFile:
-    """A tracking service: `monitor.tracker=csv`. path: a table of one run; null for `metrics.csv` in the run folder."""
+    """A tracking service: `monitor.tracker=csv`. path: the file of one run; null for `metrics.csv` in the run
+    folder.
+    """
 
     def __init__(self, path: str | None = None) -> None:
         self._path = Path(path) if path else None

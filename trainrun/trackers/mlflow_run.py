@@ -1,7 +1,7 @@
-"""MLflow: curves, the config as parameters, and pictures as artifacts of a run on a tracking server or in a database.
+"""MLflow: curves, the config as parameters, and images as artifacts, on a tracking server or in a database.
 
-When: a server of one's own is there (`tracking_uri=http://server:5000`), or `sqlite:///mlflow.db` for `mlflow ui`.
-When not: histograms, which MLflow does not have; they are left out. Source: https://mlflow.org/docs
+When: you have a server (`tracking_uri=http://server:5000`), or use `sqlite:///mlflow.db` for `mlflow ui`. When not:
+    histograms are needed, which MLflow does not have. Source: https://mlflow.org/docs
 """
 
 from __future__ import annotations

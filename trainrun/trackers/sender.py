@@ -1,8 +1,8 @@
 """A bounded queue and a thread between a run and a tracking service.
 
-The training neither waits for the service nor fails with it. A row that the service refuses is sent again after
-increasing pauses. Rows that were not sent are counted. `trainrun report RUN --to NAME` sends all rows of a run
-again, from `metrics.jsonl`.
+The training does not wait for the service, and does not fail if the service fails. If the service refuses a row, it
+is sent again after increasing pauses. Rows that could not be sent are counted. `trainrun report RUN --to NAME` sends
+all rows of a run again, from `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Sender:
         run = {name: getattr(facts, name) for name in ("name", "run_id", "folder")}
         run["config"] = dict(facts.config)
         self._thread = threading.Thread(
-            target=self._work, args=(run, step), name=f"trainrun-{self._name}", daemon=True
+            target=self._send_rows, args=(run, step), name=f"trainrun-{self._name}", daemon=True
         )
         self._thread.start()
 
@@ -136,7 +136,7 @@ class Sender:
                 f"trainrun report {quote(str(self._run.root))} --to {self._name}"
             )
 
-    def _work(self, run: Mapping[str, Any], step: int) -> None:
+    def _send_rows(self, run: Mapping[str, Any], step: int) -> None:
         if not self._try_repeatedly(lambda: self._service.open(run, step), math.inf):
             return
         while (row := self._wait_for_row()) is not None:
@@ -163,7 +163,7 @@ class Sender:
                 with self._changed:
                     if not self._reason:
                         self._fault = error  # only the first fault is reported
-                    self._reason = one_line(error)[:200]
+                    self._reason = format_error_line(error)[:200]
                     if self._closing or attempt >= max_tries:
                         return False
                     pause = min(0.5 * 2.0 ** min(self._num_failures, 9), MAX_PAUSE_SECONDS)
@@ -199,7 +199,7 @@ def send_all(
             send_row(service, row)
         service.finish()
     except ANY_FAULT as error:  # of foreign code
-        raise TrainrunError(f"--to {name}: {one_line(error)[:300]}") from error
+        raise TrainrunError(f"--to {name}: {format_error_line(error)[:300]}") from error
     return len(sent_rows)
 
 
@@ -221,15 +221,15 @@ def send_row(service: Service, row: Mapping[str, Any]) -> None:
             service.histogram(name, low, high, counts, step)
     elif kind == "picture":
         service.picture(f"plots/{Path(row['path']).stem}", row["path"], step)
-    elif values := dict(scalars_of(row)):
+    elif values := dict(iterate_scalars(row)):
         service.scalars(values, step, row["time"])
 
 
-def scalars_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield name and value of each curve in a row: `train/loss`, `lr`, `hardware/memory_bytes`, `phases/forward`
-    (seconds).
+def iterate_scalars(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield name and value of each curve in a row, such as `train/loss`, `lr`, `hardware/memory_bytes`,
+    `phases/forward` (seconds).
 
-    The training means in a validation row are not yielded, because they are not points of those curves.
+    Training means in a validation row are left out, because the training rows have those curves already.
     """
     kind = row["kind"]
     if kind == "ledger":
@@ -243,7 +243,7 @@ def scalars_of(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 yield prefix + name, value
 
 
-def one_line(error: BaseException) -> str:
+def format_error_line(error: BaseException) -> str:
     """Return class and message of an error as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 

@@ -1,7 +1,8 @@
 """TensorBoard: every number of a run as a curve, in `tensorboard/` of the run folder.
 
-When: to follow several runs in a browser (`tensorboard --logdir outputs`) while they train. When not: for one run
-`report.html` and `metrics.jsonl` have the same. Cost: a thread that writes. Source: https://www.tensorflow.org/tensorboard
+When: to follow several runs in a browser while they train (`tensorboard --logdir outputs`). When not: a single run,
+    for which `report.html` and `metrics.jsonl` have the same. Cost: a thread that writes. Source:
+    https://www.tensorflow.org/tensorboard
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ FOLDER = "tensorboard"
 class TensorBoard:
     """A tracking service: `monitor.tracker=tensorboard`.
 
-    log_dir: each run gets a folder with its name and id there; null for `tensorboard/` in the run folder. A resumed
-        run continues in the same folder, and rows after its first step are removed. Raises ConfigError without the
-        package `tensorboard`.
+    log_dir: the folder in which each run gets a folder with its name and id; null for `tensorboard/` in the run
+        folder. A resumed run continues in the same folder, without the rows after the step at which it resumes.
+        Raises ConfigError if the package `tensorboard` is missing.
     """
 
     def __init__(self, log_dir: str | None = None) -> None:

@@ -1,6 +1,8 @@
-"""Trackio: curves on this machine (`trackio show`), or on a Space of Hugging Face; W&B's words, nothing to sign up for.
+"""Trackio: curves on this machine (`trackio show`) or on a Space of Hugging Face. It has W&B's interface and needs
+no account.
 
-Runs lie in the folder of TRACKIO_DIR. When not: notes of a run, which are left out. Source: https://github.com/gradio-app/trackio
+Runs are in the folder TRACKIO_DIR. When not: notes of a run are needed, which Trackio does not have. Source:
+https://github.com/gradio-app/trackio
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Weights & Biases: curves, histograms, pictures and the config on https://wandb.ai, or offline in `wandb/` here.
+"""Weights & Biases: curves, histograms, images and the config on https://wandb.ai, or offline in the folder
+`wandb/`.
 
-When: runs of a group of people, seen in a browser. When not: nothing may leave the machine (mode=offline writes files
-that `wandb sync` sends later). The key is that of `wandb login` or WANDB_API_KEY. Source: https://docs.wandb.ai
+When: several people follow the runs in a browser. When not: data must not leave the machine (mode=offline writes
+    files that `wandb sync` sends later). The API key is that of `wandb login` or WANDB_API_KEY. Source:
+    https://docs.wandb.ai
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from trainrun.training.triggers import Triggers
 
 if TYPE_CHECKING:
     from trainrun.checkpoint.weights import FrozenBase
-    from trainrun.optimizer.ema import Ema, OwnAverage
+    from trainrun.optimizer.ema import Ema, OptimizerAverage
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
     from trainrun.transform.compile_log import CompileLog
 
@@ -70,7 +70,7 @@ class Components:
     schedule: Schedule | JoinedSchedules
     precision: Precision
     parallel: Parallel
-    ema: Ema | OwnAverage | None
+    ema: Ema | OptimizerAverage | None
     retry: OomRetry
     train: Batches
     validation: Mapping[str, Batches]

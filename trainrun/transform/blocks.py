@@ -13,10 +13,11 @@ SAVE_NOTHING_MORE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Flatten, nn.Unflatten, nn.
 
 
 class ModelBlock(NamedTuple):
-    """A block. owner: the module that is called. layers: empty for its whole forward, else a run of layers of this
-    Sequential.
+    """A block of a model.
 
-    start: the position of the run in the Sequential.
+    owner: the module that is called. layers: neighbouring layers of the Sequential `owner`; empty if the block is
+        the whole owner.
+    start: the position of the first layer in the Sequential.
     """
 
     owner: nn.Module
@@ -25,19 +26,19 @@ class ModelBlock(NamedTuple):
 
 
 def model_blocks(model: nn.Module) -> list[ModelBlock]:
-    """Return the blocks in the order of the model, each once, and none inside another.
+    """Return the blocks in the order of the model. Each occurs once, and no block is inside another.
 
     A block is a child of a ModuleList or Sequential that has layers of its own and siblings of its class. In a
-    Sequential without a custom forward, it is also a layer with weights together with the simple layers after it.
+    Sequential without a custom forward, a layer with weights and the simple layers after it are also a block.
     """
     return list(dict.fromkeys(_blocks(model)))
 
 
 def _blocks(module: nn.Module) -> Iterator[ModelBlock]:
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-        yield from _runs(module)
+        yield from _sequential_blocks(module)
         return
-    repeated = _repeated(module) if isinstance(module, nn.ModuleList | nn.Sequential) else set()
+    repeated = _repeated_classes(module) if isinstance(module, nn.ModuleList | nn.Sequential) else set()
     for child in module.children():
         if type(child) in repeated:
             yield ModelBlock(child)
@@ -76,30 +77,32 @@ class Chain:
         return input
 
 
-def _runs(sequential: nn.Sequential) -> Iterator[ModelBlock]:
-    repeated = _repeated(sequential)
+def _sequential_blocks(sequential: nn.Sequential) -> Iterator[ModelBlock]:
+    repeated = _repeated_classes(sequential)
     run: list[nn.Module] = []
     for position, layer in enumerate(sequential):
         composite = next(layer.children(), None) is not None
         if composite or _has_weights(layer):
-            yield from _worthwhile_runs(sequential, run, position)
+            yield from _worthwhile_blocks(sequential, run, position)
             run = []
         if composite and type(layer) not in repeated:
             yield from _blocks(layer)
         elif composite or run or _has_weights(layer):
             run.append(layer)  # else: a simple layer before any with weights, left as it is
-    yield from _worthwhile_runs(sequential, run, len(sequential))
+    yield from _worthwhile_blocks(sequential, run, len(sequential))
 
 
-def _worthwhile_runs(sequential: nn.Sequential, run: list[nn.Module], end: int) -> Iterator[ModelBlock]:
-    """Yield the run if recomputing it saves more memory than its own input and output take."""
+def _worthwhile_blocks(sequential: nn.Sequential, run: list[nn.Module], end: int) -> Iterator[ModelBlock]:
+    """Yield the layers as a block if recomputing them saves more memory than their input and output take."""
     worthy_layers = [layer for layer in run[1:] if not isinstance(layer, SAVE_NOTHING_MORE)]
     if worthy_layers or (run and next(run[0].children(), None) is not None):
         yield ModelBlock(sequential, tuple(run), end - len(run))
 
 
-def _repeated(container: nn.Sequential | nn.ModuleList) -> set[type[nn.Module]]:
-    """Return the classes of which several children have layers of their own; a child used twice counts twice."""
+def _repeated_classes(container: nn.Sequential | nn.ModuleList) -> set[type[nn.Module]]:
+    """Return the classes of which several children have layers of their own. A child that is used twice counts
+    twice.
+    """
     children = (child for child in container if child is not None)  # which a ModuleList may hold
     kinds = Counter(type(child) for child in children if next(child.children(), None) is not None)
     return {kind for kind, number in kinds.items() if number > 1}

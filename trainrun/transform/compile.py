@@ -1,13 +1,13 @@
-"""torch.compile: the model becomes generated code, shape by shape, at its first calls.
+"""torch.compile: the model is compiled for each input shape at the first call with that shape.
 
-what: fuses operations; rounding may differ from the eager model in the last bits.
+what: it fuses operations. Rounding may differ from the eager model in the last bits.
 when: long runs of larger networks on a GPU. when not: small networks, short runs, shapes that change with every
     batch, and usually CPUs.
-regional: one block is compiled for all blocks of its class, so compiling a deep model takes as long as one block.
+regional: one block is compiled for all blocks of its class, so a deep model compiles as fast as one block.
 source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
-gain: on 2 cores of a Xeon with AMX none in float32: digits MLP 0.69x, CNN of 220k parameters 0.77x, small GPT 0.9 to
-    1.0x, and 7 to 13 s more until the first step. In bf16 a GPT 128 wide, many small operations, 1.27x. Not measured
-    on a GPU.
+gain: in float32 on 2 cores of a Xeon with AMX none: digits MLP 0.69x, CNN of 220k parameters 0.77x, small GPT 0.9 to
+    1.0x, and 7 to 13 s more until the first step. In bf16 1.27x for a GPT of width 128 with many small operations.
+    Not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def compile_model(
     model: nn.Module, sizes: Collection[int] = (), regional: bool = False, *, mode: str | None = None,
     backend: str = "inductor", fullgraph: bool = False, dynamic: bool | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Compile the model in place at its first calls, so that the names in its `state_dict` stay. Return it.
+    """Compile the model in place and return it. The names in its `state_dict` stay.
 
-    sizes: the batch sizes to compile; batches of another size (the last of an epoch) run eagerly, so that they never
+    sizes: the batch sizes to compile. Batches of another size (the last of an epoch) run eagerly, so that they never
         cause a recompilation. Empty: compile all sizes. regional: compile only the repeated blocks. The other
         arguments are those of `torch.compile`.
 
@@ -65,7 +65,7 @@ def compile_model(
     return model
 
 
-def keep_gradients(model: nn.Module) -> None:
+def copy_gradients(model: nn.Module) -> None:
     """Copy the gradients of each micro-batch before the next one adds to them.
 
     A CUDA graph of inductor overwrites its gradients when it is replayed (torch 2.13, pytorch issue 169545).
@@ -76,8 +76,9 @@ def keep_gradients(model: nn.Module) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules with siblings of their class in a list, such as a transformer's layers. Raise
-    RuntimeError.
+    """Return the outermost modules with siblings of their class in a list, such as the layers of a transformer.
+
+    Raise RuntimeError if there are none.
     """
     blocks = _blocks_in(model)
     if not blocks:
@@ -118,7 +119,7 @@ def check_compile_options(mode: str | None, backend: str, on_cpu: bool) -> None:
 
 
 def check_compiler() -> None:
-    """Raise RuntimeError without inductor's C++ compiler, which would otherwise be searched in the first step."""
+    """Raise RuntimeError if there is no C++ compiler. Without this check, inductor would fail in the first step."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -137,8 +138,9 @@ def gpu_compiler_problem(
     include: str | None = None,
     module: str = "triton",
 ) -> str:
-    """Return what the GPU compiler lacks, with the way out; "" if nothing. It compiles a launcher in C for every
-    kernel.
+    """Return which part of the GPU compiler is missing and how to install it; "" if nothing is missing.
+
+    The GPU compiler also needs a C compiler, for a launcher of every kernel.
     """
     include = include or sysconfig.get_path("include")
     if capability < OLDEST_GPU:
@@ -153,9 +155,8 @@ def gpu_compiler_problem(
     return ""
 
 
-def broken_library(error: BaseException) -> str:
-    """Return a message if torch loaded a truncated library of compiled code, and delete that library; "" for other
-    errors.
+def delete_truncated_library(error: BaseException) -> str:
+    """Delete a truncated library of compiled code that torch failed to load. Return a message; "" for other errors.
 
     A killed compiler leaves such a library in torch's cache, and torch would load it every time.
     """

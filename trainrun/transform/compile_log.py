@@ -1,4 +1,4 @@
-"""The cost of compilation: seconds, graphs, and how many were compiled again for another shape or mode."""
+"""The cost of compilation: seconds, graphs, and how many graphs were compiled again for another shape or mode."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 
 class CompileLog:
-    """A log of compilations. tell: receives one line per finished graph. booked: a context around the time of a
-    compilation.
+    """A log of compilations.
+
+    tell: a function that receives one line per finished graph. booked: a context manager around the time of a
+        compilation.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class CompileLog:
 
 
 def count_cached_graphs() -> tuple[int, int]:
-    """Return how many graphs inductor has read from its cache in this process, and how many it has not found there."""
+    """Return how many graphs inductor loaded from its cache in this process, and how many were missing there."""
     try:
         from torch._dynamo.utils import counters
     except ImportError:  # a later version of torch

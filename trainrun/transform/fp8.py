@@ -1,10 +1,10 @@
-"""FP8 linear layers: the three products of a linear layer in 8-bit floats, through torchao.
+"""FP8 linear layers: the three matrix products of a linear layer in 8-bit floats, by torchao.
 
-what: inputs, weights and gradients are scaled and rounded to float8 for each product; weights, optimizer and sums
-    keep their dtype. Layers with sizes that are no multiples of 16, and the last layer, do not change; ragged
-    batches are padded with rows of zeros.
-when: GPUs from Ada and Hopper on, products of 4096 and more, with trainer.compile (without it slower). when not:
-    small layers, any other device (refused); convolutions.
+what: inputs, weights and gradients are scaled and rounded to float8 for each product. Weights, optimizer and sums
+    keep their dtype. The last layer, and layers whose sizes are not multiples of 16, do not change. If the number of
+    rows is not a multiple of 16, rows of zeros are added.
+when: GPUs from Ada and Hopper on, with matrices of 4096 and more and trainer.compile (slower without it). when not:
+    small layers, convolutions. Other devices are refused.
 source: https://docs.pytorch.org/ao/stable/workflows/training.html
 gain: not measured.
 """
@@ -23,9 +23,9 @@ WITHOUT = "use precision.fp8=false"
 
 
 def fp8_linear(model: nn.Module, device: torch.device, compiled: bool = False) -> str:
-    """Replace the layers in place, before they are compiled. Return a note.
+    """Replace the linear layers in place, before the model is compiled. Return a note for the user.
 
-    compiled: whether the model will be compiled. Raise RuntimeError on another device or without torchao.
+    compiled: whether the model will be compiled. Raise RuntimeError on an unsupported device or without torchao.
     """
     if device.type != "cuda":
         raise RuntimeError(
@@ -64,7 +64,9 @@ def swap_layers(model: nn.Module, chosen: set[str]) -> None:
 
 
 def layers_to_swap(model: nn.Module) -> set[str]:
-    """Return the names of the linear layers to replace, without the last: the loss is sensitive to its outputs."""
+    """Return the names of the linear layers to replace. The last one is left out, because the loss is sensitive to
+    it.
+    """
     layers = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
     return {
         name

@@ -1,8 +1,8 @@
 """Frozen parameters (`model.freeze`, `model.freeze_norm`): they get no gradient and do not change.
 
-When: the first layers of a pretrained network (`init_from`) with little data; or until a new last layer has learned
+When: the first layers of a pretrained network (`init_from`) with little data, or until a new last layer has learned
     (`model.unfreeze_at`). When not: a network that is trained from scratch. Gain: no gradients, no optimizer state,
-    and no backward below the first trained layer.
+    and no backward pass below the first trained layer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import nn
 from trainrun.patterns import Patterns, match_names
 
 
-class Frozen:
-    """The parameters of a model that match name patterns, without those that were frozen already.
+class FrozenParameters:
+    """The parameters of a model that match name patterns, without those that were already frozen.
 
-    sizes: the number of values of each, by name. norms: BatchNorm layers whose parameters are all frozen (or that
-        have none and match) keep and use their statistics, as in evaluation. Raises ValueError for a pattern that
-        matches no parameter or no norm.
+    sizes: the number of values of each parameter, by name. norms: BatchNorm layers whose parameters are all frozen,
+        or that have none and match. Their running statistics are used and do not change, as in evaluation. Raises
+        ValueError for a pattern that matches no parameter or no norm.
     """
 
     def __init__(self, model: nn.Module, patterns: Patterns, norms: bool = False) -> None:
@@ -32,7 +32,7 @@ class Frozen:
             raise ValueError(
                 f"model.freeze={patterns}: freezes all that is trained; leave out what shall learn"
             )
-        self.norms = norms_of(model, patterns, set(names)) if norms else []
+        self.norms = frozen_norms(model, patterns, set(names)) if norms else []
         if norms and not self.norms:
             raise ValueError("model.freeze_norm=true: no batch norm is frozen; leave it out")
 
@@ -53,19 +53,19 @@ class Frozen:
                 layer.train(model.training)
 
 
-def norms_of(model: nn.Module, patterns: Patterns, frozen: set[str]) -> list[str]:
+def frozen_norms(model: nn.Module, patterns: Patterns, frozen: set[str]) -> list[str]:
     """Return the names of BatchNorm layers that are frozen completely."""
     norms = []
     for name, layer in model.named_modules():
         if getattr(layer, "running_mean", None) is not None:
             beginning = f"{name}." if name else ""
             own_names = {f"{beginning}{parameter_name}" for parameter_name, _ in layer.named_parameters()}
-            if own_names <= frozen if own_names else is_named(f"{beginning}running_mean", patterns):
+            if own_names <= frozen if own_names else matches_patterns(f"{beginning}running_mean", patterns):
                 norms.append(name)
     return norms
 
 
-def is_named(name: str, patterns: Patterns) -> bool:
+def matches_patterns(name: str, patterns: Patterns) -> bool:
     try:
         return bool(match_names([name], patterns, ""))
     except ValueError:

@@ -1,14 +1,15 @@
-"""Gradient checkpointing: activations inside blocks are dropped and recomputed in the backward.
+"""Gradient checkpointing: activations inside blocks are dropped and recomputed in the backward pass.
 
-what: of every block only its input is kept; `selective` also keeps the results of matrix products and attention, so
-    that only cheap operations are repeated; a share such as 0.5 leaves the last half of the blocks unchanged.
-    Results are equal bit for bit, with dropout, autocast and BatchNorm.
-when: activations do not fit; a larger batch is worthwhile. when not: memory is used by weights and optimizer; time
-    matters more.
+what: `full` keeps only the input of each block. `selective` also keeps the results of matrix products and attention,
+    so that only cheap operations are repeated. A number such as 0.5 leaves that share of the blocks, the last ones,
+    unchanged. Results are equal bit for bit, also with dropout, autocast and BatchNorm.
+when: activations do not fit into memory, or a larger batch is worthwhile. when not: weights and optimizer use most
+    of the memory, or time matters more.
 source: Chen et al., 2016, arXiv:1604.06174; https://docs.pytorch.org/docs/stable/checkpoint.html
-gain: GPT of 3M parameters, 8,192 tokens, float32, one of 2 busy Xeon cores: peak above the imports 667 MB, full 238,
-    selective 486, 0.5 381, with trainer.cpu_allocator=return; a step 1.2x as long with full. Without it 850 and 511:
-    freed memory stays with the process. Torch imports its compiler for it, once: about 1 s and 80 MB.
+gain: GPT of 3M parameters, 8,192 tokens, float32, one of 2 busy Xeon cores, with trainer.cpu_allocator=return. Peak
+    memory without the imports: 667 MB without, 238 with full, 486 with selective, 381 with 0.5. A step takes 1.2x as
+    long with full. Without cpu_allocator=return: 850 and 511 MB, because freed memory stays with the process. The
+    first use imports torch's compiler: about 1 s and 80 MB.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from trainrun.transform.recompute import Recompute
 
 
 def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
-    """Wrap the blocks of a model in place. Return how many will be recomputed, 0 if it has none.
+    """Wrap the blocks of a model in place. Return how many will be recomputed, or 0 if the model has no blocks.
 
-    mode: full, selective, or the share of the blocks that is left unchanged, above 0 and below 1: the last ones,
-        whose activations the backward frees first.
+    mode: full, selective, or the share of the blocks that is left unchanged, above 0 and below 1. These are the last
+        blocks, whose activations the backward pass frees first.
     """
     blocks = model_blocks(model)
     if not isinstance(mode, str):
@@ -45,7 +46,7 @@ def gradient_checkpointing(model: nn.Module, mode: str | float) -> int:
 
 
 class BlockUseCheck:
-    """A forward hook of the model. It raises RuntimeError if the model calls the layers of its blocks one by one."""
+    """A forward hook that raises RuntimeError if the model calls the layers of a block one by one."""
 
     def __init__(self, calls: list[Recompute]) -> None:
         self._calls = calls

@@ -1,14 +1,15 @@
-"""int8 weights: one byte per weight, with a scale for each output; inputs in bytes too if kernels gain by it.
+"""int8 weights: one byte per weight and a scale for each output. Inputs become bytes too if the kernels are faster
+then.
 
 what: `int8-weight-only` stores bytes and computes in floating point. `int8-dynamic` measures the range of every
-    batch of inputs and multiplies bytes, in linear and recurrent layers. `int8-static` uses ranges measured once on
-    batches of the run, in linear layers and 2-D convolutions.
-when: serving on a CPU; weight-only to save memory. When not: training continues (bytes are not trained).
-source: Jacob et al. 2018, arXiv 1712.05877. The kernels are torch's own for CPUs (`torch.ops.quantized`); without
-    them (a GPU, an exported graph, a later torch) the bytes are computed in floating point. Not torchao: its dynamic
-    layers are made for torch.compile, and without it two of 512 x 2048 took 14.6 ms a sample, these 0.12 (one Xeon
-    core).
-gain: a quarter of the size; `trainrun quantize` prints the times before and after on your machine.
+    batch of inputs and multiplies bytes, in linear and recurrent layers. `int8-static` uses ranges that were
+    measured once on batches of the run, in linear layers and 2-D convolutions.
+when: inference on a CPU; weight-only to save memory. When not: training continues (bytes are not trained).
+source: Jacob et al. 2018, arXiv 1712.05877. The kernels are torch's own for CPUs (`torch.ops.quantized`). Without
+    them (on a GPU, in an exported graph, or in a later torch) the layers compute in floating point. torchao is not
+    used: its dynamic layers need torch.compile. Without it, two layers of 512 x 2048 took 14.6 ms a sample, and
+    these 0.12 ms (one Xeon core).
+gain: a quarter of the size. `trainrun quantize` prints the times before and after on your machine.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Int8Matrix(nn.Module):
 
 
 class Int8Layer(nn.Module):
-    """A layer of `Int8Matrix` whose inputs become bytes too. Other attributes are those of the layer.
+    """A layer with `Int8Matrix` weights whose inputs become bytes too. It also has the attributes of the original
+    layer.
 
     in_floats: compute in floating point, for an exported graph. input_range, output_range: (low, high) of a static
         layer; None for a dynamic layer, which uses the range of each batch. is_recording: measure these ranges.
@@ -104,7 +106,7 @@ class Int8Layer(nn.Module):
         return output
 
     def _compute_in_floats(self, x: Tensor) -> Tensor:
-        """Return the result of the kernel, except for the order of its sums."""
+        """Return the result of the kernel, computed in floating point. The order of sums may differ."""
         if self.input_range is None or self.output_range is None:
             low, high = x.min(), x.max()
             return self.layer(round_to_steps(x, low, high, INPUT_LEVELS))  # type: ignore[no-any-return]
@@ -206,7 +208,7 @@ def round_to_steps(x: Tensor, low: Tensor, high: Tensor, levels: int) -> Tensor:
 
 
 def scale_and_zero_point(both: Tensor, levels: int) -> tuple[float, int]:
-    """Return step size and zero point of a range. both: its lower and upper end."""
+    """Return the step size and the zero point of a range. both: the two ends of the range."""
     low, high = min(float(both[0]), 0.0), max(float(both[1]), 0.0)
     step = max((high - low) / levels, SMALLEST)
     return step, round(-low / step)
@@ -220,7 +222,7 @@ def int8(model: nn.Module, to: Mode = "int8-dynamic") -> nn.Module:
     if to not in MODES:
         raise ValueError(f"to={to}: must be one of {', '.join(MODES)}")
     for layer in [layer for layer in model.modules() if parametrize.is_parametrized(layer)]:
-        _with_plain_weights(layer)
+        _remove_parametrizations(layer)
     layers = {name: layer for name, layer in untied_layers(model).items() if type(layer) in STORED}
     layers = {name: layer for name, layer in layers.items() if not has_computed_weight(layer)}
     if not layers:
@@ -261,9 +263,10 @@ def can_be_packed(layer: Any) -> bool:
     return getattr(layer, "proj_size", 0) == 0
 
 
-def _with_plain_weights(layer: Any) -> None:
-    """Replace parametrizations (masks, norms) by their current weights. torch's own function would also change
-    copies.
+def _remove_parametrizations(layer: Any) -> None:
+    """Replace parametrizations (masks, norms) by their current weights.
+
+    torch's own function would also change copies of the layer.
     """
     made = {name: getattr(layer, name).detach().clone() for name in layer.parametrizations}
     layer.__class__ = parametrize.type_before_parametrizations(layer)
@@ -302,7 +305,9 @@ def has_computed_weight(layer: nn.Module) -> bool:
 
 
 def explain_float_layers(model: nn.Module, storage: str = "bytes") -> dict[str, str]:
-    """Return the layers whose matrices stay in floating point, with reasons. storage: a word for the message."""
+    """Return the layers whose matrices stay in floating point, each with the reason. storage: a word for the
+    message.
+    """
     alone = untied_layers(model)
     return {
         name: "shares its weight with another layer"

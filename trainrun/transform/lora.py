@@ -1,9 +1,9 @@
 """LoRA: a frozen linear layer plus a trained product of two thin matrices, W x + (alpha / rank) B A x.
 
-When: fine-tuning a pretrained network (`init_from`) with less memory: gradients and optimizer state of the thin
-    matrices only, `2 * rank / width` of a square layer. When not: training from scratch, or when the new data is
-    very different. It starts exactly as the given network, because B is zero. Source: Hu et al. 2021, arXiv
-    2106.09685; A is initialised as in their code.
+When: fine-tuning a pretrained network (`init_from`) with less memory. Only the thin matrices have gradients and
+    optimizer state: `2 * rank / width` of those of a square layer. When not: training from scratch, or if the new
+    data is very different. At the start the network computes the same as before, because B is zero. Source: Hu et
+    al. 2021, arXiv 2106.09685; A is initialised as in their code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainrun.patterns import Patterns, match_names
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with its correction. base: the frozen layer. lora_a: (rank, in). lora_b: (out, rank)."""
+    """A frozen linear layer `base` with a trained correction. lora_a: (rank, in). lora_b: (out, rank)."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, dropout: float = 0.0) -> None:
         super().__init__()
@@ -64,7 +64,8 @@ def lora(
     train: Patterns = (),
     dropout: BelowOne = 0.0,
 ) -> nn.Module:
-    """Replace the linear layers whose names match `target`. Of all other parameters only `train` is trained.
+    """Replace the linear layers whose names match `target`. Of all other parameters only those that match `train`
+    are trained.
 
     train: patterns of parameters, such as `head.*` for a new last layer. dropout: on the inputs of the thin
         matrices. Raises ValueError for a pattern that matches no name.

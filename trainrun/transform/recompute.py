@@ -1,7 +1,7 @@
-"""Recompute activations in the backward: `torch.utils.checkpoint` with two additions.
+"""Recompute activations in the backward pass: `torch.utils.checkpoint` with two additions.
 
-A block may write into its buffers (BatchNorm's running statistics), which must happen only once. An input or a
-weight that was changed in place before the backward would give wrong gradients without an error.
+A block may change its buffers, such as BatchNorm's running statistics. These changes must happen only once. If an
+input or a weight was changed in place before the backward pass, the gradients would be wrong without an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-# Attention is made of products; one that draws is not kept, see `is_kept`. What a version of torch lacks is left out.
+# Attention consists of products. If it draws random numbers it is not saved, see `is_saved_product`.
+# Operations that a version of torch lacks are left out.
 NAMES = (
     "mm", "addmm", "bmm", "baddbmm", "linear", "convolution",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
@@ -27,11 +28,11 @@ PRODUCTS = frozenset(
 
 
 class Recompute:
-    """The forward of a block, recomputed in the backward.
+    """The forward of a block that is recomputed in the backward pass.
 
-    Random numbers, autocast and buffers in the second run are those of the first, and changes of buffers in the
-    second run are undone. Raises RuntimeError if an input or weight was changed in place. modules: whose parameters
-    and buffers the forward uses. selective: keep results of matrix products.
+    The second pass uses the random numbers, autocast and buffers of the first, and its changes of buffers are
+    undone. Raises RuntimeError if an input or weight was changed in place. modules: the modules whose parameters and
+    buffers the forward uses. selective: keep the results of matrix products.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Recompute:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         parameters = [parameter for module in self._modules for parameter in module.parameters()]
-        call = _Call([*nested_tensors([args, kwargs]), *parameters], self._modules, self._selective)
+        call = _BlockCall([*iterate_tensors([args, kwargs]), *parameters], self._modules, self._selective)
 
         def forward(args: Any, kwargs: Any, _device: Any) -> Any:
             return self._forward(*args, **kwargs)
@@ -58,8 +59,8 @@ class Recompute:
         )
 
 
-class _Call:
-    """One call of a block, with the state that its second run needs."""
+class _BlockCall:
+    """One call of a block, with the state that its second pass needs."""
 
     def __init__(self, needed: list[Tensor], modules: Sequence[nn.Module], selective: bool) -> None:
         self._needed = [(tensor, tensor._version) for tensor in needed]
@@ -75,9 +76,11 @@ class _Call:
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the contexts of the forward pass and of its recomputation in the backward pass."""
         if not self._selective:
-            return self._first_run(), _Entered(self._second_run)
+            return self._first_run(), _ContextsPerEntry(self._second_run)
         first, second = create_selective_checkpoint_contexts(self._policy)  # type: ignore[no-untyped-call]
-        return _Entered(self._first_run, lambda: first), _Entered(self._second_run, lambda: second)
+        return _ContextsPerEntry(self._first_run, lambda: first), _ContextsPerEntry(
+            self._second_run, lambda: second
+        )
 
     @contextlib.contextmanager
     def _first_run(self) -> Iterator[None]:
@@ -110,10 +113,10 @@ class _Call:
                 setattr(module, name, buffer)
 
     def _policy(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if not is_kept(function, args, kwargs):
+        if not is_saved_product(function, args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
         result = getattr(context, "op_output", None)  # of later versions of torch
-        self._products += [(tensor, tensor._version) for tensor in nested_tensors([result])]
+        self._products += [(tensor, tensor._version) for tensor in iterate_tensors([result])]
         return CheckpointPolicy.MUST_SAVE
 
     def _check_unchanged(self) -> None:
@@ -125,8 +128,8 @@ class _Call:
             )
 
 
-class _Entered:
-    """Contexts that are built at each entry, because a retained graph has several backwards."""
+class _ContextsPerEntry:
+    """Contexts that are built again at each entry, because a retained graph has several backward passes."""
 
     def __init__(self, *builders: Callable[[], AbstractContextManager[Any]]) -> None:
         self._builders = builders
@@ -142,11 +145,12 @@ class _Entered:
         return self._open.pop().__exit__(*error)
 
 
-def is_kept(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a call is a matrix product whose result is kept.
+def is_saved_product(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a call is a matrix product whose result is saved.
 
-    Attention with dropout draws random numbers inside its kernel. If its result were kept, the generator would not
-    advance, and later draws of the block would differ from the first run; so it is recomputed.
+    Attention with dropout draws random numbers inside its kernel. If its result were saved, the second pass would
+    not draw them, and later random numbers of the block would differ from the first pass. So such attention is
+    recomputed.
     """
     if function not in PRODUCTS:
         return False
@@ -157,13 +161,13 @@ def is_kept(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return "dropout_p" in names and not arguments.get("dropout_p", 0.0)
 
 
-def nested_tensors(tree: Any) -> Iterator[Tensor]:
+def iterate_tensors(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors inside lists, tuples and dicts."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            yield from nested_tensors(value)
+            yield from iterate_tensors(value)
     elif isinstance(tree, dict):
         for value in tree.values():
-            yield from nested_tensors(value)
+            yield from iterate_tensors(value)

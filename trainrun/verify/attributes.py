@@ -1,4 +1,4 @@
-"""State that no checkpoint holds: the attributes of model, task and optimizer after a trial."""
+"""State that no checkpoint saves: the attributes of model, task and optimizer after a trial."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainrun.training.components import Components
 KEPT = ("state", "param_groups", "defaults", "step")  # of an optimizer, or the task's own function
 
 
-def unsaved_texts(run: Components) -> dict[str, str]:
+def describe_unsaved_attributes(run: Components) -> dict[str, str]:
     """Return the attributes that are not in a state_dict, as short texts by name."""
     owners: dict[str, Any] = {
         f"model.{name}".rstrip("."): module for name, module in run.model.named_modules()

@@ -14,8 +14,9 @@ PASS, FAIL, NONE = "pass", "FAIL", "n/a"
 
 @dataclass(frozen=True)
 class Certificate:
-    """One line of the table. measured: the largest difference, or a count. text: what was compared, or why nothing
-    was.
+    """One line of the table of results.
+
+    measured: the largest difference, or a count. text: what was compared, or why nothing was compared.
     """
 
     name: str
@@ -25,7 +26,7 @@ class Certificate:
 
 
 class NotApplicable(Exception):
-    """The exception that a check has no meaning for this config. The message says why."""
+    """The exception that a check is not applicable to this config. The message says why."""
 
 
 def certify_difference(name: str, difference: float, bound: float, text: str) -> Certificate:
@@ -35,7 +36,7 @@ def certify_difference(name: str, difference: float, bound: float, text: str) ->
 
 
 def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
-    """Return the largest difference between two sets of tensors, each relative to the largest value of its tensor.
+    """Return the largest difference between two sets of tensors, relative to the largest value of each tensor.
 
     It is infinity if names or shapes differ.
     """
@@ -55,7 +56,7 @@ def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) 
 
 
 def different_leaves(left: Any, right: Any, at: str = "") -> list[str]:
-    """Return the paths at which two trees of plain values and tensors differ in a bit."""
+    """Return the paths at which two nested structures of values and tensors differ in any bit."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         same = left.shape == right.shape and left.dtype == right.dtype and _same_bits(left, right)
         return [] if same else [at]

@@ -1,4 +1,4 @@
-"""Certificates about a whole run: its data, its resume, its evaluation, its rounding."""
+"""Checks of a whole run: its data, resume, evaluation and rounding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainrun.verify.certificate import (
     certify_difference,
     different_leaves,
 )
-from trainrun.verify.subject_changes import Doubles
+from trainrun.verify.subject_changes import Float64ByDefault
 from trainrun.verify.trials import STEPS, Outcome, Trials, stopping_loop
 
 LAP_SECONDS = 2.0  # of a training that is resumed
@@ -44,7 +44,8 @@ CPU = torch.device("cpu")
 def check_resume(trials: Trials) -> Certificate:
     """Compare a training that is stopped at a random step and resumed with an uninterrupted one.
 
-    It has as many steps as LAP_SECONDS allow, or as the run has. State that no checkpoint holds is compared too.
+    It has as many steps as fit into LAP_SECONDS, or as the run has. Attributes that no checkpoint saves are compared
+    too.
     """
     max_steps = max(STEPS, min(MOST_STEPS, int(LAP_SECONDS / trials.pilot.step_seconds)))
     uninterrupted = trials.pilot if max_steps == STEPS else trials.stopped("a run without a stop", max_steps)
@@ -58,9 +59,9 @@ def check_resume(trials: Trials) -> Certificate:
     differences = different_leaves(uninterrupted.shared, stopped.shared, "shared")
     differences += different_leaves(uninterrupted.own, stopped.own, "own")
     differences += [] if uninterrupted.rows == stopped.rows else ["metrics.jsonl"]
-    lost = lost_attributes(trials, uninterrupted, stopped, max_steps)
+    lost = unrestored_attributes(trials, uninterrupted, stopped, max_steps)
     text = f"stopped at step {stop_step} of {steps}, every bit the same"
-    if differences and on_gpu(trials.config) and not is_repeatable(trials, uninterrupted, max_steps):
+    if differences and is_on_gpu(trials.config) and not is_repeatable(trials, uninterrupted, max_steps):
         raise NotApplicable(
             "a run without a stop does not repeat either: kernels of this GPU add up in any order; "
             "trainer.deterministic=true takes others"
@@ -73,7 +74,7 @@ def check_resume(trials: Trials) -> Certificate:
     return Certificate("resume", FAIL if num_differences else PASS, f"{num_differences} values", text)
 
 
-def on_gpu(config: RunConfig) -> bool:
+def is_on_gpu(config: RunConfig) -> bool:
     return choose_device(config.parallel.accelerator, mode=config.parallel.mode).type == "cuda"
 
 
@@ -82,19 +83,17 @@ def is_repeatable(trials: Trials, straight: Outcome, steps: int) -> bool:
     return not different_leaves(straight.shared, again.shared, "shared")
 
 
-def lost_attributes(trials: Trials, straight: Outcome, stopped: Outcome, steps: int) -> list[str]:
-    """Return the attributes that the resume did not restore, without those that also change when the run is
-    repeated.
-    """
-    names = changed_names(straight.attributes, stopped.attributes)
+def unrestored_attributes(trials: Trials, straight: Outcome, stopped: Outcome, steps: int) -> list[str]:
+    """Return the attributes that the resume did not restore, without those that also differ if the run is repeated."""
+    names = differing_names(straight.attributes, stopped.attributes)
     if not names:
         return []
     again = trials.stopped("the run without a stop, once more", steps)
-    noise = changed_names(straight.attributes, again.attributes)  # a clock, say
+    noise = differing_names(straight.attributes, again.attributes)  # a clock, say
     return [name for name in names if name not in noise]
 
 
-def changed_names(left: dict[str, str], right: dict[str, str]) -> list[str]:
+def differing_names(left: dict[str, str], right: dict[str, str]) -> list[str]:
     return [name for name in {**left, **right} if left.get(name) != right.get(name)]
 
 
@@ -104,7 +103,7 @@ ENGINES: Final = {"resident": ("resident", 0), "workers": ("workers", 2), "main 
 
 
 def check_engines(config: RunConfig) -> Certificate:
-    """Compare the first batches of every data engine, read from the start and from the middle."""
+    """Compare the first batches of all data engines, read from the start and from the middle of an epoch."""
     reference: list[Any] = []
     seen: list[str] = []
     refused: list[str] = []
@@ -147,7 +146,7 @@ def _open_training(config: RunConfig) -> Batches:
 
 
 def check_epoch_coverage(config: RunConfig, num_samples: int | None) -> Certificate:
-    """Check that an epoch has each sample once on one, two and three ranks, with the user's batch size."""
+    """Check that an epoch has each sample once, on one, two and three ranks, with the user's batch size."""
     if num_samples is None:
         raise NotApplicable("the number of samples is not known")
     data = config.data
@@ -192,7 +191,7 @@ def check_evaluation(build: Callable[[int], Components]) -> Certificate:
         torch.manual_seed(size)  # a model that draws random numbers in evaluation gives itself away
         metrics: dict[str, float] = {}
         for split, stream in run.validation.items():
-            with Doubles():
+            with Float64ByDefault():
                 metrics |= evaluate(run, split)
             stream.close()
         results.append({name: value for name, value in metrics.items() if not name.endswith("/seconds")})

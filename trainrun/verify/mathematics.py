@@ -1,4 +1,4 @@
-"""Certificates about one step: it does not depend on how its samples are divided."""
+"""Checks of one step: its result must not depend on how its samples are divided."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainrun.verify.certificate import (
     different_leaves,
     largest_difference,
 )
-from trainrun.verify.subject_changes import Doubles, first_samples_node
+from trainrun.verify.subject_changes import Float64ByDefault, first_samples_node
 from trainrun.verify.trials import Outcome, Trials, config_in_float64
 
 MICRO = 2  # samples of the smallest micro-batch
@@ -43,17 +43,17 @@ NO_DOUBLES = "the trial in float64 on a CPU does not run"
 def check_accumulation(trials: Trials) -> Certificate:
     """Check that two micro-batches of 4 samples, four of 2 and one of 8 give the same weights after two steps."""
     text = f"1, 2 and 4 micro-batches a step give the same weights, {MODE}"
-    return certify_difference("accumulation", _difference_of_parts(trials, 2), BOUND, text)
+    return certify_difference("accumulation", _difference_between_batch_sizes(trials, 2), BOUND, text)
 
 
 def check_partial_window(trials: Trials) -> Certificate:
-    """Check that a shorter last window of an epoch weights its samples like the others."""
-    worst = _difference_of_parts(trials, 3, samples=2 * 4 * MICRO + 2 * MICRO)
+    """Check that the samples of a shorter last step of an epoch have the same weight as the others."""
+    worst = _difference_between_batch_sizes(trials, 3, samples=2 * 4 * MICRO + 2 * MICRO)
     text = f"a last window of half the size does not depend on its parts, {MODE}"
     return certify_difference("partial window", worst, BOUND, text)
 
 
-def _difference_of_parts(trials: Trials, steps: int, samples: int | None = None) -> float:
+def _difference_between_batch_sizes(trials: Trials, steps: int, samples: int | None = None) -> float:
     undivided, *divided = (
         _train_weights(trials, f"{k} micro-batches a step", steps, 4 * MICRO // k, k, samples=samples)
         for k in (1, 2, 4)
@@ -64,7 +64,7 @@ def _difference_of_parts(trials: Trials, steps: int, samples: int | None = None)
 def check_learning_rates(trials: Trials) -> Certificate:
     """Check that the schedule advances once per step, not once per micro-batch."""
     traces = [
-        [row["lr"] for row in _run_part(trials, f"rates with {k} micro-batches", 3, 4 * MICRO // k, k).rows]
+        [row["lr"] for row in _run_exact(trials, f"rates with {k} micro-batches", 3, 4 * MICRO // k, k).rows]
         for k in (1, 4)
     ]
     moved = sum(a != b for a, b in zip(*traces, strict=True)) if len(traces[0]) == len(traces[1]) else 3
@@ -87,11 +87,11 @@ def check_ranks(trials: Trials) -> Certificate:
 
 
 def _train_weights(trials: Trials, about: str, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-    model: dict[str, torch.Tensor] = _run_part(trials, about, *args, **kwargs).shared["model"]
+    model: dict[str, torch.Tensor] = _run_exact(trials, about, *args, **kwargs).shared["model"]
     return model
 
 
-def _run_part(
+def _run_exact(
     trials: Trials, about: str, steps: int, batch_size: int, accumulate: int,
     samples: int | None = None, num_ranks: int = 1,
 ) -> Outcome:  # fmt: skip
@@ -112,7 +112,7 @@ def _run_part(
 
 
 def check_sums(components: Components, batch: Any) -> Certificate:
-    """Check that loss and count of a batch are the sums over its halves, in training mode too if possible."""
+    """Check that loss and count of a batch are the sums over its halves, also in training mode if possible."""
     size = _num_rows(batch)
     if size < 2:
         raise NotApplicable("the batch has one sample")
@@ -142,7 +142,9 @@ def uses_random_numbers(components: Components, batch: Any) -> bool:
 
 
 def _is_additive_in_training(components: Components, batch: Any) -> bool:
-    """Return whether the loss depends on the samples alone in training mode: no random numbers, no batch statistics."""
+    """Return whether the loss of each sample is independent of the others in training mode: no random numbers, no
+    batch statistics.
+    """
     if any(isinstance(module, BATCH_NORMS) for module in components.model.modules()):
         return False
     before = torch.get_rng_state()
@@ -153,7 +155,7 @@ def _is_additive_in_training(components: Components, batch: Any) -> bool:
 
 
 def check_padding_effect(components: Components, batch: Any) -> Certificate:
-    """Check that different values at padded positions do not change the loss."""
+    """Check that the loss stays the same if the values at padded positions change."""
     mask = batch_fields(batch).get("attention_mask")
     if mask is None:
         raise NotApplicable("the data has no padding")
@@ -181,7 +183,7 @@ def check_padding_effect(components: Components, batch: Any) -> Certificate:
 
 def _compute_step(components: Components, batch: Any, training: bool = False) -> tuple[float, float]:
     components.wrapped.train(training)
-    with torch.no_grad(), Doubles(), components.precision.autocast():
+    with torch.no_grad(), Float64ByDefault(), components.precision.autocast():
         out = components.task.step(components.wrapped, batch)
     count = (
         components.task.count(batch)
@@ -208,7 +210,7 @@ def check_all_parameters_change(
 ) -> Certificate:
     """Check that a few training steps change every parameter. measure_gradients: called if one does not change.
 
-    A parameter without effect on the loss, such as a bias before BatchNorm, has only gradients of rounding errors.
+    A parameter without effect on the loss, such as a bias before BatchNorm, only has gradients from rounding errors.
     """
     before = {name: p.detach().clone() for name, p in components.model.named_parameters() if p.requires_grad}
     fit(components)
@@ -230,7 +232,7 @@ def check_all_parameters_change(
 
 
 def check_update(components: Components, batch: Any) -> Certificate:
-    """Compare a few updates with those of torch's plain loops on contiguous copies of the weights.
+    """Compare a few optimizer updates with those of torch's plain loops on contiguous copies of the weights.
 
     They differ if a kernel ignores strides or writes outside a weight's memory.
     """
@@ -290,7 +292,7 @@ def _unfused_optimizer(optimizer: Optimizer, copies: Mapping[torch.Tensor, nn.Pa
 def gradient_sizes(components: Components, batch: Any) -> dict[str, float]:
     """Return the largest absolute value in each parameter's gradient, in float64 and training mode."""
     components.wrapped.train()
-    with Doubles(), components.precision.autocast():
+    with Float64ByDefault(), components.precision.autocast():
         components.task.step(components.wrapped, batch).loss_sum.backward()  # type: ignore[no-untyped-call]
     named = components.model.named_parameters()
     return {name: float(p.grad.to_dense().abs().max()) for name, p in named if p.grad is not None}

@@ -36,8 +36,8 @@ Check = Callable[[], Certificate]
 Found = TypeVar("Found")
 
 
-def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Certificate]:
-    """Yield each certificate when its check is done. Only a temporary folder is written.
+def iterate_certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator[Certificate]:
+    """Yield each certificate when its check is done. Files are written to a temporary folder only.
 
     Raise the errors that a run with these settings would raise before its first step.
     """
@@ -46,7 +46,7 @@ def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator
         folder = Path(name)
         trials = Trials(config, folder, progress)
         _ = trials.pilot  # what these words cannot do is said before the first line of a table
-        for title, check in checks(config, trials, folder).items():
+        for title, check in build_checks(config, trials, folder).items():
             try:
                 yield check()
             except NotApplicable as error:
@@ -63,7 +63,7 @@ def certificates(config: RunConfig, progress: Callable[[str], None]) -> Iterator
                     yield Certificate(title, FAIL, "-", f"{type(error).__name__}: {text}")
 
 
-def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
+def build_checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
     def exact(val_batch_size: int | None = None) -> Components:
         return build_exact_run(config, folder, val_batch_size)
 
@@ -83,7 +83,9 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
         return mathematics.uses_random_numbers(run, first_batch(run))
 
     def cut(check: Check) -> Check:
-        """Wrap a check that splits a batch. It does not apply if the parts draw other random numbers than the whole."""
+        """Wrap a check that splits a batch. It does not apply if the halves draw other random numbers than the whole
+        batch.
+        """
 
         def checked() -> Certificate:
             if draws():
@@ -98,13 +100,15 @@ def checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, Check]:
         "partial window": cut(lambda: mathematics.check_partial_window(trials)),
         "learning rate": lambda: mathematics.check_learning_rates(trials),
         "ranks": cut(lambda: mathematics.check_ranks(trials)),
-        "update": lambda: check_own_update(config, folder),
+        "update": lambda: check_user_update(config, folder),
         "every sample once": lambda: continuity.check_epoch_coverage(config, exact().train.num_samples),
         "engines": lambda: continuity.check_engines(config),
         "padding": cut(lambda: on_first_batch(mathematics.check_padding_effect)),
         "evaluation": lambda: continuity.check_evaluation(exact),
         "parameters": lambda: mathematics.check_all_parameters_change(
-            build_own_parts(config, folder), short_fit, lambda: on_first_batch(mathematics.gradient_sizes)
+            build_user_components(config, folder),
+            train_briefly,
+            lambda: on_first_batch(mathematics.gradient_sizes),
         ),
         "rounding": lambda: continuity.check_rounding(trials),
         "resume": lambda: continuity.check_resume(trials),
@@ -126,30 +130,30 @@ def build_exact_run(config: RunConfig, folder: Path, val_batch_size: int | None)
             "trainer.limit_val_batches": 1.0,
         })  # fmt: skip
     try:
-        return build_parts(changed, folder, torch.device("cpu"))
+        return build_run_in_folder(changed, folder, torch.device("cpu"))
     except TrainrunError as error:
         raise NotApplicable(f"{mathematics.NO_DOUBLES}: {error}") from error
 
 
-def build_own_parts(config: RunConfig, folder: Path) -> Components:
+def build_user_components(config: RunConfig, folder: Path) -> Components:
     changed = replace_values(trial_config(config), {"checkpoint.enabled": False})
-    return build_parts(
+    return build_run_in_folder(
         changed, folder, choose_device(config.parallel.accelerator, devices=config.parallel.devices)
     )
 
 
-def check_own_update(config: RunConfig, folder: Path) -> Certificate:
+def check_user_update(config: RunConfig, folder: Path) -> Certificate:
     """Check the user's optimizer on the user's weights, in float32 and without clipping."""
     changes = {"precision.mode": "32-true", "precision.fp8": False}
     changes |= {"trainer.gradient_clip_val": None, "trainer.ema.enabled": False}
-    run = build_own_parts(replace_values(config, changes), folder)
+    run = build_user_components(replace_values(config, changes), folder)
     try:
         return mathematics.check_update(run, read_first_batches(run.train)[0])
     finally:
         run.train.close()
 
 
-def build_parts(config: RunConfig, folder: Path, device: torch.device) -> Components:
+def build_run_in_folder(config: RunConfig, folder: Path, device: torch.device) -> Components:
     assert config.seed is not None
     seed_everything(derive_seed(config.seed))
     (folder / "parts").mkdir(exist_ok=True)  # for the pictures of a task
@@ -157,7 +161,7 @@ def build_parts(config: RunConfig, folder: Path, device: torch.device) -> Compon
     return build_components(config, site)[0]
 
 
-def short_fit(run: Components) -> None:
+def train_briefly(run: Components) -> None:
     state = TrainState()
     run.triggers.start(state)
     try:

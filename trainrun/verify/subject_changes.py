@@ -1,4 +1,4 @@
-"""Make the user's training smaller or more exact: float64 throughout, the first samples only."""
+"""Make the user's training smaller or more exact: the first samples only, or float64 throughout."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ MAKERS = (torch.randn, torch.rand, torch.zeros, torch.ones, torch.empty, torch.e
 HIDDEN = ("columns", "__getitems__")  # they would give all samples
 
 
-class Doubles(TorchFunctionMode):
-    """A context in which `torch.randn(3)` and similar calls return float64 if no dtype is given; in this thread
-    only.
+class Float64ByDefault(TorchFunctionMode):
+    """A context in which `torch.randn(3)` and similar calls without a dtype return float64, in this thread only.
 
     `torch.set_default_dtype` would also affect threads that read data.
     """
@@ -36,8 +35,8 @@ class Doubles(TorchFunctionMode):
         return func(*args, **named)
 
 
-class First:
-    """A map-style data set of the first samples of a split. Other attributes are those of the source."""
+class FirstSamples:
+    """A map-style data set of the first samples of a split. It also has the attributes of the source."""
 
     def __init__(self, source: Any, count: int, split: str) -> None:
         source = source[split] if isinstance(source, Splits) else source

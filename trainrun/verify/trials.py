@@ -31,9 +31,9 @@ from trainrun.train_state import TrainState
 from trainrun.training import loop
 from trainrun.training.components import Components
 from trainrun.training.triggers import STOP_TERMINATE
-from trainrun.verify.attributes import unsaved_texts
+from trainrun.verify.attributes import describe_unsaved_attributes
 from trainrun.verify.certificate import NotApplicable
-from trainrun.verify.subject_changes import Doubles
+from trainrun.verify.subject_changes import Float64ByDefault
 
 WALL_CLOCK = ("time", "step_seconds", *SPEEDS)
 WARMUPS = ("warmup_steps", "warmup_ratio", "warmup_epochs")
@@ -44,16 +44,16 @@ Change = Callable[[RunConfig], RunConfig]
 
 
 def fit_in_evaluation_mode(components: Components, state: TrainState) -> TrainState:
-    """Train in evaluation mode: with dropout and batch statistics a batch would differ from its parts."""
+    """Train in evaluation mode. With dropout or batch statistics, a batch would differ from the sum of its parts."""
     components.wrapped.eval()
-    with Doubles() if components.config.precision.mode == "64-true" else contextlib.nullcontext():
+    with Float64ByDefault() if components.config.precision.mode == "64-true" else contextlib.nullcontext():
         return loop.fit(components, state)
 
 
 class StopAt:
-    """A loop that stops after `steps` steps of this session as SIGTERM does. The schedule does not change.
+    """A training loop that stops after `steps` steps of this session, as SIGTERM does. The schedule does not change.
 
-    attributes: a file for the state that no checkpoint holds at that moment.
+    attributes: a file for the attributes that no checkpoint saves at that moment.
     """
 
     def __init__(self, steps: int, evaluation_mode: bool = False, attributes: str | None = None) -> None:
@@ -75,7 +75,7 @@ class StopAt:
             components.wrapped.eval()
         state = loop.fit(dataclasses.replace(components, triggers=Stopping()), state)  # type: ignore[arg-type]
         if self._attributes is not None and components.parallel.rank == 0:
-            write_json(Path(self._attributes), unsaved_texts(components))
+            write_json(Path(self._attributes), describe_unsaved_attributes(components))
         return state
 
 
@@ -83,7 +83,8 @@ class StopAt:
 class Outcome:
     """The result of a trial. shared: the model and its state. own: the state of rank 0.
 
-    attributes: state of rank 0 that no checkpoint holds, if requested. step_seconds: the median.
+    attributes: the attributes of rank 0 that no checkpoint saves, if requested. step_seconds: the median of all
+        steps.
     """
 
     shared: dict[str, Any]
@@ -94,16 +95,16 @@ class Outcome:
 
 
 class Trials:
-    """Trials of one config. paths: where the user's modules are found, also by ranks."""
+    """Trials of one config. paths: the folders where Python finds the user's modules, also in ranks."""
 
     def __init__(self, config: RunConfig, folder: Path, progress: Callable[[str], None]) -> None:
         self.config, self.folder, self._progress = config, folder, progress
         self._paths = [path for path in sys.path if path]
 
     def run(self, about: str, change: Change, then: int = 0) -> Outcome:
-        """Run a trial. Raise TrainingError if it fails: the user's run would fail too.
+        """Run a trial. Raise TrainingError if it fails, because the user's run would fail too.
 
-        then: steps of a resume, if the trial stops itself before its end.
+        then: the number of steps after a resume, if the trial stops itself before its end.
         """
         self._progress(about)
         config = change(trial_config(self.config))
@@ -138,12 +139,12 @@ class Trials:
 
     @cached_property
     def pilot(self) -> Outcome:
-        """The first STEPS steps of the unchanged settings. Raises the errors of such a run."""
+        """The outcome of the first STEPS steps of the unchanged settings. Raises the errors of such a run."""
         return self.stopped("the words as they are", STEPS)
 
 
 def session_steps(run: RunDir, then: int) -> int:
-    """Return the steps of a trial; for a resume, at most those that were requested."""
+    """Return the number of steps of a trial; after a resume, at most `then`."""
     steps = int(read_json(run.status).get("step", 0))
     return steps if then == 0 else min(steps, then)
 
@@ -172,8 +173,9 @@ def read_outcome(run: RunDir) -> Outcome:
 
 
 def trial_config(config: RunConfig) -> RunConfig:
-    """Return the same training without screen output and with one checkpoint at its end. Raise ConfigError for a
-    custom step.
+    """Return the same training without screen output and with one checkpoint at its end.
+
+    Raise ConfigError for a custom step.
     """
     for key in ("step", "loop"):
         if getattr(config, key):

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     config = composition.config
     config = replace(config, seed=42) if config.seed is None else config
 
-    from trainrun.verify.run_checks import certificates
+    from trainrun.verify.run_checks import iterate_certificates
 
     terminal, began = sys.stdout.isatty(), time.monotonic()
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
             redraw_line(f"  {about} ...")
 
     failed, checks = 0, []
-    for certificate in certificates(config, progress):
+    for certificate in iterate_certificates(config, progress):
         failed += certificate.state == "FAIL"
         checks.append(asdict(certificate))
         if terminal:

@@ -1,9 +1,9 @@
-"""`report.html` of a running training: drawn now and then by a process of the lowest priority; it reloads itself.
+"""`report.html` of a running training. A process of the lowest priority writes it every few seconds.
 
     python -m trainrun.watch.live_page RUN_DIR PID
 
-The process reads the run's folder and does not import matplotlib. The run draws its own page at its end and ends
-this process. When the process PID is gone, the page shows the final state and is not reloaded any more.
+The process reads the run's folder and does not import matplotlib. When the process PID ends, the page shows the
+final state and no longer reloads itself. The run stops this process at its end and writes the final page itself.
 """
 
 from __future__ import annotations
@@ -37,45 +37,54 @@ def main(argv: list[str]) -> None:
         AttributeError, OSError
     ):  # Linux: computes only where a processor has nothing else to do
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    follower, goes_on, written = Follower(run), True, 0
-    while goes_on and is_run_folder(run):
-        goes_on = psutil.pid_exists(trains) and follower.state() not in ENDED
+    follower, reloads, written = Follower(run), True, 0
+    while reloads and is_run_folder(run):
+        reloads = psutil.pid_exists(trains) and follower.state() not in ENDED
         follower.read()
-        if written and time_written(run) != written:  # the run has drawn its own page at its end
+        if written and report_mtime_ns(run) != written:  # the run has drawn its own page at its end
             return
-        write_text(run.report, live_page(follower, goes_on))
-        written = time_written(run)
-        time.sleep(SECONDS if goes_on else 0)
+        write_text(run.report, build_live_page(follower, reloads))
+        written = report_mtime_ns(run)
+        time.sleep(SECONDS if reloads else 0)
 
 
-def time_written(run: RunDir) -> int:
+def report_mtime_ns(run: RunDir) -> int:
     return run.report.stat().st_mtime_ns if run.report.exists() else 0
 
 
-def live_page(told: Follower, goes_on: bool) -> str:
-    """Return the page. goes_on: whether it reloads itself."""
-    name = str(told.facts.get("name") or told.run.root.name)
-    state = told.state()
+def build_live_page(follower: Follower, reloads: bool) -> str:
+    """Return the page. reloads: whether the page reloads itself."""
+    name = str(follower.facts.get("name") or follower.run.root.name)
+    state = follower.state()
     parts = [
         page.heading(name, level=1),
-        page.paragraph(str(told.run.root)),
+        page.paragraph(str(follower.run.root)),
         page.banner(
-            f"{state}  {told.place()}".replace("  ", ", "), told.why, bad=state in ("failed", "dead")
+            f"{state}  {follower.position_text()}".replace("  ", ", "),
+            follower.end_reason,
+            bad=state in ("failed", "dead"),
         ),
-        page.beside(
+        page.side_by_side(
             [
-                page.pairs(
+                page.names_and_values_table(
                     "Now",
-                    [(SPEEDS.get(name, name), format_number(value)) for name, value in told.latest.items()],
+                    [
+                        (SPEEDS.get(name, name), format_number(value))
+                        for name, value in follower.latest.items()
+                    ],
                 ),
-                page.pairs("Set-up", setup_rows(told.facts)),
+                page.names_and_values_table("Set-up", setup_rows(follower.facts)),
             ]
         ),
-        charts_html(metric_charts(told.curves)),
-        *(page.paragraph(line) for line in (phases_line(told.seconds), devices_line(told.hardware)) if line),
-        page.listing("Newest notes", list(told.notes)),
+        charts_html(metric_charts(follower.curves)),
+        *(
+            page.paragraph(line)
+            for line in (phases_line(follower.seconds), devices_line(follower.hardware))
+            if line
+        ),
+        page.bullet_list("Newest notes", list(follower.notes)),
     ]
-    return page.page(name, parts, refresh=SECONDS if goes_on else None)
+    return page.html_page(name, parts, refresh=SECONDS if reloads else None)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from trainrun.folder.status import is_sweep, read_status
 from trainrun.live.follow import is_writer_alive
 from trainrun.output import format_count, format_duration, format_number, report_result, say
 from trainrun.plots import page
-from trainrun.plots.compare import differing_keys, text_table
-from trainrun.plots.history import flat, read_config
+from trainrun.plots.compare import differing_keys, format_text_table
+from trainrun.plots.history import flatten_dict, read_config
 from trainrun.sweep.jobs import load_sweep
 from trainrun.sweep.sweep_page import PAGE as PAGE_OF_SWEEP
-from trainrun.watch.screen import settings_in
+from trainrun.watch.screen import settings_by_key
 
 MOST_DEEP = 4  # folders below the one that is listed
 PAGE = "runs.html"
@@ -38,7 +38,7 @@ SIGNS: dict[str, Callable[[Any, Any], bool]] = {
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedRun:
     """One row of the table: a run, or a sweep with its best job.
 
     name: the folder relative to the listed one. page: the page that the row links to, if it exists. changed: when the
@@ -57,13 +57,13 @@ class Listed:
     @property
     def settings(self) -> dict[str, str]:
         """Return the typed settings and options, without the folder."""
-        return settings_in(self.status.get("overrides", []))
+        return settings_by_key(self.status.get("overrides", []))
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The settings of the run by their keys; empty if they cannot be read."""
         try:
-            return flat(read_config(self.run))
+            return flatten_dict(read_config(self.run))
         except (OSError, DataError):
             return {}
 
@@ -118,47 +118,45 @@ def main(argv: list[str]) -> int:
     if not folder.is_dir():
         raise ConfigError(f"ls {words.folder}: no such folder")
     filters = [parse_filter(text) for text in words.filter]
-    found = list(runs_below(folder))
+    found = list(find_runs(folder))
     for one in filters:
         if found and all(row.value_of(one.key) is None for row in found):
             raise ConfigError(
                 f"--filter {one.key}: no run here has it; a metric is known where runs are judged by it"
             )
-    listed = in_order([row for row in found if all(one.passes(row) for one in filters)], words.sort)
+    listed = sort_by_key([row for row in found if all(one.passes(row) for one in filters)], words.sort)
     report_result(runs=[one.facts() for one in listed])
     if not listed:
         say(f"no run is below {folder}" + (" that passes the filter" if filters else ""))
         return EXIT_DONE
     rows = table_rows(listed)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    say(text_table(COLUMNS, fit_width(rows, width), most_wide=sys.maxsize))
+    say(format_text_table(COLUMNS, shorten_to_width(rows, width), most_wide=sys.maxsize))
     if words.html:
         say(write_run_list(folder, listed, rows))
     return EXIT_DONE
 
 
-def runs_below(folder: Path) -> Iterator[Listed]:
-    """Yield the runs and sweeps below a folder. The jobs of a sweep are listed only if the folder is the sweep
-    itself.
-    """
-    own = listed_run(RunDir(folder), folder.name) if is_run(folder) else None
-    rows = (listed_folder(path, folder) for path in run_folders_below(folder, MOST_DEEP))
+def find_runs(folder: Path) -> Iterator[ListedRun]:
+    """Yield the runs and sweeps below a folder. The jobs of a sweep are listed only if `folder` is that sweep."""
+    own = read_listed_run(RunDir(folder), folder.name) if is_run_or_sweep(folder) else None
+    rows = (listed_folder(path, folder) for path in find_folders(folder, MOST_DEEP))
     yield from (row for row in (own, *rows) if row is not None)
 
 
-def listed_folder(path: Path, above: Path) -> Listed | None:
+def listed_folder(path: Path, above: Path) -> ListedRun | None:
     """Return the row of a folder; None if it is neither a run nor a sweep, or was removed meanwhile."""
     name = path.relative_to(above).as_posix()
     try:
         if is_sweep(path):
-            return listed_sweep(path, name)
-        return listed_run(RunDir(path), name) if is_run(path) else None
+            return read_listed_sweep(path, name)
+        return read_listed_run(RunDir(path), name) if is_run_or_sweep(path) else None
     except FileNotFoundError:
         return None
 
 
-def run_folders_below(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield all folders below a folder, sorted by name, without those inside a run or a sweep."""
+def find_folders(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield the folders below a folder, sorted by name. Folders inside a run or a sweep are left out."""
     try:
         inside = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
     except OSError:  # of another user
@@ -167,21 +165,21 @@ def run_folders_below(folder: Path, depth: int) -> Iterator[Path]:
         if path.name.startswith("."):
             continue
         yield path
-        if depth > 1 and not is_run(path) and not is_sweep(path):
-            yield from run_folders_below(path, depth - 1)
+        if depth > 1 and not is_run_or_sweep(path) and not is_sweep(path):
+            yield from find_folders(path, depth - 1)
 
 
-def is_run(folder: Path) -> bool:
+def is_run_or_sweep(folder: Path) -> bool:
     run = RunDir(folder)
     return run.identity.is_file() or (run.config.is_file() and run.status.is_file())
 
 
-def listed_run(run: RunDir, name: str) -> Listed:
+def read_listed_run(run: RunDir, name: str) -> ListedRun:
     status = read_status(run)
     state = str(status.get("state", "not begun"))
     if state in ("running", "not begun") and is_writer_alive(run) is False:
         state = "dead"
-    return Listed(name, run, state, status, run.report, time_changed(run, status), status.get("seconds"))
+    return ListedRun(name, run, state, status, run.report, time_changed(run, status), status.get("seconds"))
 
 
 def time_changed(run: RunDir, status: dict[str, Any]) -> float:
@@ -189,13 +187,13 @@ def time_changed(run: RunDir, status: dict[str, Any]) -> float:
     return float(status.get("time") or run.root.stat().st_mtime)
 
 
-def listed_sweep(folder: Path, name: str) -> Listed:
+def read_listed_sweep(folder: Path, name: str) -> ListedRun:
     """Return the row of a sweep: its best job, and how many of its jobs are done."""
     try:
         sweep = load_sweep(folder)
     except ConfigError:
         run = RunDir(folder)
-        return Listed(f"{name}/", run, "unreadable", {}, folder / PAGE_OF_SWEEP, time_changed(run, {}))
+        return ListedRun(f"{name}/", run, "unreadable", {}, folder / PAGE_OF_SWEEP, time_changed(run, {}))
     jobs = [job for point in sweep.points() for job in point.jobs]
     folders = [folder / job.folder for job in jobs]
     best = RunDir(next((path for path in folders if path.is_dir()), folder))  # no job may have begun
@@ -203,7 +201,7 @@ def listed_sweep(folder: Path, name: str) -> Listed:
     seconds = sum(job.result.seconds or 0.0 for job in jobs)
     state = f"{done}/{len(jobs)} done"
     status = read_status(best)
-    return Listed(
+    return ListedRun(
         f"{name}/", best, state, status, folder / PAGE_OF_SWEEP, time_changed(best, status), seconds
     )
 
@@ -216,7 +214,7 @@ class RowFilter:
     sign: str
     wanted: str
 
-    def passes(self, row: Listed) -> bool:
+    def passes(self, row: ListedRun) -> bool:
         value = row.value_of(self.key)
         if value is None:
             return False
@@ -227,13 +225,13 @@ class RowFilter:
 
 
 def parse_filter(text: str) -> RowFilter:
-    """Return the filter that a text describes. Raise ConfigError if it is not one."""
+    """Return the filter for a text such as `lr<1e-3`. Raise ConfigError if the text is not a filter."""
     if (match := FILTER.fullmatch(text)) is None:
         raise ConfigError(f"--filter {text}: must be KEY, one of {' '.join(SIGNS)}, and a value, as lr<1e-3")
     return RowFilter(match["key"], match["sign"], match["value"])
 
 
-def in_order(listed: list[Listed], key: str) -> list[Listed]:
+def sort_by_key(listed: list[ListedRun], key: str) -> list[ListedRun]:
     """Return the rows sorted by a key; rows without a value come last. Raise ConfigError if no row has one."""
     if key == "age":
         return sorted(listed, key=lambda one: -one.changed)
@@ -247,7 +245,7 @@ def in_order(listed: list[Listed], key: str) -> list[Listed]:
     return [one for _, one in ordered] + [one for one in listed if id(one) not in known]
 
 
-def table_rows(listed: list[Listed]) -> list[list[str]]:
+def table_rows(listed: list[ListedRun]) -> list[list[str]]:
     """Return the cells of each row. The column "what differs" has the settings that not all rows share."""
     differing = differing_keys([one.settings | {"": "given"} for one in listed])
     now = time.time()
@@ -261,13 +259,13 @@ def table_rows(listed: list[Listed]) -> list[list[str]]:
         )
         given = [f"{key}={value}" for key, value in one.settings.items() if key in differing]
         rows.append([
-            one.name, one.state, age_text(now - one.changed), best, " ".join(given) or "-",
+            one.name, one.state, format_age(now - one.changed), best, " ".join(given) or "-",
             format_duration(one.seconds) if one.seconds else "-",
         ])  # fmt: skip
     return rows
 
 
-def age_text(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """Return `5 min`, `3 h` or `12 d`."""
     for name, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
@@ -275,7 +273,7 @@ def age_text(seconds: float) -> str:
     return "now"
 
 
-def fit_width(rows: list[list[str]], width: int | None) -> list[list[str]]:
+def shorten_to_width(rows: list[list[str]], width: int | None) -> list[list[str]]:
     """Return the rows with the settings shortened so that each line fits the window."""
     if width is None:
         return rows
@@ -290,11 +288,12 @@ def fit_width(rows: list[list[str]], width: int | None) -> list[list[str]]:
     ]
 
 
-def write_run_list(folder: Path, listed: list[Listed], rows: list[list[str]]) -> Path:
+def write_run_list(folder: Path, listed: list[ListedRun], rows: list[list[str]]) -> Path:
     """Write the table as a page with links to reports and sweep pages. Return its path."""
     links = [one.page.relative_to(folder).as_posix() if one.page.is_file() else "" for one in listed]
     title = f"{format_count(len(listed), 'run')} in {folder}"
     write_text(
-        folder / PAGE, page.page(title, [page.heading(title, level=1), page.table(COLUMNS, rows, links)])
+        folder / PAGE,
+        page.html_page(title, [page.heading(title, level=1), page.html_table(COLUMNS, rows, links)]),
     )
     return folder / PAGE

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainrun.folder.run_folder import RunDir
-from trainrun.live.follow import Follower, is_writer_alive, sweep_jobs
+from trainrun.live.follow import Follower, is_writer_alive, read_sweep_jobs
 from trainrun.live.run_table import (
     COLORS,
     ROOM_BELOW,
@@ -50,40 +50,48 @@ class RunView:
         self.state = state
 
     def draw(self, console: Console) -> RenderableType:
-        told = self.follower
-        head = Text(f"{make_printable(told.facts.get('name') or told.run.root.name)}  ", "bold")
-        head.append(self.state, COLORS.get(self.state, "")).append(f"  {told.place()}")
+        follower = self.follower
+        head = Text(f"{make_printable(follower.facts.get('name') or follower.run.root.name)}  ", "bold")
+        head.append(self.state, COLORS.get(self.state, "")).append(f"  {follower.position_text()}")
         table = Table.grid(padding=(0, 2))
-        for name in [name for name in told.curves if name.startswith(("train/", "val")) and _shown(name)]:
-            values = [point.value for point in told.curves[name]]
+        for name in [
+            name for name in follower.curves if name.startswith(("train/", "val")) and _is_shown_metric(name)
+        ]:
+            values = [point.value for point in follower.curves[name]]
             table.add_row(
                 Text(make_printable(name)), Text(sparkline(values), "cyan"), Text(format_number(values[-1]))
             )
-        parts: list[RenderableType] = [head, *([Text(make_printable(told.why))] if told.why else []), table]
-        parts += [
-            Text(line, "dim") for line in (phases_line(told.seconds), devices_line(told.hardware)) if line
+        parts: list[RenderableType] = [
+            head,
+            *([Text(make_printable(follower.end_reason))] if follower.end_reason else []),
+            table,
         ]
-        parts += [Text(make_printable(note)) for note in told.notes]
+        parts += [
+            Text(line, "dim")
+            for line in (phases_line(follower.seconds), devices_line(follower.hardware))
+            if line
+        ]
+        parts += [Text(make_printable(note)) for note in follower.notes]
         return Group(*parts)
 
     def lines(self) -> Iterator[str]:
         """Return new lines since the last call."""
-        told = self.follower
-        if told.facts and not self._began:
+        follower = self.follower
+        if follower.facts and not self._began:
             self._began = True
-            yield f"{told.facts.get('name')}  {told.facts.get('device')}  {told.run.root}"
-        due = told.validated > self._said_step or time.monotonic() - self._said > QUIET_SECONDS
-        if told.step > self._said_step and (due or self.ended) and told.latest:
-            self._said, self._said_step = time.monotonic(), told.step
-            yield "  ".join([told.place(), *self.numbers()])
+            yield f"{follower.facts.get('name')}  {follower.facts.get('device')}  {follower.run.root}"
+        due = follower.validated > self._said_step or time.monotonic() - self._said > QUIET_SECONDS
+        if follower.step > self._said_step and (due or self.ended) and follower.latest:
+            self._said, self._said_step = time.monotonic(), follower.step
+            yield "  ".join([follower.position_text(), *self.latest_numbers()])
         if self.ended:
-            yield f"{self.ended}: {told.why}".rstrip(": ")
+            yield f"{self.ended}: {follower.end_reason}".rstrip(": ")
 
-    def numbers(self) -> list[str]:
+    def latest_numbers(self) -> list[str]:
         """Return the latest numbers: `train/loss 0.2`, `val/acc 0.97`, `70k samples/s`, `data 3 %`."""
         latest = self.follower.latest
         speed, waiting = find_throughput(latest), self.follower.share_waiting
-        names = [name for name in latest if name.startswith(("train/", "val")) and _shown(name)]
+        names = [name for name in latest if name.startswith(("train/", "val")) and _is_shown_metric(name)]
         names.sort(key=lambda name: name.startswith("train/"))  # what runs are compared by comes first
         shown = {name: latest[name] for name in names}
         found = [
@@ -122,19 +130,19 @@ class RunsView:
             words = RunDir(folder).overrides.read_text(encoding="utf-8").splitlines()
         except OSError:
             words = []
-        return settings_in(words)
+        return settings_by_key(words)
 
     def draw(self, console: Console) -> RenderableType:
         """Return the table, and below it each running run."""
         running = [view for view in self._views.values() if view.state == "running"]
         below = [part for view in running for part in (Text(), view.draw(console))]
-        return Group(build_table(self.table_rows(), console.width, self._judged_by()[0]), *below)
+        return Group(build_table(self.table_rows(), console.width, self._metric_and_sign()[0]), *below)
 
     def table_rows(self) -> list[RunRow]:
         """Return a row for each run, in the order in which they were named."""
         settings = {folder: self.settings(folder) for folder in self._folders}
         keys = differing_keys([{**given, "": "given"} for given in settings.values()])
-        best, values = self._best(), self._values()
+        best, values = self._best_folder(), self._best_values()
         rows = []
         for folder in self._folders:
             differs = " ".join(f"{key}={settings[folder][key]}" for key in keys if key in settings[folder])
@@ -144,11 +152,11 @@ class RunsView:
                 continue
             rows.append(build_row(
                 folder.name, view.state, view.follower, values.get(folder), is_best=folder == best,
-                settings=differs, about="  ".join(view.numbers()[:3]),
+                settings=differs, about="  ".join(view.latest_numbers()[:3]),
             ))  # fmt: skip
         return rows
 
-    def _judged_by(self) -> tuple[str, int]:
+    def _metric_and_sign(self) -> tuple[str, int]:
         """Return the monitored metric of the runs, and -1 if a larger value is better, else 1."""
         known = [
             facts for view in self._views.values() for facts in (view.follower.status, view.follower.facts)
@@ -156,9 +164,9 @@ class RunsView:
         about = next((facts for facts in known if facts.get("monitor")), {})
         return str(about.get("monitor") or ""), -1 if about.get("mode") == "max" else 1
 
-    def _values(self) -> dict[Path, float]:
+    def _best_values(self) -> dict[Path, float]:
         """Return the best value of one metric so far for each run."""
-        monitor, sign = self._judged_by()
+        monitor, sign = self._metric_and_sign()
         values: dict[Path, float] = {}
         for folder, view in self._views.items():
             status = view.follower.status
@@ -168,8 +176,8 @@ class RunsView:
                 values[folder] = value
         return values
 
-    def _best(self) -> Path | None:
-        values, sign = self._values(), self._judged_by()[1]
+    def _best_folder(self) -> Path | None:
+        values, sign = self._best_values(), self._metric_and_sign()[1]
         return min(values, key=lambda folder: sign * values[folder]) if len(values) > 1 else None
 
     def lines(self) -> Iterator[str]:
@@ -178,7 +186,7 @@ class RunsView:
                 yield from (f"{folder.name}: {line}" for line in view.lines())
                 self._told[folder] = "ended" if view.ended else ""
         if self.ended:
-            best = self._best()
+            best = self._best_folder()
             yield f"{self.what} {self.ended}" + (f", the best is {best.name}" if best else "")
 
     what = "all"
@@ -196,7 +204,7 @@ class SweepView(RunsView):
 
     def read(self) -> None:
         self._is_driven = is_writer_alive(RunDir(self._folder))
-        self._jobs = {self._folder / job["folder"]: job for job in sweep_jobs(self._folder)}
+        self._jobs = {self._folder / job["folder"]: job for job in read_sweep_jobs(self._folder)}
         self._folders = list(self._jobs)
         super().read()
 
@@ -207,22 +215,22 @@ class SweepView(RunsView):
         states = [f"{count} {state}" for state, count in counts.items() if state != "done"]
         head = Text("  ".join([f"{counts['done']}/{len(rows)} done", *states]), no_wrap=True)
         chosen = choose_rows(rows, console.height - ROOM_BELOW)
-        return Group(head, build_table(chosen, console.width, self._judged_by()[0]))
+        return Group(head, build_table(chosen, console.width, self._metric_and_sign()[0]))
 
     def is_over(self, states: set[str]) -> bool:
         all_there = len(self._views) == len(self._jobs) and all(states)
         return self._is_driven is False or (self._is_driven is None and all_there)
 
     def settings(self, folder: Path) -> dict[str, str]:
-        return settings_in(self._jobs[folder].get("words", []))
+        return settings_by_key(self._jobs[folder].get("words", []))
 
 
-def settings_in(words: Sequence[str]) -> dict[str, str]:
-    """Return the settings among the words by key, without folders."""
+def settings_by_key(words: Sequence[str]) -> dict[str, str]:
+    """Return the settings among the typed words by key, without those of folders."""
     pairs = [word.lstrip("+").partition("=") for word in words if not word.startswith("-")]
     return {key: value for key, equals, value in pairs if equals and not key.startswith(FOLDERS)}
 
 
-def _shown(name: str) -> bool:
+def _is_shown_metric(name: str) -> bool:
     last = name.rpartition("/")[2]
     return last != "seconds" and not (name.count("/") > 1 and last.isdecimal())

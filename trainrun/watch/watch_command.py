@@ -18,7 +18,7 @@ from trainrun.watch.screen import RunsView, RunView, SweepView
 
 
 def main(argv: list[str]) -> int:
-    """Draw until the run ends. Return 0 if it ended well, 1 if it failed or died."""
+    """Show the run until it ends. Return 0 if it ended normally, 1 if it failed or its process died."""
     parser = Parser(
         prog="trainrun watch", allow_abbrev=False,
         description="Follows a run or a sweep through its folder: state, step, losses, phases, devices. On a pipe "
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         )
     except ValueError as error:
         raise ConfigError(f"--every {words.every}: {error}") from error
-    view = view_of(words.folders, words.trust)
+    view = open_view(words.folders, words.trust)
     view.read()
     if (console := terminal_console()) is not None:
         display = open_display(console, view.draw(console), is_erased=False)
@@ -67,8 +67,8 @@ def main(argv: list[str]) -> int:
     return EXIT_FAILED if view.ended in ("failed", "dead") else EXIT_DONE
 
 
-def view_of(words: list[str], trust: bool) -> RunView | RunsView:
-    """Return the view of a run, a sweep, or several runs. Raise ConfigError if no word names a run."""
+def open_view(words: list[str], trust: bool) -> RunView | RunsView:
+    """Return the view of a run, a sweep, or several runs. Raise ConfigError if `words` names no run."""
     runs: list[RunDir] = []
     skipped: dict[str, ConfigError] = {}
     for word in words:

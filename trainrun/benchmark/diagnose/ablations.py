@@ -156,6 +156,6 @@ def useful_ablations(config: RunConfig, info: RunInfo, steps: int) -> list[str]:
     ]
 
 
-def title_of(name: str) -> str:
+def ablation_title(name: str) -> str:
     """Return how an ablation is called if there was no time for it."""
     return "a larger batch" if name == LARGER else CAUSES_OF.get(name, ("", f"trainer.num_{name}"))[1]

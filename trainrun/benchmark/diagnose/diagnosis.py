@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final
 
-from trainrun.benchmark.budget import TURN_SECONDS, Budget, PacedTurns, steps_for, warm_up_steps
+from trainrun.benchmark.budget import TURN_SECONDS, Budget, TimedTurns, find_steps_per_turn, warm_up_steps
 from trainrun.benchmark.diagnose.ablations import (
     BUCKET,
     CACHED,
@@ -22,12 +22,12 @@ from trainrun.benchmark.diagnose.ablations import (
     OTHER_READING,
     OTHER_RUNS,
     THREADS,
-    title_of,
+    ablation_title,
     useful_ablations,
 )
 from trainrun.benchmark.diagnose.rounds import Rounds, Side, gain_of_part
-from trainrun.benchmark.measured_run import CHECKPOINT, rare_costs, steps_between
-from trainrun.benchmark.run_overrides import config_of, replace_overrides, start_choices
+from trainrun.benchmark.measured_run import CHECKPOINT, measure_rare_work, rare_work_intervals
+from trainrun.benchmark.run_overrides import compose_config, replace_overrides, start_choice_overrides
 from trainrun.benchmark.worker_messages import (
     KEEPING,
     SAVING,
@@ -70,23 +70,23 @@ class WhatIf:
     setting: str = ""
 
     @property
-    def computed(self) -> bool:
+    def is_computed(self) -> bool:
         """Return whether it follows from known seconds, and not from turns."""
         return self.gain.low == self.gain.high
 
     @property
-    def sure(self) -> bool:
+    def is_reliable(self) -> bool:
         """Return whether it has an interval, for which a few turns are too few."""
-        return self.computed or self.gain.has_interval
+        return self.is_computed or self.gain.has_interval
 
     @property
-    def other_process(self) -> bool:
+    def is_between_processes(self) -> bool:
         """Return whether it was measured in one process beside another, which may differ for all of their lives."""
         return self.name in (CAUSES_OF[BUCKET][0], "dispatch")
 
     def is_faster(self) -> bool:
         """Return whether the run is surely faster without this cost: beyond the spread of turns and of processes."""
-        return self.gain.low > 1.0 + PROCESS_SPREAD * self.other_process
+        return self.gain.low > 1.0 + PROCESS_SPREAD * self.is_between_processes
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def diagnose(
     """
     with WorkerPool() as pool:
         progress("starting the run", budget.left())
-        base = pool.start(config_of(overrides))
+        base = pool.start(compose_config(overrides))
         reserved = END_SECONDS + TRACE_SECONDS * trace
         diagnosis = Examination(pool, base, overrides, budget, reserved, progress).diagnosis()
         if trace:
@@ -133,7 +133,7 @@ class Examination:
     def __init__(self, pool: WorkerPool, base: WorkerProcess, overrides: Sequence[str], budget: Budget,
                  reserved: float, progress: Callable[[str, float], None]) -> None:  # fmt: skip
         self._pool, self._base, self._overrides = pool, base, list(overrides)
-        self._config, self._budget, self._reserved = config_of(overrides), budget, reserved
+        self._config, self._budget, self._reserved = compose_config(overrides), budget, reserved
         self._say, self._untried, self._compiling = progress, list[str](), 0.0
         # On a CPU the account of time says it exactly: all the work is the loop's.
         self._known = {NO_LOGGING: LOGGING, CACHED: DATA} if base.info.device == "cpu" else {}
@@ -143,41 +143,43 @@ class Examination:
         self._others: list[WorkerProcess] = []
         self._settings = {BUCKET: "data.padding=bucket"}  # of the ablations that are runs of their own
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         return self._budget.left() - self._reserved
 
     def _is_over(self, grace: float = 0.0) -> bool:
         """Return whether the time left is less than the longest compilation, which cannot be interrupted."""
-        return self._left() + grace <= self._compiling
+        return self._seconds_left() + grace <= self._compiling
 
     def diagnosis(self) -> Diagnosis:
         pace = self._find_pace()
         load: Turn = self._base.ask(Load(max(2, min(self._steps, 50)) if self._warm else 1, self._warm))
-        names = self._affordable()
-        sides = {name: self._side(self._base, name) for name in names if name not in OTHER_RUNS}
+        names = self._choose_ablations()
+        sides = {name: self._build_side(self._base, name) for name in names if name not in OTHER_RUNS}
         for (
             name,
             side,
         ) in sides.items():  # their first steps are the slowest, and those without loading far shorter
             if (self._steps > 1 or name == CACHED) and not self._is_over(1.0):
                 side()
-        sides |= dict(self._other_runs([name for name in names if name in OTHER_RUNS], pace))
-        rounds = Rounds(self._own_turn, sides, self._budget.deadline() - self._reserved, self._budget.clock)
+        sides |= dict(self._start_other_runs([name for name in names if name in OTHER_RUNS], pace))
+        rounds = Rounds(
+            self._take_base_turn, sides, self._budget.deadline() - self._reserved, self._budget.clock
+        )
         self._measure(rounds, list(sides), pace)
         for run in self._others:
             run.close()
-        return self._result(rounds, load)
+        return self._build_diagnosis(rounds, load)
 
     def _find_pace(self) -> Turn:
-        self._say("finding its pace", self._left())
-        self._seconds = min(TURN_SECONDS, max(LEAST_TURN, self._left() / (8 * MOST_SIDES)))
+        self._say("finding its pace", self._seconds_left())
+        self._seconds = min(TURN_SECONDS, max(LEAST_TURN, self._seconds_left() / (8 * MOST_SIDES)))
         turns: list[Turn] = []
 
         def take(steps: int) -> Turn:
             turns.append(self._train(self._base, steps, warm_up_steps(steps), self._own, MOST_PACING))
             return turns[-1]
 
-        steps = steps_for(take, self._seconds)
+        steps = find_steps_per_turn(take, self._seconds)
         self._steps = max(1, steps - warm_up_steps(steps))
         self._step_seconds = turns[-1].running_seconds / turns[-1].steps
         self._warm = warm_up_steps(self._steps) if self._step_seconds < LONG_STEP else 0
@@ -185,26 +187,26 @@ class Examination:
         return turns[-1]
 
     def _train(self, run: WorkerProcess, steps: int, warm: int, variant: str, part: float = 1.0) -> Turn:
-        turn = run.train(steps, warm, variant, max(part * self._left(), LEAST_TURN))
+        turn = run.train(steps, warm, variant, max(part * self._seconds_left(), LEAST_TURN))
         self._compiling = max(self._compiling, turn.phase(COMPILE))
         return turn
 
-    def _own_turn(self) -> Turn:
+    def _take_base_turn(self) -> Turn:
         return self._train(self._base, self._steps, self._warm, self._own)
 
-    def _side(self, run: WorkerProcess, variant: str) -> Side:
+    def _build_side(self, run: WorkerProcess, variant: str) -> Side:
         if variant == SAVING:  # a turn that is cut may save nothing
             every = self._config.checkpoint.every_n_train_steps or 1
-            return PacedTurns(
+            return TimedTurns(
                 lambda steps: run.train(steps, self._warm, SAVING), self._steps, self._seconds, every
             )
 
         def take(steps: int) -> Turn:
             return self._train(run, steps, min(self._warm, warm_up_steps(steps)), variant)
 
-        return PacedTurns(take, self._steps, self._seconds)
+        return TimedTurns(take, self._steps, self._seconds)
 
-    def _affordable(self) -> list[str]:
+    def _choose_ablations(self) -> list[str]:
         """Choose the most telling ablations that fit into the time, one at least; note the others."""
         info, config = self._base.info, self._config
         names = [name for name in useful_ablations(config, info, self._steps) if name not in self._known]
@@ -212,11 +214,11 @@ class Examination:
             names.insert(0, BUCKET)
         names.append(LARGER)
         turn = (self._warm + self._steps) * self._step_seconds
-        most = max(1, int(self._left() / (FEWEST_ROUNDS * turn * 1.5)) - 1)
-        self._untried += [title_of(name) for name in names[most:]]
+        most = max(1, int(self._seconds_left() / (FEWEST_ROUNDS * turn * 1.5)) - 1)
+        self._untried += [ablation_title(name) for name in names[most:]]
         return names[:most]
 
-    def _other_runs(self, names: Sequence[str], pace: Turn) -> Iterator[tuple[str, Side]]:
+    def _start_other_runs(self, names: Sequence[str], pace: Turn) -> Iterator[tuple[str, Side]]:
         """Start the same run with sequences of like length together, and with a larger batch.
 
         Either may take half of the time that is left, with its first turn.
@@ -229,23 +231,28 @@ class Examination:
         for name in names:
             override, batches = self._settings[name], self._times if name == LARGER else 1
             turns = 2 * (self._warm + 1) * self._step_seconds * batches
-            limit = MOST_STARTING * self._left() - self._compiling - turns
+            limit = MOST_STARTING * self._seconds_left() - self._compiling - turns
             if limit < QUICK_START:
                 self._untried.append(override)
                 continue
-            self._say(f"starting it with {override}", self._left())
-            choices, until = start_choices(self._config, self._base.info), self._left() - limit
+            self._say(f"starting it with {override}", self._seconds_left())
+            choices, until = (
+                start_choice_overrides(self._config, self._base.info),
+                self._seconds_left() - limit,
+            )
             try:
                 run = self._pool.start(
-                    config_of(replace_overrides(replace_overrides(self._overrides, choices), [override])),
+                    compose_config(
+                        replace_overrides(replace_overrides(self._overrides, choices), [override])
+                    ),
                     limit,
                 )
                 self._others.append(run)
-                side = self._side(run, NO_LOGGING if name == LARGER else "")
+                side = self._build_side(run, NO_LOGGING if name == LARGER else "")
                 side()
                 yield name, side
             except TrainrunError:  # too few samples, or no memory: then it tells nothing
-                self._untried += [override] * (self._left() <= until)
+                self._untried += [override] * (self._seconds_left() <= until)
 
     def _has_room_for_tiny(self, pace: Turn) -> bool:
         """Return whether turns of a batch `TINY_BATCH` times as large fit into the time and the memory.
@@ -254,7 +261,7 @@ class Examination:
         """
         seconds = FEWEST_ROUNDS * (self._warm + 1) * TINY_BATCH * self._step_seconds
         fits_memory = 2 * TINY_BATCH * pace.peak_bytes < self._base.info.memory_bytes
-        return seconds <= MOST_OF_LARGER * self._left() and fits_memory
+        return seconds <= MOST_OF_LARGER * self._seconds_left() and fits_memory
 
     def _measure(self, rounds: Rounds, names: list[str], pace: Turn) -> None:
         """Take rounds until it is clear what costs time, or the time is over; the last ones of what gained most.
@@ -270,7 +277,7 @@ class Examination:
             if number >= FEWEST_ROUNDS:  # there may not be time for all of them
                 worth = [name for name in names if rounds.ratio(name).value > SLOWER]
                 order = sorted(worth, key=lambda name: -rounds.ratio(name).value)
-            self._say(f"round {number + 1}", self._left())
+            self._say(f"round {number + 1}", self._seconds_left())
             for first in range(0, len(order) or 1, 2):  # the account of time needs turns of the base too
                 if self._is_over(1.0) or not rounds.take(order[first : first + 2], in_any_case=number == 0):
                     break
@@ -280,27 +287,27 @@ class Examination:
             names = [name for name in names if rounds.pairs[name]]
         if not rounds.own:
             rounds.own.append(pace)
-        self._untried += [title_of(name) for name, pairs in rounds.pairs.items() if not pairs]
+        self._untried += [ablation_title(name) for name, pairs in rounds.pairs.items() if not pairs]
 
     def _is_unclear(self, rounds: Rounds) -> bool:
         """Return whether no cause is certain yet, while some cause is still possible."""
-        ratios = self._ratios(rounds).values()
+        ratios = self._estimate_gains(rounds).values()
         certain = any(ratio.value >= CLEAR and ratio.low > 1.0 for ratio in ratios)
         return not certain and any(ratio.high > CLEAR for ratio in ratios)
 
-    def _result(self, rounds: Rounds, load: Turn) -> Diagnosis:
+    def _build_diagnosis(self, rounds: Rounds, load: Turn) -> Diagnosis:
         info, loop_seconds = self._base.info, rounds.base.seconds / sum(turn.steps for turn in rounds.own)
-        ratios = self._ratios(rounds)
+        ratios = self._estimate_gains(rounds)
         late = self._budget.left() <= self._compiling
         self._untried += ["validation and checkpoints"] * late
-        costs = {} if late else self._rare_costs(loop_seconds, ratios.get(SAVING))
+        costs = {} if late else self._measure_rare_costs(loop_seconds, ratios.get(SAVING))
         costs["compile"] = rounds.compile_seconds(info.total_steps)
         step_seconds = loop_seconds + sum(costs.values())
         if not late:
             costs |= self._logging_cost(loop_seconds)
         what_ifs = [
             WhatIf(name, gain_of_part(ratios[ablation], step_seconds, loop_seconds), about, setting)
-            for name, ablation, about, setting in self._named(ratios)
+            for name, ablation, about, setting in self._iterate_causes(ratios)
             if name not in costs
         ]
         for name, seconds in costs.items():
@@ -314,7 +321,7 @@ class Examination:
             load.busy_seconds / load.seconds, tuple(self._overrides), untried=tuple(dict.fromkeys(self._untried)),
         )  # fmt: skip
 
-    def _ratios(self, rounds: Rounds) -> dict[str, Ratio]:
+    def _estimate_gains(self, rounds: Rounds) -> dict[str, Ratio]:
         """Return the gain of each ablation. What both sides read is taken off, so that a stall is no difference."""
         read = [DATA] if CACHED in self._known else []
         ratios = {name: rounds.ratio_of_phase(phase) for name, phase in self._known.items()}
@@ -325,15 +332,15 @@ class Examination:
                 ratios[name] = rounds.ratio(name, same, fewer)
         return ratios
 
-    def _rare_costs(self, loop_seconds: float, saving: Ratio | None) -> dict[str, float]:
+    def _measure_rare_costs(self, loop_seconds: float, saving: Ratio | None) -> dict[str, float]:
         """Return the seconds a step of validation and checkpoints, each timed by itself.
 
         saving: the gain without frequent checkpoints, whose writing also slows the steps after them.
         """
-        intervals = steps_between(self._config, self._base.info, loop_seconds)
+        intervals = rare_work_intervals(self._config, self._base.info, loop_seconds)
         if saving is not None:
             intervals.pop(CHECKPOINT, None)
-        costs = dict(rare_costs(self._base, intervals, 3 if self._warm else 1))
+        costs = dict(measure_rare_work(self._base, intervals, 3 if self._warm else 1))
         if saving is not None:
             costs[CHECKPOINT] = max(loop_seconds / saving.value - loop_seconds, 0.0)
         return costs
@@ -350,7 +357,7 @@ class Examination:
             return {}
         return {"logging": min(turn.phase(LOGGING) / turn.seconds for turn in turns) * loop_seconds}
 
-    def _named(self, ratios: dict[str, Ratio]) -> Iterator[tuple[str, str, str, str]]:
+    def _iterate_causes(self, ratios: dict[str, Ratio]) -> Iterator[tuple[str, str, str, str]]:
         """Yield the cause, its ablation, how it was measured, and the override that was measured."""
         for ablation, (name, about) in CAUSES_OF.items():
             if ablation in ratios:

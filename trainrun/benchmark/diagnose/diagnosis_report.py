@@ -26,24 +26,27 @@ def report_diagnosis(overrides: list[str], seconds: float, trace: bool, folder: 
     budget = Budget(seconds)
     with progress_line() as progress:
         diagnosis = diagnose(overrides, budget, progress, trace)
-    say("\n".join(lines_of(diagnosis)))
+    say("\n".join(diagnosis_lines(diagnosis)))
     write_diagnosis(diagnosis, overrides, folder)
-    report_result(file=folder / "diagnosis.json", **as_json(diagnosis, overrides))
+    report_result(file=folder / "diagnosis.json", **diagnosis_to_json(diagnosis, overrides))
     say(f"in {budget.spent:.0f} s; details: {relative_path(folder / 'diagnosis.json')}")
     return EXIT_DONE
 
 
-def lines_of(diagnosis: Diagnosis) -> list[str]:
+def diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
     info, conclusion = diagnosis.info, reach_verdict(diagnosis)
     ranks = f", {info.world_size} ranks" if info.world_size > 1 else ""
     lines = [
         f"measured  {format_quantity(diagnosis.speed)} {info.unit}/s ({info.device}, threads: "
         f"{info.num_threads}{ranks}), torch {torch.__version__}; a step with its validation and checkpoints "
-        f"{short_time(diagnosis.step_seconds)}",
+        f"{format_seconds(diagnosis.step_seconds)}",
         f"loading   {format_quantity(diagnosis.load_speed)} {info.unit}/s alone, without training",
     ]
     lines += ["", f"{'if this were free':<22} {'faster by':>10}   {'95 % of the turns':<24} measured with"]
-    lines += [row(what_if) for what_if in sorted(diagnosis.what_ifs, key=lambda what_if: -what_if.gain.value)]
+    lines += [
+        format_cause_row(what_if)
+        for what_if in sorted(diagnosis.what_ifs, key=lambda what_if: -what_if.gain.value)
+    ]
     if diagnosis.profiled is not None:
         lines += ["", f"{STEPS} steps under torch's profiler:", diagnosis.profiled.table]
     remedies = [describe_remedy(remedy) for cause in conclusion.causes for remedy in cause.remedies]
@@ -56,37 +59,35 @@ def describe_remedy(remedy: Remedy) -> str:
     return f"try: {remedy}{notes}"
 
 
-def row(what_if: WhatIf) -> str:
-    gain = percent_faster(what_if.gain.value)
-    return (
-        f"{TITLES.get(what_if.name, what_if.name):<22} {gain:>8} %   {interval(what_if):<24} {what_if.about}"
-    )
+def format_cause_row(what_if: WhatIf) -> str:
+    gain = format_percent_faster(what_if.gain.value)
+    return f"{TITLES.get(what_if.name, what_if.name):<22} {gain:>8} %   {format_gain(what_if):<24} {what_if.about}"
 
 
-def interval(what_if: WhatIf) -> str:
+def format_gain(what_if: WhatIf) -> str:
     """Return `+38 to +49 %` (Student's 95 % interval over turns), or the measured turns if they are too few."""
     gain = what_if.gain
-    if what_if.computed:
+    if what_if.is_computed:
         return "computed"
     if gain.pairs < 2:
         return "one turn"
-    if not what_if.sure:
-        return f"turns: {', '.join(map(percent_faster, sorted(gain.each)))} %"
-    bounds = f"{percent_faster(gain.low)} to {percent_faster(gain.high)} %"
-    return f"{bounds}, 1 process" if what_if.other_process else bounds
+    if not what_if.is_reliable:
+        return f"turns: {', '.join(map(format_percent_faster, sorted(gain.each)))} %"
+    bounds = f"{format_percent_faster(gain.low)} to {format_percent_faster(gain.high)} %"
+    return f"{bounds}, 1 process" if what_if.is_between_processes else bounds
 
 
-def percent_faster(ratio: float) -> str:
+def format_percent_faster(ratio: float) -> str:
     """Format a speed ratio as a gain in percent: 1.38 becomes `+38`."""
     return f"{100 * (ratio - 1):+.0f}"
 
 
-def short_time(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format seconds as `0.71 ms`, `12 ms` or `1.3 s`."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.95 else format_duration(seconds)
 
 
-def as_json(diagnosis: Diagnosis, overrides: list[str]) -> dict[str, Any]:
+def diagnosis_to_json(diagnosis: Diagnosis, overrides: list[str]) -> dict[str, Any]:
     conclusion = reach_verdict(diagnosis)
     causes = [
         {"name": each.what_if.name, "text": each.text, "try": list(map(str, each.remedies))}
@@ -106,8 +107,8 @@ def as_json(diagnosis: Diagnosis, overrides: list[str]) -> dict[str, Any]:
                 "title": TITLES.get(each.name, each.name),
                 "about": each.about,
                 "ratio": each.gain.value,
-                "low": each.gain.low if each.sure else None,  # too few turns say nothing of them
-                "high": each.gain.high if each.sure else None,
+                "low": each.gain.low if each.is_reliable else None,  # too few turns say nothing of them
+                "high": each.gain.high if each.is_reliable else None,
                 "pairs": each.gain.pairs,
                 "each": list(each.gain.each),
             }
@@ -121,6 +122,6 @@ def as_json(diagnosis: Diagnosis, overrides: list[str]) -> dict[str, Any]:
 
 def write_diagnosis(diagnosis: Diagnosis, overrides: list[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "diagnosis.json", as_json(diagnosis, overrides))
+    write_json(folder / "diagnosis.json", diagnosis_to_json(diagnosis, overrides))
     if diagnosis.profiled is not None:
         (folder / "trace.json.gz").write_bytes(diagnosis.profiled.trace)

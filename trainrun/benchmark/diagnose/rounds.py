@@ -14,7 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from trainrun.benchmark.diagnose.ablations import CACHED
 from trainrun.benchmark.worker_messages import Turn
-from trainrun.timing.paired import BASE, Comparison, Ratio, Spent, Turns, ratio_of_totals, sum_spent
+from trainrun.timing.paired import (
+    BASE,
+    Comparison,
+    Ratio,
+    TimedItems,
+    TurnSchedule,
+    ratio_of_totals,
+    sum_timed_items,
+)
 
 Side = Callable[[], Turn]
 
@@ -29,7 +37,7 @@ class Rounds:
         self.pairs: dict[str, list[tuple[Turn, Turn]]] = {name: [] for name in sides}
         self._owns: dict[str, int] = {}  # turns of the base before the newest turn of each
         named = {BASE: base, **sides}
-        self._turns = Turns(
+        self._turns = TurnSchedule(
             {name: self._record_turns(name, side) for name, side in named.items()}, clock, deadline
         )
 
@@ -56,8 +64,8 @@ class Rounds:
         return went
 
     @property
-    def base(self) -> Spent:
-        return sum_spent(spent(turn) for turn in self.own)
+    def base(self) -> TimedItems:
+        return sum_timed_items(turn_to_timed_items(turn) for turn in self.own)
 
     def seconds_of(self, phases: Sequence[int]) -> float:
         """Return the seconds per item that the unchanged loop spends in these phases."""
@@ -75,7 +83,8 @@ class Rounds:
         pairs = self.pairs[name]
         by_position = padding_factor > 0 and all(turn.positions for pair in pairs for turn in pair)
         ratio = ratio_of_totals([
-            (spent(base, without, by_position), spent(turn, without, by_position)) for base, turn in pairs
+            (turn_to_timed_items(base, without, by_position), turn_to_timed_items(turn, without, by_position))
+            for base, turn in pairs
         ])  # fmt: skip
         if by_position:
             ratio = ratio.times(padding_factor)
@@ -84,7 +93,9 @@ class Rounds:
 
     def ratio_of_phase(self, phase: int) -> Ratio:
         """Return how many times as fast the unchanged loop would be without this phase."""
-        return ratio_of_totals([(spent(turn), spent(turn, [phase])) for turn in self.own])
+        return ratio_of_totals(
+            [(turn_to_timed_items(turn), turn_to_timed_items(turn, [phase])) for turn in self.own]
+        )
 
     def compile_seconds(self, total_steps: int | None) -> float:
         """Return seconds a step of the whole run: torch compiles a function for a few shapes and then no more.
@@ -98,9 +109,9 @@ class Rounds:
         )
 
 
-def spent(turn: Turn, without: Sequence[int] = (), by_position: bool = False) -> Spent:
+def turn_to_timed_items(turn: Turn, without: Sequence[int] = (), by_position: bool = False) -> TimedItems:
     seconds = turn.running_seconds - sum(turn.phase(phase) for phase in without)
-    return Spent(seconds, turn.positions if by_position else turn.items)
+    return TimedItems(seconds, turn.positions if by_position else turn.items)
 
 
 def gain_of_part(ratio: Ratio, total_seconds: float, part_seconds: float) -> Ratio:

@@ -50,12 +50,12 @@ class Verdict:
 
 def reach_verdict(diagnosis: Diagnosis) -> Verdict:
     worth = likely_costs(diagnosis)
-    causes = [cause_of(diagnosis, what_if) for what_if in certain_causes(diagnosis)[:MOST_CAUSES]]
+    causes = [build_cause(diagnosis, what_if) for what_if in certain_causes(diagnosis)[:MOST_CAUSES]]
     tried = ""
     if diagnosis.untried:
         tried = f". No time was left for: {', '.join(diagnosis.untried)} (--budget 120 may have it)"
     if not causes and worth:
-        return Verdict((), unclear_text(diagnosis, worth[0]), "unclear")
+        return Verdict((), describe_unclear(diagnosis, worth[0]), "unclear")
     if not causes and diagnosis.untried and all(each.gain.pairs < 2 for each in diagnosis.what_ifs):
         return Verdict((), "unclear: nothing was taken away often enough" + tried, "unclear")
     if not causes and f"data.padding={BUCKET}" in diagnosis.untried:
@@ -67,7 +67,7 @@ def reach_verdict(diagnosis: Diagnosis) -> Verdict:
     if len(causes) > 1:
         text += " (the two are not added up: together at most what is measured together)"
     hidden = [one for one in worth if one.gain.value > causes[0].what_if.gain.value and not is_certain(one)]
-    text += "".join(f"; {unclear_text(diagnosis, one)}" for one in hidden[:1])
+    text += "".join(f"; {describe_unclear(diagnosis, one)}" for one in hidden[:1])
     return Verdict(tuple(causes), text + tried, causes[0].what_if.name)
 
 
@@ -98,9 +98,9 @@ def is_certain(what_if: WhatIf) -> bool:
     return enough and what_if.is_faster()
 
 
-def unclear_text(diagnosis: Diagnosis, what_if: WhatIf) -> str:
+def describe_unclear(diagnosis: Diagnosis, what_if: WhatIf) -> str:
     start = f"unclear: {CAUSES[what_if.name]} may cost something"
-    if not what_if.sure or what_if.gain.low > 1.0:
+    if not what_if.is_reliable or what_if.gain.low > 1.0:
         turns = f"{what_if.gain.pairs} turns" if what_if.gain.pairs > 1 else "a single turn"
         return (
             f"{start} ({gain_text(what_if)} faster without, in {turns}): no time for more; try --budget 120"
@@ -113,7 +113,7 @@ def gain_text(what_if: WhatIf) -> str:
     return f"{100 * (what_if.gain.value - 1):.0f} %"
 
 
-def cause_of(diagnosis: Diagnosis, what_if: WhatIf) -> Cause:
+def build_cause(diagnosis: Diagnosis, what_if: WhatIf) -> Cause:
     return Cause(what_if, describe_cause(diagnosis, what_if.name), remedies_for(what_if, diagnosis))
 
 

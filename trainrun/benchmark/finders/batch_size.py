@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainrun.benchmark.budget import Budget, steps_for
+from trainrun.benchmark.budget import Budget, find_steps_per_turn
 from trainrun.benchmark.run_overrides import (
-    begin,
-    config_of,
+    compose_config,
+    parse_command,
     progress_line,
     relative_path,
     replace_overrides,
@@ -27,10 +27,10 @@ from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerPr
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainingError
 from trainrun.output import format_quantity, say
 from trainrun.parallel.devices import count_gpus
-from trainrun.plots.compare import text_table
+from trainrun.plots.compare import format_text_table
 from trainrun.runtime.machine import read_host_memory
 from trainrun.scheduler.build_schedule import scale_learning_rate
-from trainrun.timing.paired import PROCESS_SPREAD, Comparison, Rules, compare_in_turns
+from trainrun.timing.paired import PROCESS_SPREAD, Comparison, StoppingRules, compare_in_turns
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -62,7 +62,7 @@ class BatchFinder:
     ) -> None:
         self._pool, self._words, self._budget, self._progress = pool, words, budget, progress
         self._most_bytes = most_bytes or int(MOST_OF_FREE * read_host_memory().free)
-        self.tried, self.config = list[Attempt](), config_of(words)
+        self.tried, self.config = list[Attempt](), compose_config(words)
         # Asks the driver, since torch would make GPUs unusable in forked processes.
         has_gpu = count_gpus() or torch.version.hip or torch.backends.mps.is_available()
         accelerator = self.config.parallel.accelerator
@@ -70,7 +70,7 @@ class BatchFinder:
 
     def start(self, size: int) -> WorkerProcess:
         changes = [f"data.batch_size={size}", "trainer.out_of_memory=stop"]
-        config = config_of(replace_overrides(self._words, changes))
+        config = compose_config(replace_overrides(self._words, changes))
         return self._pool.start(config, memory=self._most_bytes if self._on_cpu else None)
 
     def fits(self, size: int) -> bool:
@@ -126,7 +126,7 @@ class BatchFinder:
         base = typed if typed in sizes else sizes[0]
         turns = {str(size): self._turn(size) for size in sizes if size > base}
         turns = dict([*turns.items()][-COMPARED:]) or {"": self._turn(base)}
-        rules = Rules(SMALLEST, self._budget.deadline())
+        rules = StoppingRules(SMALLEST, self._budget.deadline())
         return compare_in_turns(self._turn(base), turns, rules, self._budget.clock)
 
     def _turn(self, size: int) -> Any:
@@ -140,7 +140,9 @@ class BatchFinder:
             try:
                 if worker is None:
                     worker = self.start(size)
-                    steps = steps_for(partial(worker.train, restart=False))  # a copy would take the room
+                    steps = find_steps_per_turn(
+                        partial(worker.train, restart=False)
+                    )  # a copy would take the room
                 turn = worker.train(steps, restart=False)
             except WorkerFailed:
                 return math.inf  # beside the others it does not fit
@@ -152,14 +154,14 @@ class BatchFinder:
 def main(wish: Namespace, words: list[str], budget: float) -> int:
     if wish.memory is not None and not wish.memory > 0:
         raise ConfigError(f"autotune batch: --memory {wish.memory:g}: must be above 0, in GB")
-    typed, folder = begin("autotune-batch", words)
+    typed, folder = parse_command("autotune-batch", words)
     most = None if wish.memory is None else int(wish.memory * 1e9)
     with WorkerPool() as pool, progress_line() as progress:
         finder = BatchFinder(pool, typed, Budget(budget), most, progress)
         stopped = finder.search()
         speeds = finder.compare_speeds()
     base, tried = finder.config.data.batch_size, sorted(finder.tried, key=lambda attempt: attempt.size)
-    say(text_table(HEAD, [format_attempt(finder, speeds, attempt) for attempt in tried]))
+    say(format_text_table(HEAD, [format_attempt(finder, speeds, attempt) for attempt in tried]))
     fastest, largest = speeds.best(PROCESS_SPREAD, 0.95) or str(base), finder.sizes()[-1]
     limit = next((attempt.why for attempt in tried if attempt.size > largest), stopped)
     say(f"largest that fits: data.batch_size={largest}" + (f" (above: {limit})" if limit else ""))

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainrun.benchmark.run_overrides import begin, config_of, progress_line, relative_path, write_results
+from trainrun.benchmark.run_overrides import (
+    compose_config,
+    parse_command,
+    progress_line,
+    relative_path,
+    write_results,
+)
 from trainrun.benchmark.worker_messages import RateLosses, RateRange
 from trainrun.benchmark.worker_process import WorkerPool
 from trainrun.errors import EXIT_DONE, ConfigError
@@ -56,11 +62,11 @@ class RateSweep:
 
     def step(self, *run_and_window: Any) -> StepReport | None:
         """Train a step as the run's `step`; called without arguments as its schedule, do nothing."""
-        return self._trained(*run_and_window) if run_and_window else None
+        return self._train_step(*run_and_window) if run_and_window else None
 
     def end_epoch(self) -> None: ...
 
-    def _trained(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
+    def _train_step(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
         done, wanted = len(self.found.rates), self._wanted
         rate = wanted.low * (wanted.high / wanted.low) ** (done / max(wanted.steps - 1, 1))
         for group, peak in zip(self._groups, self._peaks, strict=True):
@@ -127,8 +133,8 @@ def main(wish: Namespace, words: list[str]) -> int:
             f"autotune lr: --low {wish.low:g} --high {wish.high:g} --steps {wish.steps}: must be rates above 0, low "
             f"below high, and at least {4 * FIRST} steps"
         )
-    typed, folder = begin("autotune-lr", words)
-    config = config_of(typed)
+    typed, folder = parse_command("autotune-lr", words)
+    config = compose_config(typed)
     with WorkerPool() as pool, progress_line() as progress:
         progress("range test", 60.0)
         curve: RateLosses = pool.start(config).ask(RateRange(wish.low, wish.high, wish.steps), limit=LIMIT)
@@ -152,16 +158,15 @@ def main(wish: Namespace, words: list[str]) -> int:
         "why": advice.why, "peaks": curve.peaks,
         "suggestions": advice.rate and [advice.rate * peak / curve.peaks[0] for peak in curve.peaks],
     })  # fmt: skip
-    say(
-        f"details: {relative_path(folder / 'autotune.json')}, {draw_range_test(curve, advice, folder / 'lr.png').name}"
-    )
+    picture = draw_lr_range_test(curve, advice, folder / "lr.png")
+    say(f"details: {relative_path(folder / 'autotune.json')}, {picture.name}")
     return EXIT_DONE
 
 
-def draw_range_test(curve: RateLosses, advice: Suggestion, path: Path) -> Path:
+def draw_lr_range_test(curve: RateLosses, advice: Suggestion, path: Path) -> Path:
     from trainrun.plots import canvas
 
-    figure, (ax,) = canvas.panels("Learning rate range test", 1, height=3.4)
+    figure, (ax,) = canvas.new_panels("Learning rate range test", 1, height=3.4)
     ax.plot(curve.rates, curve.losses, color=canvas.TRAIN, alpha=0.3, linewidth=1, label="loss")
     ax.plot(
         curve.rates[: len(advice.averaged)],
@@ -180,4 +185,4 @@ def draw_range_test(curve: RateLosses, advice: Suggestion, path: Path) -> Path:
     ax.set_xlabel("learning rate of the first group")
     ax.set_ylabel("train/loss")
     canvas.show_legend(ax)
-    return canvas.save(figure, path)
+    return canvas.save_figure(figure, path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.run_overrides import progress_line, relative_path, write_results
 from trainrun.benchmark.tune import tune_report
-from trainrun.benchmark.tune.preset_file import host_preset, preset_path, write_preset
+from trainrun.benchmark.tune.preset_file import host_preset_name, preset_path, write_preset
 from trainrun.benchmark.tune.techniques import TechniqueTable, measure_table
 from trainrun.benchmark.tune.tuner import Tuner, Tuning
 from trainrun.benchmark.worker_process import WorkerPool
@@ -22,7 +22,7 @@ from trainrun.output import mask_arguments, say
 
 def search_settings(wish: Namespace, typed: list[str], budget: float, folder: Path) -> int:
     """Search as the arguments of `trainrun autotune` ask for. Return the exit code."""
-    preset = preset_path(wish.name or host_preset(), Path.cwd())
+    preset = preset_path(wish.name or host_preset_name(), Path.cwd())
     if wish.table:
         return report_table(typed, run_table(typed, budget), budget, folder)
     return report_search(wish, typed, run_search(wish, typed, budget), budget, folder, preset)
@@ -30,17 +30,17 @@ def search_settings(wish: Namespace, typed: list[str], budget: float, folder: Pa
 
 def run_search(wish: Namespace, typed: list[str], budget: float) -> Tuning:
     """Search for the fastest settings. Nothing is written before the end, so an interrupted search leaves no trace."""
-    with tuner_of(typed, budget, wish.allow) as tuner:
+    with open_tuner(typed, budget, wish.allow) as tuner:
         return tuner.run()
 
 
 def run_table(typed: list[str], budget: float) -> TechniqueTable:
-    with tuner_of(typed, budget, "numeric") as tuner:
+    with open_tuner(typed, budget, "numeric") as tuner:
         return measure_table(tuner)
 
 
 @contextlib.contextmanager
-def tuner_of(typed: list[str], budget: float, allowed: str) -> Iterator[Tuner]:
+def open_tuner(typed: list[str], budget: float, allowed: str) -> Iterator[Tuner]:
     with WorkerPool() as pool, progress_line() as progress:
         yield Tuner(pool, typed, Budget(budget), progress, allowed)
 
@@ -60,7 +60,7 @@ def report_search(
             say(f"no preset: a setting of yours, or an experiment, stands above it; say: {use}")
     if wish.allow == "exact":
         say("not tried: number types and compilation of the model, which round differently (--allow numeric)")
-    results = tune_report.as_plain(tuning)
+    results = tune_report.to_json_values(tuning)
     results |= {"found": list(tuning.found), "claimed": tuning.is_claimed, "verdict": tuning.verdict}
     write_results(folder, typed, results)
     say(f"details: {relative_path(folder / 'autotune.json')}")
@@ -71,9 +71,9 @@ def report_table(typed: list[str], table: TechniqueTable, budget: float, folder:
     print_head(typed, table.seconds, budget)
     for line in tune_report.table_lines(table):
         say(line)
-    rows = [tune_report.as_plain(row) | {"title": row.trial.cause, "alone": tune_report.as_plain(row.alone)}
+    rows = [tune_report.to_json_values(row) | {"title": row.trial.cause, "alone": tune_report.to_json_values(row.alone)}
             for row in table.rows]  # fmt: skip
-    write_results(folder, typed, tune_report.as_plain(table) | {"rows": rows})
+    write_results(folder, typed, tune_report.to_json_values(table) | {"rows": rows})
     say(f"details: {relative_path(folder / 'autotune.json')}")
     return EXIT_DONE
 

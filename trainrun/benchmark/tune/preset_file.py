@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from trainrun.benchmark.run_overrides import compose_again, override_key, replace_overrides
+from trainrun.benchmark.run_overrides import override_key, recompose_config, replace_overrides
 from trainrun.benchmark.tune.tuner import Tuning
 from trainrun.config.tuned_settings import MARK, format_preset_conditions
 from trainrun.errors import ConfigError
@@ -38,14 +38,14 @@ def preset_path(name: str, working_dir: Path) -> Path:
     return path
 
 
-def host_preset() -> str:
+def host_preset_name() -> str:
     host = re.sub(r"[^\w-]+", "-", socket.gethostname().partition(".")[0].lower()).strip("-")
     return f"tuned-{host or 'here'}"
 
 
 def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: Path) -> WrittenPreset:
     """Write the settings that helped as a preset. typed: the overrides as the user typed them."""
-    wanted = compose_again(replace_overrides(typed, tuning.found))
+    wanted = recompose_config(replace_overrides(typed, tuning.found))
     use = replace_overrides(typed, [*tuning.found, f"preset={path.stem}"])
     use = [override for override in use if override not in tuning.found]
     before = next(
@@ -54,7 +54,7 @@ def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: 
     old = path.read_text(encoding="utf-8") if path.is_file() else None
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, preset_text(typed, tuning, before, format_preset_conditions(wanted, working_dir)))
-    if compose_again(use) == wanted:
+    if recompose_config(use) == wanted:
         return WrittenPreset(path, use)
     if old is None:  # an experiment of the user's sets one of the keys itself, and comes after a preset
         path.unlink()

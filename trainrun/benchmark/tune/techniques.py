@@ -21,7 +21,7 @@ from trainrun.benchmark.remedies import (
     TRAINING,
     Remedy,
 )
-from trainrun.benchmark.run_overrides import config_of, loader_overrides, override_key, replace_overrides
+from trainrun.benchmark.run_overrides import compose_config, loader_overrides, override_key, replace_overrides
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner
 from trainrun.benchmark.worker_messages import RunInfo
 from trainrun.config.schema import RunConfig
@@ -51,11 +51,11 @@ class Technique(NamedTuple):
     skip: Callable[[RunConfig, RunInfo], str] = lambda config, info: ""
 
 
-def gpu_only(config: RunConfig, info: RunInfo) -> str:
+def skip_without_gpu(config: RunConfig, info: RunInfo) -> str:
     return "needs a GPU" if info.device == "cpu" else ""
 
 
-def cpu_only(config: RunConfig, info: RunInfo) -> str:
+def skip_without_cpu(config: RunConfig, info: RunInfo) -> str:
     return "" if info.device == "cpu" else "not a CPU"
 
 
@@ -63,16 +63,16 @@ def skip_threads(config: RunConfig, info: RunInfo) -> str:
     return "" if count_usable_cores() > 1 and info.device == "cpu" else "one core, or not a CPU"
 
 
-def needs_convolutions(config: RunConfig, info: RunInfo) -> str:
+def skip_without_convolutions(config: RunConfig, info: RunInfo) -> str:
     has_one = any("Conv2d" in layer for layer in info.layers)
     return "" if has_one else "the model has no convolutions"
 
 
-def needs_kernels(config: RunConfig, info: RunInfo) -> str:
+def skip_without_kernels(config: RunConfig, info: RunInfo) -> str:
     return "" if "fused" in (config.optimizer or {}) else "the optimizer has one kernel only"
 
 
-def needs_length(config: RunConfig, info: RunInfo) -> str:
+def skip_without_length(config: RunConfig, info: RunInfo) -> str:
     return "" if config.data.max_sequence_length else "no data.max_sequence_length"
 
 
@@ -83,7 +83,7 @@ def skip_halves(config: RunConfig, info: RunInfo) -> str:
     return "data.batch_size is odd" if config.data.batch_size % 2 else ""
 
 
-def halves(config: RunConfig) -> Sequence[str]:
+def half_micro_batches(config: RunConfig) -> Sequence[str]:
     size = f"data.batch_size={config.data.batch_size // 2}"
     if config.data.global_batch_size is not None:
         return (size,)  # which sets the accumulation itself
@@ -100,11 +100,11 @@ def half_length(config: RunConfig) -> Sequence[str]:
     return (f"data.max_sequence_length={max(1, (config.data.max_sequence_length or 2) // 2)}",)
 
 
-def reads_by(engine: str, number: int) -> Callable[[RunConfig], Sequence[str]]:
+def reader_overrides(engine: str, number: int) -> Callable[[RunConfig], Sequence[str]]:
     return lambda config: loader_overrides(config, engine, number)
 
 
-def always(*overrides: str) -> Callable[[RunConfig], Sequence[str]]:
+def fixed_overrides(*overrides: str) -> Callable[[RunConfig], Sequence[str]]:
     return lambda config: overrides
 
 
@@ -112,33 +112,38 @@ COMPILED_STEP, COMPILED_MODEL = (remedy.overrides for remedy in COMPILED)
 NOT_COMPILED: Final = ("trainer.compile.scope=off",)
 FLOAT32: Final = ("precision.mode=32-true",)
 TECHNIQUES: Final = (
-    Technique("no workers (0)", reads_by("workers", 0)),
-    Technique("2 workers", reads_by("workers", 2)),
-    Technique("8 workers", reads_by("workers", 8)),
-    Technique("samples cached in memory", always("data.cache=memory"), ("data.cache=none",)),
-    Technique("resident data", reads_by("resident", 0)),
-    Technique("prefetch thread", reads_by("threads", 1)),
-    Technique("pinned memory", always("data.pin_memory=true"), ("data.pin_memory=false",), skip=gpu_only),
-    Technique("mixed precision (bf16)", always("precision.mode=bf16-mixed"), FLOAT32, NUMERIC),
-    Technique("mixed precision (fp16)", always("precision.mode=16-mixed"), FLOAT32, NUMERIC, skip=gpu_only),
-    Technique("TF32", always("precision.matmul=high"), ("precision.matmul=highest",), NUMERIC, skip=gpu_only),
-    Technique("channels-last layout", always(*CHANNELS_LAST.overrides), ("trainer.channels_last=false",),
-              skip=needs_convolutions),
-    Technique("accumulation (2 halves)", halves, skip=skip_halves),
-    Technique("fused optimizer", always(*FUSED.overrides), ("optimizer.fused=false", "optimizer.foreach=false"),
-              skip=needs_kernels),
-    Technique("freed memory kept", always("trainer.cpu_allocator=auto"), ("trainer.cpu_allocator=libc",),
-              skip=cpu_only),
-    Technique("one thread", always("trainer.num_threads=1"), skip=skip_threads),
+    Technique("no workers (0)", reader_overrides("workers", 0)),
+    Technique("2 workers", reader_overrides("workers", 2)),
+    Technique("8 workers", reader_overrides("workers", 8)),
+    Technique("samples cached in memory", fixed_overrides("data.cache=memory"), ("data.cache=none",)),
+    Technique("resident data", reader_overrides("resident", 0)),
+    Technique("prefetch thread", reader_overrides("threads", 1)),
+    Technique("pinned memory", fixed_overrides("data.pin_memory=true"), ("data.pin_memory=false",),
+              skip=skip_without_gpu),
+    Technique("mixed precision (bf16)", fixed_overrides("precision.mode=bf16-mixed"), FLOAT32, NUMERIC),
+    Technique("mixed precision (fp16)", fixed_overrides("precision.mode=16-mixed"), FLOAT32, NUMERIC,
+              skip=skip_without_gpu),
+    Technique("TF32", fixed_overrides("precision.matmul=high"), ("precision.matmul=highest",), NUMERIC,
+              skip=skip_without_gpu),
+    Technique("channels-last layout", fixed_overrides(*CHANNELS_LAST.overrides), ("trainer.channels_last=false",),
+              skip=skip_without_convolutions),
+    Technique("accumulation (2 halves)", half_micro_batches, skip=skip_halves),
+    Technique("fused optimizer", fixed_overrides(*FUSED.overrides), ("optimizer.fused=false",
+              "optimizer.foreach=false"),
+              skip=skip_without_kernels),
+    Technique("freed memory kept", fixed_overrides("trainer.cpu_allocator=auto"), ("trainer.cpu_allocator=libc",),
+              skip=skip_without_cpu),
+    Technique("one thread", fixed_overrides("trainer.num_threads=1"), skip=skip_threads),
     Technique("a thread for each core", lambda config: (f"trainer.num_threads={count_usable_cores()}",),
               skip=skip_threads),
-    Technique("compiled (whole step)", always(*COMPILED_STEP), NOT_COMPILED, NUMERIC),
-    Technique("compiled (model)", always(*COMPILED_MODEL), NOT_COMPILED, NUMERIC),
-    Technique("CUDA graphs", always(*GRAPHS.overrides), ("trainer.cuda_graphs=false",), skip=gpu_only),
-    Technique("less monitoring", always("monitor.log_every_n_steps=500", "monitor.hardware=false"), (), TRAINING,
+    Technique("compiled (whole step)", fixed_overrides(*COMPILED_STEP), NOT_COMPILED, NUMERIC),
+    Technique("compiled (model)", fixed_overrides(*COMPILED_MODEL), NOT_COMPILED, NUMERIC),
+    Technique("CUDA graphs", fixed_overrides(*GRAPHS.overrides), ("trainer.cuda_graphs=false",), skip=skip_without_gpu),
+    Technique("less monitoring", fixed_overrides("monitor.log_every_n_steps=500", "monitor.hardware=false"),
+              (), TRAINING,
               "what is logged"),
     Technique(f"batch {TIMES}x as large", larger_batch, (), TRAINING, OTHER_BATCH),
-    Technique("half the length", half_length, (), TRAINING, "the samples", needs_length),
+    Technique("half the length", half_length, (), TRAINING, "the samples", skip_without_length),
 )  # fmt: skip
 
 
@@ -204,13 +209,13 @@ def measure_table(tuner: Tuner, techniques: Sequence[Technique] = TECHNIQUES) ->
 
 def plan_row(technique: Technique, tuner: Tuner) -> Row:
     """Return what is to be measured for a technique, with the reason if that cannot be."""
-    config, info = config_of(tuner.with_own_choices(())), tuner.base.info
+    config, info = compose_config(tuner.add_start_choices(())), tuner.base.info
     remedy = Remedy(tuple(technique.on(config)), technique.effect, technique.changes)
     trial = Trial(technique.title, None, remedy, reason=technique.skip(config, info))
     if trial.reason:
         return Row(trial)
     try:
-        if config_of(tuner.with_own_choices(remedy.overrides)) != config:
+        if compose_config(tuner.add_start_choices(remedy.overrides)) != config:
             return Row(trial)
     except ConfigError as error:
         return Row(replace(trial, reason=error.faults[0]))
@@ -231,7 +236,7 @@ def compatible_techniques(rows: Sequence[Row], overrides: Sequence[str]) -> list
         }:
             continue
         try:
-            config_of(replace_overrides(overrides, [*chosen_settings, *settings]))
+            compose_config(replace_overrides(overrides, [*chosen_settings, *settings]))
         except ConfigError:
             continue
         chosen.append(number)

@@ -9,24 +9,24 @@ from typing import Any, Final
 from trainrun.benchmark.tune.techniques import Row, TechniqueTable, is_untried
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuning
 from trainrun.output import format_quantity
-from trainrun.plots.compare import text_table
+from trainrun.plots.compare import format_text_table
 from trainrun.timing.paired import PROCESS_SPREAD, Ratio
 
 TABLE_HEAD: Final = ("technique", "alone", "its turns", "helps?", "memory", "training", "settings")
 LONGEST_REASON: Final = 20
 
 
-def as_plain(value: Any) -> Any:
+def to_json_values(value: Any) -> Any:
     """Return dataclasses and named tuples as dictionaries, for JSON."""
     if isinstance(value, Ratio):
         bounds = (value.low, value.high) if value.has_interval else (None, None)
         names = ("value", "low", "high", "pairs", "each")
         return dict(zip(names, (value.value, *bounds, value.pairs, list(value.each)), strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_json_values(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if hasattr(value, "_asdict"):
-        return {name: as_plain(item) for name, item in value._asdict().items()}
-    return [as_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: to_json_values(item) for name, item in value._asdict().items()}
+    return [to_json_values(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def tuning_lines(tuning: Tuning) -> list[str]:
@@ -55,7 +55,7 @@ def trial_line(trial: Trial) -> str:
 
 def table_lines(table: TechniqueTable) -> list[str]:
     lines = [f"your settings: {format_quantity(table.speed)} {table.unit}/s"]
-    lines.append(text_table(TABLE_HEAD, [technique_row(row) for row in table.rows]))
+    lines.append(format_text_table(TABLE_HEAD, [technique_row(row) for row in table.rows]))
     reasons = {row.trial.cause: row.trial.reason for row in table.rows}
     lines += [f"{title}: {reason}" for title, reason in reasons.items() if len(reason) > LONGEST_REASON]
     late = sum(map(is_untried, table.rows))

@@ -21,10 +21,10 @@ from trainrun.benchmark.measured_run import MeasuredRun
 from trainrun.benchmark.remedies import EFFECTS, EXACT, Remedy, model_remedies, new_settings, remedies_for
 from trainrun.benchmark.run_overrides import (
     LOADER_KEYS,
-    config_of,
+    compose_config,
     override_key,
     replace_overrides,
-    start_choices,
+    start_choice_overrides,
 )
 from trainrun.benchmark.worker_process import WorkerFailed
 from trainrun.errors import ConfigError
@@ -32,7 +32,7 @@ from trainrun.output import format_count
 from trainrun.timing.paired import (
     PROCESS_SPREAD,
     Ratio,
-    Rules,
+    StoppingRules,
     compare_in_turns,
     ratio_of_processes,
 )
@@ -98,7 +98,7 @@ class Tuning:
     @property
     def found(self) -> tuple[str, ...]:
         """Return the overrides that are claimed to be faster."""
-        return tuple(settings_of(self.trials)) if self.is_claimed else ()
+        return tuple(used_settings(self.trials)) if self.is_claimed else ()
 
     @property
     def is_claimed(self) -> bool:
@@ -126,7 +126,7 @@ class Tuning:
         return f"{self.claim.value:.2f}x the speed of your settings ({interval}){rest}"
 
 
-def settings_of(trials: Sequence[Trial]) -> list[str]:
+def used_settings(trials: Sequence[Trial]) -> list[str]:
     """Return the overrides of all that is used; a later one replaces an earlier one of the same key."""
     overrides: list[str] = []
     for trial in trials:
@@ -166,7 +166,7 @@ class Tuner:
             goes_on = self._improve(diagnosis)
         unit = self.base.info.unit
         self.base.close()
-        claim = self.confirm(settings_of(self.trials)) if any(trial.used for trial in self.trials) else None
+        claim = self.confirm(used_settings(self.trials)) if any(trial.used for trial in self.trials) else None
         return Tuning(tuple(self.overrides), unit, self.speed, tuple(texts), tuple(self.trials), claim,
                       self.problem, self.budget.spent)  # fmt: skip
 
@@ -177,12 +177,12 @@ class Tuner:
         self.base = self._own = self._start(self.overrides, self.budget.left())
         self.base.find_pace()
         self._start_seconds = self.budget.clock() - began
-        self.base.item_seconds()
+        self.base.measure_item_seconds()
         self.speed = self.base.items_per_second
 
     def _start(self, overrides: Sequence[str], seconds: float) -> MeasuredRun:
         """Start a run in a worker. seconds: the limit for the start, and for each reply of the worker."""
-        config, limit = config_of(overrides), max(LEAST_LIMIT, seconds)
+        config, limit = compose_config(overrides), max(LEAST_LIMIT, seconds)
         usual = self._own.worker.start_seconds if self._start_seconds else limit
         worker = self._pool.start(config, limit)
         worker.limit = limit  # a compiler may take all the time that is left
@@ -195,7 +195,7 @@ class Tuner:
     def _diagnose(self) -> Diagnosis:
         """Measure what the best settings so far wait for."""
         budget = Budget(max(1.0, self._diagnosis_seconds()), self.budget.clock)
-        worker, overrides = self.base.worker, self._best()
+        worker, overrides = self.base.worker, self._best_settings()
         return Examination(self._pool, worker, overrides, budget, 1.0, self._say).diagnosis()
 
     def _end_of_trials(self) -> float:
@@ -212,8 +212,8 @@ class Tuner:
         logs = [math.log(gain) for gain in gains]
         return now + logs[0] / sum(logs) * max(0.0, self._end_of_trials() - now)
 
-    def _best(self) -> list[str]:
-        return replace_overrides(self.overrides, settings_of(self.trials))
+    def _best_settings(self) -> list[str]:
+        return replace_overrides(self.overrides, used_settings(self.trials))
 
     def _improve(self, diagnosis: Diagnosis) -> bool:
         """Try the remedies of one cause after the other, until one is kept; return whether one was."""
@@ -230,7 +230,7 @@ class Tuner:
         run_seconds = None if steps is None else steps * diagnosis.step_seconds
         for cause, faster_models in model_remedies(info, run_seconds).items():
             useful = [remedy for remedy in faster_models if self.is_allowed(remedy)]
-            untried = new_settings(useful, self.with_own_choices(()))
+            untried = new_settings(useful, self.add_start_choices(()))
             if self._keep_fastest(cause, None, untried, self._end_of_trials()):
                 return True
         return False
@@ -248,7 +248,9 @@ class Tuner:
         faster = [trial for trial in trials if trial.is_faster and self.is_allowed(trial.remedy)]
         best = max(faster, key=lambda trial: trial.ratio.value if trial.ratio else 0.0, default=None)
         for trial in trials:
-            self.trials.append(replace(trial, reason="" if trial is best else self._why_not(trial, best)))
+            self.trials.append(
+                replace(trial, reason="" if trial is best else self._reason_against(trial, best))
+            )
         for overrides, run in runs.items():
             if best is None or overrides != best.remedy.overrides:
                 run.close()
@@ -260,7 +262,7 @@ class Tuner:
     def is_allowed(self, remedy: Remedy) -> bool:
         return EFFECTS.index(remedy.effect) <= EFFECTS.index(self._allowed)
 
-    def _why_not(self, trial: Trial, best: Trial | None) -> str:
+    def _reason_against(self, trial: Trial, best: Trial | None) -> str:
         if trial.reason:
             return trial.reason
         if not trial.is_faster:
@@ -269,13 +271,13 @@ class Tuner:
             return f"--allow {trial.remedy.effect}"
         return f"slower than {best.remedy if best is not None else ''}"
 
-    def with_own_choices(self, overrides: Sequence[str]) -> list[str]:
+    def add_start_choices(self, overrides: Sequence[str]) -> list[str]:
         """Return the best settings with these, and with what the base chose when it started: only these then differ.
 
         Other data may need other readers, so the choice of readers is left to the run.
         """
-        best = self._best()
-        choices = start_choices(config_of(best), self.base.info)
+        best = self._best_settings()
+        choices = start_choice_overrides(compose_config(best), self.base.info)
         if any(override_key(override).startswith("data.") for override in overrides):
             choices = [override for override in choices if override_key(override) not in LOADER_KEYS]
         return replace_overrides(replace_overrides(best, choices), overrides)
@@ -297,9 +299,9 @@ class Tuner:
                 if run is not None:
                     runs[remedy.overrides] = run
             trials[remedy.overrides] = trial
-        turns = {" ".join(overrides): run.item_seconds for overrides, run in runs.items()}
-        rules = Rules(PROCESS_SPREAD, ends, FEWEST_ROUNDS, FEWEST_ROUNDS, most_pairs=MOST_ROUNDS)
-        comparison = compare_in_turns(self.base.item_seconds, turns, rules, self.budget.clock)
+        turns = {" ".join(overrides): run.measure_item_seconds for overrides, run in runs.items()}
+        rules = StoppingRules(PROCESS_SPREAD, ends, FEWEST_ROUNDS, FEWEST_ROUNDS, most_pairs=MOST_ROUNDS)
+        comparison = compare_in_turns(self.base.measure_item_seconds, turns, rules, self.budget.clock)
         for overrides, run in runs.items():
             name, measured = " ".join(overrides), trials[overrides]
             if run.error or not comparison.pairs[name]:
@@ -314,7 +316,7 @@ class Tuner:
         self._say(f"trying {remedy}", self.budget.left())
         run = None
         try:
-            run = self._start(self.with_own_choices(remedy.overrides), min(seconds, self.budget.left()))
+            run = self._start(self.add_start_choices(remedy.overrides), min(seconds, self.budget.left()))
             run.find_pace()
             return run, ""
         except ConfigError as error:
@@ -340,7 +342,7 @@ class Tuner:
             self._say(f"fresh processes, pair {len(groups) + 1}", self.budget.left())
             began = clock()
             try:
-                groups.append(self._fresh_pair(settings, own_first=len(groups) % 2 == 0))
+                groups.append(self._measure_fresh_pair(settings, own_first=len(groups) % 2 == 0))
             except WorkerFailed as error:
                 self.problem = str(error).strip().splitlines()[-1]
                 return None
@@ -370,7 +372,7 @@ class Tuner:
             num_pairs = min(usual, int((left + OVERRUN * self.budget.seconds) / seconds))
         return min(MOST_PROCESSES - num_done, num_pairs)
 
-    def _fresh_pair(self, changes: Sequence[str], own_first: bool) -> list[tuple[float, float]]:
+    def _measure_fresh_pair(self, changes: Sequence[str], own_first: bool) -> list[tuple[float, float]]:
         """Return the speeds in turns of both settings, each in a new process. Raises WorkerFailed.
 
         A pair that was begun is finished, also if it takes longer than the budget.
@@ -381,9 +383,11 @@ class Tuner:
             runs.append(self._start(overrides, PAIR_LIMIT * self._seconds_of_pair()))
             runs[-1].find_pace()
         own_run, best = runs if own_first else runs[::-1]
-        rules = Rules(0.0, least_rounds=PROCESS_TURNS, first_rounds=PROCESS_TURNS, most_pairs=PROCESS_TURNS)
+        rules = StoppingRules(
+            0.0, least_rounds=PROCESS_TURNS, first_rounds=PROCESS_TURNS, most_pairs=PROCESS_TURNS
+        )
         pairs = compare_in_turns(
-            own_run.item_seconds, {"best": best.item_seconds}, rules, self.budget.clock
+            own_run.measure_item_seconds, {"best": best.measure_item_seconds}, rules, self.budget.clock
         ).pairs["best"]
         for run in runs:
             run.close()
