@@ -1,8 +1,8 @@
-"""A rough bound of the memory that a step takes, for the first lines of a run that could fill an eighth of it.
+"""A rough upper bound of the memory of a step, printed at the start if a step could fill an eighth of the memory.
 
-what: a small batch with all that autograd keeps for the backward counted, times the rows of a whole one; gradients; the
-    optimizer's state. What kernels take for themselves is missing. Where memory runs out all the same, the step is done
-    again in smaller micro-batches (`trainrun.training.recovery.oom`). Not on a GPU.
+what: the bytes that autograd keeps for the backward pass of a small batch, multiplied up to a whole batch;
+    gradients; and the state of the optimizer. Memory inside kernels is not included. If memory runs out
+    nevertheless, the step is repeated with smaller micro-batches (`trainrun.training.recovery.oom`). Not on a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The doors of this satellite: what `trainrun.assemble.start_choices` calls where the folder is there."""
+"""The functions that `trainrun.assemble.start_choices` calls if this folder is installed."""
 
 from __future__ import annotations
 

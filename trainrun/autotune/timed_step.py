@@ -1,6 +1,6 @@
-"""Forward and backward of model and task, and the fastest of a few ways to do it, by paired turns.
+"""Time the forward and backward passes of model and task, and choose the fastest of a few settings by paired turns.
 
-A timed step changes gradients and buffers of its model, so it runs in a child process that is thrown away.
+A timed step changes gradients and buffers of its model, so it runs in a temporary child process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 class TrialBudget(NamedTuple):
-    """The most that one measurement may take: seconds, and a fraction of the run's time."""
+    """The limit of one measurement: seconds, and a fraction of the run's time."""
 
     seconds: float
     fraction: float
@@ -46,7 +46,7 @@ class TrialBudget(NamedTuple):
 
 
 class TimedStep:
-    """Model and task, whose forward and backward are timed."""
+    """A model and a task whose forward and backward passes are timed."""
 
     def __init__(self, model: nn.Module, task: Any, parallel: Parallel, clock: Clock = perf_counter) -> None:
         self.model, self.task = model, task
@@ -97,9 +97,11 @@ class TimedChoice(NamedTuple):
 def choose_fastest(
     turns: Mapping[str, Turn], usual: str, smallest: float, limit: float, seconds: float, clock: Clock
 ) -> TimedChoice | None:
-    """Return the fastest of several ways; None if there is no time to compare, or nothing fits into memory.
+    """Return the fastest of several settings. Return None if there is no time to compare, or if none fits into
+    memory.
 
-    usual: taken where no other is surely faster by the fraction `smallest`. seconds: of one turn, about.
+    usual: the setting that is chosen unless another one is certainly faster by the fraction `smallest`. seconds:
+        about, of one turn.
     """
     if (ROUNDS + 1) * len(turns) * seconds > limit:
         return None
@@ -123,7 +125,7 @@ def choose_fastest(
 
 
 def agreed_choice(choices: Sequence[TimedChoice | None], usual: str) -> TimedChoice | None:
-    """Return what all ranks may do: what all of them chose, else the usual; None if a rank has no choice."""
+    """Return the choice of all ranks if they agree, else `usual`; None if a rank has no choice."""
     if any(choice is None for choice in choices):
         return None
     first, *others = (choice for choice in choices if choice is not None)
@@ -138,7 +140,7 @@ def run_seconds(config: RunConfig, seconds: float) -> float:
 
 
 def other_step(config: RunConfig) -> str:
-    """Return why a timed step is not the step of the run; "" if it is."""
+    """Return why a timed step differs from the step of the run; "" if it does not."""
     if config.step:
         return "step is your own, so what it does is not known"
     if config.loop and not str(config.loop.get("_target_")).startswith(MEASURED_LOOPS):

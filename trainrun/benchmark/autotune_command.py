@@ -1,5 +1,8 @@
-"""`trainrun autotune [settings of a run]`: try what `diagnose` names, and write the fastest settings as a preset; and
-`trainrun autotune lr | batch`."""
+"""`trainrun autotune [settings of a run]`: try the remedies that `diagnose` names, and write the fastest settings as
+a preset.
+
+`trainrun autotune lr | batch` searches a learning rate or a batch size instead.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 
 def find_lr_or_batch(what: str, argv: list[str]) -> int:
-    """`trainrun autotune lr` and `trainrun autotune batch`."""
+    """Run `trainrun autotune lr` or `trainrun autotune batch`. Return the exit code."""
     argv, budget = (
         split_budget_option(argv, SEARCH_SECONDS, f"autotune {what}") if what == "batch" else (argv, 0.0)
     )

@@ -1,4 +1,4 @@
-"""The seconds that a command may take, and the number of steps that fill a turn."""
+"""The seconds that a command may take, and the number of steps in a turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Take = Callable[[int], Turn]  # some steps
 
 
 class Budget:
-    """A number of seconds that may be spent from now on."""
+    """A limit of seconds that starts to run when the object is built."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self.clock = seconds, clock
@@ -36,9 +36,10 @@ class Budget:
 
 
 def find_steps_per_turn(take: Take, seconds: float = TURN_SECONDS) -> int:
-    """Return how many steps take about so long, found by doubling, which costs about twice that.
+    """Return the number of steps that take about `seconds`. The search doubles the steps, so it takes about twice as
+    long.
 
-    A turn that ends before all of its steps are done has no time for more.
+    If a turn ends before all of its steps, its number of steps is the result.
     """
     steps = 1
     while True:
@@ -52,14 +53,14 @@ def find_steps_per_turn(take: Take, seconds: float = TURN_SECONDS) -> int:
 
 
 def warm_up_steps(steps: int) -> int:
-    """Return how many steps of a turn are not timed; fewer if the turn has few steps."""
+    """Return the number of steps at the start of a turn that are not timed. A short turn has fewer."""
     return 1 if steps < 4 else 2
 
 
 class TimedTurns:
-    """Turns of one thing that take about so long, however fast it is: each follows the pace of the last few.
+    """Turns of one run that each take about `seconds`. The number of steps follows the speed of the newest turns.
 
-    multiple: of the steps of every turn.
+    multiple: the number of steps is a multiple of it.
     """
 
     def __init__(self, take: Take, steps: int, seconds: float = TURN_SECONDS, multiple: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""`trainrun diagnose [settings of a run]`: what the training waits for, measured by taking it away."""
+"""`trainrun diagnose [settings of a run]`: find the bottleneck of a training by removing one cost after the other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A run in a process of its own that takes turns with others: all that its training waits for, in seconds an item.
+"""A run in a separate process that takes turns with others. Its result is seconds per item with all costs.
 
-What: steps in turns, with the validations and checkpoints that fit into a turn; the cost of those that do not, and of
-compiling and a slow start, spread over all steps of the run. When: whenever two settings are compared.
+What: turns of steps, with the validations and checkpoints that fall into a turn. The cost of rarer ones, of
+    compilation and of a slow start is spread over all steps of the run. When: whenever two settings are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ VALIDATION, CHECKPOINT = "validation", "checkpoint"
 
 
 def rare_work_intervals(config: RunConfig, info: RunInfo, step_seconds: float) -> dict[str, float]:
-    """Return the steps from one validation to the next, and from one checkpoint to the next, if there are any."""
+    """Return the number of steps between two validations and between two checkpoints, without those that the run
+    does not have.
+    """
     intervals = {VALIDATION: info.val_every} if info.val_every else {}
     keep, saves_a_step = config.checkpoint, 0.0
     if isinstance(keep.every_n_train_steps, int):
@@ -39,7 +41,7 @@ def rare_work_intervals(config: RunConfig, info: RunInfo, step_seconds: float) -
 def measure_rare_work(
     worker: Any, intervals: dict[str, float], repeats: int = 3
 ) -> Iterator[tuple[str, float]]:
-    """Yield the seconds a step of validation and of checkpoints, each timed by itself."""
+    """Yield the seconds per step of validation and of checkpoints, each timed separately."""
     if VALIDATION in intervals:
         turns = [worker.ask(Validate()) for _ in range(min(repeats, 2))]
         fastest = min(turn.seconds for turn in turns)  # the first is the slowest
@@ -50,11 +52,12 @@ def measure_rare_work(
 
 
 class MeasuredRun:
-    """A run that takes turns. Every turn has the weights and averages of the first one: what a run has learnt changes
-    its speed, by numbers next to 0 up to twice.
+    """A run that takes turns. Every turn starts with the same weights and averages.
 
-    usual_start: seconds from which on the start is slow. items_per_second: of the last turn. error: why the last turn
-    failed.
+    Otherwise runs that were trained longer could be up to twice as slow because of denormal numbers.
+
+    usual_start: a start that takes more seconds counts as slow. items_per_second: of the last turn. error: why the
+        last turn failed.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class MeasuredRun:
         self._steps, self._warm, self._variant, self._rare = 1, 1, "", 0.0
 
     def find_pace(self) -> None:
-        """Choose the steps of a turn, and time what is too rare to be in one. Raises WorkerFailed."""
+        """Choose the number of steps per turn, and time the work that is too rare for a turn. Raises WorkerFailed."""
         least = LEAST_AHEAD if self.info.reads_ahead else 1
         self.worker.train(1, 1)  # compiles, if the run does
         steps = max(least, find_steps_per_turn(self.worker.train, self._turn_seconds))
@@ -91,7 +94,7 @@ class MeasuredRun:
         self._rare = sum(seconds for _, seconds in measure_rare_work(self.worker, outside))
 
     def measure_item_seconds(self) -> float:
-        """Take a turn; infinite if the run failed, and then `error` says why."""
+        """Take a turn and return its seconds per item. Return infinity and set `error` if the run failed."""
         try:
             turn: Turn = self.worker.train(self._steps, self._warm, self._variant)
         except WorkerFailed as error:
@@ -105,7 +108,7 @@ class MeasuredRun:
         return seconds / turn.items
 
     def _rare_seconds_per_step(self, turn: Turn) -> float:
-        """Return the seconds a step of what no turn holds."""
+        """Return the seconds per step of the work that is in no turn."""
         total_steps = self.info.total_steps
         once = (turn.compile_seconds + self._slow_start) / total_steps if total_steps else 0.0
         return self._rare + once

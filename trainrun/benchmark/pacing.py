@@ -1,4 +1,6 @@
-"""Let a run move a few steps at a time: triggers that end a turn, and a stream that stays open between turns."""
+"""Run the training loop for a few steps at a time: triggers that end a turn, and a stream that stays open between
+turns.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ from trainrun.training.triggers import Due
 
 
 class PacedTriggers:
-    """Replace the triggers of a run: only the number of steps, or the time, ends it.
+    """The triggers of a run under measurement: only a number of steps or a time ends the turn.
 
-    validates: validations come as in the run. until: by `time.monotonic()`; one step at least is done.
+    validates: whether validations are due as in the run. until: the end by `time.monotonic()`; at least one step is
+        done.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class PacedTriggers:
 
 
 class PacedCheckpoints:
-    """Replace the checkpoints of a run: those that are due while it goes on, or none."""
+    """The checkpoints of a run under measurement: those that are due during the training, or none."""
 
     def __init__(self, checkpoints: Any, saves: bool) -> None:
         self._checkpoints, self._saves = checkpoints, saves
@@ -73,9 +76,9 @@ def clear_stop_reason(state: TrainState) -> Iterator[None]:
 
 
 class OpenStream(Around):
-    """Fills `Batches`: a stream that stays open between two turns, so that nothing is read again.
+    """A stream of batches that stays open between two turns, so that no batch is read twice.
 
-    kept: the newest batches, if it was asked to keep some. positions: so many were read, padding included.
+    kept: the newest batches, if `keep` was called. positions: the number of positions read, including padding.
     """
 
     def __init__(self, train: Batches) -> None:
@@ -87,7 +90,7 @@ class OpenStream(Around):
         self.keeps = False
 
     def keep(self, most: int) -> None:
-        """Keep the batches that come while `keeps` stays, in the place of those of before."""
+        """Keep up to `most` of the batches that come while `keeps` is set. They replace earlier ones."""
         self.kept, self.keeps = deque(maxlen=most), True
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
@@ -115,7 +118,7 @@ class OpenStream(Around):
 
 
 class FirstBatches(Around):
-    """Fills `Batches`: those of the first seconds, and at least one."""
+    """The batches that are read within some seconds, at least one."""
 
     def __init__(self, batches: Batches, seconds: float) -> None:
         super().__init__(batches)
@@ -130,5 +133,5 @@ class FirstBatches(Around):
                 break
 
     def extrapolation_factor(self) -> float:
-        """Return how much longer all batches take than those that were given."""
+        """Return how many times longer all batches take than those that were read."""
         return max(1.0, (self.num_batches or self._given) / max(self._given, 1))

@@ -1,4 +1,4 @@
-"""Settings against each thing that a run waits for: `diagnose` proposes them, and `autotune` tries them."""
+"""Settings that help against each cause of a slow run. `diagnose` proposes them, and `autotune` tries them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ BUSY: Final = 0.5  # cores: loading that computes; below, it waits
 
 
 class Remedy(NamedTuple):
-    """Settings against one cause.
+    """Settings that help against one cause.
 
-    effect: EXACT if the training stays the same, NUMERIC if it rounds differently, TRAINING if the training, or what is
-    written about it, changes. changes: what changes, in words. start_cost: what it costs before it gains, in words.
+    effect: EXACT if the training stays the same, NUMERIC if rounding differs, TRAINING if the training or its logs
+        change.
+    changes: what changes, in words. start_cost: what it costs at the start, in words.
     """
 
     overrides: tuple[str, ...]
@@ -37,7 +38,7 @@ class Remedy(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """Return what a user should know before trying it."""
+        """Return what a user should know before using it."""
         return [*([] if self.effect == EXACT else [self.effect_text]), *filter(None, [self.start_cost])]
 
     @property
@@ -106,7 +107,9 @@ REMEDIES: Final[dict[str, tuple[Remedy, ...]]] = {
 
 
 def remedies_for(what_if: WhatIf, diagnosis: Diagnosis) -> tuple[Remedy, ...]:
-    """Return the settings against one cause that this run accepts and does not have, by how much they change."""
+    """Return the remedies for one cause that this run accepts and does not have yet. Those that change least come
+    first.
+    """
     name, measured = what_if.name, (what_if.setting,)
     remedies = REMEDIES.get(name, ())
     if name == "data":
@@ -123,7 +126,7 @@ def remedies_for(what_if: WhatIf, diagnosis: Diagnosis) -> tuple[Remedy, ...]:
 
 
 def new_settings(remedies: Iterable[Remedy], overrides: Sequence[str]) -> list[Remedy]:
-    """Return those that give another config than these overrides, each config once, and a valid one."""
+    """Return the remedies that give a valid config other than these overrides, each config once."""
     configs, remaining = [compose_config(overrides)], []
     for remedy in remedies:
         try:
@@ -137,7 +140,7 @@ def new_settings(remedies: Iterable[Remedy], overrides: Sequence[str]) -> list[R
 
 
 def loading_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
-    """Return what helps loading that waits, or that computes; nothing if the samples are in memory already."""
+    """Return the remedies for loading that waits or computes; none if the samples are in memory already."""
     if not loading_computes(diagnosis):
         return (FOUR_THREADS if diagnosis.info.thread_safe else FOUR_WORKERS), CACHE
     return () if diagnosis.info.engine == "resident" else (CACHE, WORKERS_BY_RULE)
@@ -148,7 +151,10 @@ def loading_computes(diagnosis: Diagnosis) -> bool:
 
 
 def model_remedies(info: RunInfo, run_seconds: float | None) -> dict[str, list[Remedy]]:
-    """Return what may make the model itself faster, by what is tried together. run_seconds: None is without an end."""
+    """Return remedies that may make the model faster, in groups that are tried together.
+
+    run_seconds: the length of the run; None for a run without an end.
+    """
     has_convolutions = any("Conv2d" in layer for layer in info.layers)
     layouts = [CHANNELS_LAST, BFLOAT16_CHANNELS_LAST] if has_convolutions else []
     kernels = [*ATTENTION_KERNELS] if "Gpt" in info.layers else []

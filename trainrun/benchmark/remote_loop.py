@@ -1,4 +1,6 @@
-"""The loop of a run under measurement: the real loop on the real components, a few steps for each message."""
+"""The training loop of a run under measurement: the real loop with the real components, a few steps for each
+message.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,9 @@ MOST_KEPT: Final = 12  # batches
 
 
 class RemoteLoop:
-    """The node `loop` of a run under measurement: it trains when a message asks for it.
+    """The `loop` of a run under measurement. It trains only when a message asks for it.
 
-    address: of the command's socket, in a folder of its own user alone. folder: for files that are handed over.
+    address: the socket of the command, in a folder of the same user. folder: for files that are passed on.
     """
 
     def __init__(self, address: str, folder: str) -> None:
@@ -88,7 +90,7 @@ class RemoteLoop:
 
 
 def describe_run(run: Components) -> RunInfo:
-    """Describe the run before its first step."""
+    """Return facts about the run before its first step."""
     config, device, train = run.config, run.parallel.device, run.train
     opened = train if isinstance(train, OpenedStream) else None
     intervals = run.triggers.rhythm
@@ -202,7 +204,9 @@ class Worker:
         )
 
     def _build_variant(self, name: str) -> tuple[Components, TrainState]:
-        """Return the components of a variant; ablations have a state of their own: the run goes on where it was."""
+        """Return components and state of a variant. An ablation has its own state, so that the run itself is not
+        changed.
+        """
         if not set(name.split("+")) - {"", VALIDATING, SAVING, KEEPING}:
             return self._components, self._state
         if name not in self._variants:
@@ -221,7 +225,7 @@ class Worker:
             loop.fit(replace(run, triggers=triggers, checkpoints=checkpoints), state)
 
     def _allow_more_steps(self, run: Components, state: TrainState) -> None:
-        """Let a run that would be over go on, with the learning rates of its beginning."""
+        """Let a run that has reached its end continue, with the learning rates of its beginning."""
         total = self._own.triggers.rhythm.total_steps
         if total is not None and state.step >= total:
             state.step = 0
@@ -241,7 +245,7 @@ class Worker:
         return losses
 
     def _iterate_windows(self) -> Iterator[list[MicroBatch]]:
-        """Read on where the training is; what is read here is not trained on."""
+        """Yield the micro-batches of the next steps. They are read for measurements and never trained on."""
         state = self._state
         for window in loop.iterate_windows(self._components, state):
             state.batches += len(window)
@@ -291,7 +295,7 @@ class Worker:
 
 @contextlib.contextmanager
 def suspend_workers(workers: list[psutil.Process]) -> Iterator[None]:
-    """Stop loader workers, which would read ahead during a turn that reads nothing, and for the next one."""
+    """Stop loader workers inside the block, so that they do not read ahead for the next turn."""
     try:
         for worker in workers:
             with contextlib.suppress(psutil.Error):
@@ -304,13 +308,13 @@ def suspend_workers(workers: list[psutil.Process]) -> Iterator[None]:
 
 
 def busy_seconds() -> float:
-    """Return the seconds in which this process and its loader workers computed, or waited for a core to compute on."""
+    """Return the seconds in which this process and its loader workers computed, or waited for a free core."""
     me = psutil.Process()
     return sum(read_busy_seconds(process) for process in (me, *me.children(recursive=True)))
 
 
 def read_busy_seconds(process: psutil.Process, folder: Path = Path("/proc")) -> float:
-    """Return the busy seconds of the threads of a process; without the waits where the system does not count them."""
+    """Return the busy seconds of the threads of a process. Waits are missing if the system does not count them."""
     with contextlib.suppress(OSError):  # a thread has just ended
         files = [*(folder / str(process.pid) / "task").glob("*/schedstat")]
         counts = [file.read_text(encoding="ascii").split() for file in files]

@@ -1,4 +1,4 @@
-"""The arguments of `autotune` and `diagnose`: overrides of a run, the folder of the results, a line of progress."""
+"""The arguments of `autotune` and `diagnose`: overrides of a run, the folder of the results, and a progress line."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LOADER_KEYS = ("data.engine", "data.num_workers", "data.num_threads")
 
 
 def parse_command(command: str, argv: list[str]) -> tuple[list[str], Path]:
-    """Return the overrides of a run, and the folder for the results, which is made when something is written.
+    """Return the overrides of a run, and the folder for the results. The folder is created when a result is written.
 
-    Raises ConfigError, also if a run is in that folder.
+    Raises ConfigError, also if the folder contains a run.
     """
     composition = compose_run(argv)
     for note in composition.notes:
@@ -42,7 +42,7 @@ def parse_command(command: str, argv: list[str]) -> tuple[list[str], Path]:
 
 @contextlib.contextmanager
 def progress_line() -> Iterator[Callable[[str, float], None]]:
-    """Rewrite one line of a terminal with what is measured now and the seconds left; nothing elsewhere."""
+    """Show on one line of a terminal what is measured and the seconds left. Show nothing if there is no terminal."""
     terminal = sys.stdout.isatty()
     try:
         yield (
@@ -60,7 +60,7 @@ def relative_path(path: Path) -> str:
 
 
 def write_results(folder: Path, typed: list[str], results: dict[str, object]) -> None:
-    """Write autotune.json."""
+    """Write the results to autotune.json."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {"machine": describe_machine(), "words_typed": mask_arguments(typed), **results}
     write_json(folder / "autotune.json", content)
@@ -72,7 +72,7 @@ def override_key(override: str) -> str:
 
 
 def replace_overrides(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return the overrides with others in the place of those of the same key, or of a value inside the same group."""
+    """Return the overrides, where `others` replace overrides of the same key or of a value inside the same group."""
     others = list(others)
     keys = {override_key(other) for other in others}
     inside = tuple(f"{key}." for key in keys if "." not in key)
@@ -85,7 +85,7 @@ def replace_overrides(overrides: Iterable[str], others: Iterable[str]) -> list[s
 
 
 def resolve_overrides(argv: Sequence[str]) -> list[str]:
-    """Return the arguments of a command by the names that the config has, without the folder of a run."""
+    """Return the arguments of a command as overrides with the names of the config, without the folder of the run."""
     words, _ = prepare_command_line(list(argv), Path.cwd())
     if words.twice:
         raise ConfigError(*words.twice)
@@ -107,13 +107,15 @@ def _compose(overrides: tuple[str, ...], working_dir: Path) -> RunConfig:
 
 
 def recompose_config(overrides: Sequence[str]) -> RunConfig:
-    """Return what `compose_config` returns, from the files as they are now."""
+    """Return the result of `compose_config`, but read the config files again."""
     config = compose_run(list(overrides)).config
     return replace(config, seed=0 if config.seed is None else config.seed, run_name=None)
 
 
 def start_choice_overrides(config: RunConfig, info: RunInfo) -> list[str]:
-    """Return what the run chose when it started, as overrides: two runs then differ only in what is compared."""
+    """Return the automatic choices of a started run as overrides. Two runs with them differ only in what is
+    compared.
+    """
     choices = [f"trainer.num_threads={info.num_threads}"] if config.trainer.num_threads == "auto" else []
     if config.precision.mode == "auto":
         choices.append(f"precision.mode={info.precision}")
@@ -124,7 +126,7 @@ def start_choice_overrides(config: RunConfig, info: RunInfo) -> list[str]:
 
 
 def loader_overrides(config: RunConfig, engine: str, number: int) -> list[str]:
-    """Return the overrides that select one engine; keys of other engines that the config sets are reset."""
+    """Return the overrides that select one data engine. Settings of other engines get their defaults."""
     wanted = {"data.engine": engine, "data.num_workers": "auto", "data.num_threads": "auto"}
     if engine != "resident":
         wanted[f"data.num_{engine}"] = str(number)

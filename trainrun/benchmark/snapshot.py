@@ -1,9 +1,10 @@
-"""Keep what the steps of a run change, and put it back, so that all that is compared starts from the same numbers.
+"""Save the state that steps change and restore it, so that all compared turns start with the same numbers.
 
-What: the tensors of weights, buffers, running averages, and of the optimizer's and the precision's state, copied back
-into the same memory (captured graphs know the addresses). Plain numbers, random states and the place in the data go on.
-When: all turns that are compared start from the same numbers, whatever the turns before them did. When not: where a
-second copy has no room, on any rank; where the room itself is what is measured.
+What: weights, buffers, averages, and the states of optimizer and precision. They are copied back into the same
+    memory, because captured graphs contain the addresses. Plain numbers, random states and the position in the data
+    are not restored.
+When: before each turn. When not: a second copy does not fit into the memory of some rank, or the memory itself is
+    measured.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class StateCopy(NamedTuple):
 
 
 class StateSnapshot:
-    """The state of one rank's run, kept to be put back."""
+    """A saved state of one rank's run."""
 
     def __init__(self, run: Components) -> None:
         self._components = run
@@ -41,7 +42,7 @@ class StateSnapshot:
         self._bytes = self._peak_before = 0
 
     def restart(self) -> None:
-        """Put back what the first call saw; a call that sees more state than that one begins anew."""
+        """Restore the state of the first call. If there is more state than at that call, save it anew instead."""
         tensors = state_tensors(self._components)
         if not self._has_room(tensors):
             return
@@ -62,7 +63,7 @@ class StateSnapshot:
         return max(peak_rss() - self._bytes, self._peak_before)
 
     def _has_room(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Decide once, and on all ranks alike."""
+        """Return whether a copy fits into memory. It is decided once, and is the same on all ranks."""
         if self._fits is None:
             size, parallel = count_bytes(tensors), self._components.parallel
             free = MOST_OF_FREE * read_free_bytes(parallel.device) / parallel.local_world_size
@@ -77,7 +78,7 @@ class StateSnapshot:
         return StateCopy(copies, self._components.precision.state_dict())
 
     def _copy_back(self, copy: StateCopy) -> None:
-        """Copy back what is still there in the same shape; state that appeared since then stays."""
+        """Copy back the state that still has the same shape. State that appeared since then stays."""
         with torch.no_grad():
             for name, tensor in state_tensors(self._components).items():
                 if is_same_form(old := copy.tensors.get(name), tensor):
@@ -86,7 +87,7 @@ class StateSnapshot:
 
 
 def state_tensors(run: Components) -> dict[str, Tensor]:
-    """Return all tensors that a step may write into, by their place in the state. Nothing is copied."""
+    """Return all tensors that a step may change, by their path in the state. Nothing is copied."""
     state = {
         "weights": dict(run.model.named_parameters()),
         "buffers": dict(run.model.named_buffers()),

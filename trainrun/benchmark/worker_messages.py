@@ -1,4 +1,4 @@
-"""What a command and its worker processes send each other: plain values that go through a socket and to all ranks."""
+"""The messages between a command and its worker processes: plain values that can be sent to all ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KEEPING: Final = "keeping"  # its last batches are kept, to be trained on again 
 
 @dataclass(frozen=True)
 class Train:
-    """Ask for some steps of the run, after `warm` steps that are not timed.
+    """A request for some steps of the run, after `warm` steps that are not timed.
 
-    variant: an ablation (see `diagnose.ablations`), VALIDATING, SAVING, KEEPING, or several. restart: begin with the
-    weights and averages of the first such message, of which a copy is kept. most_seconds: the steps end after it, at
-    least one is done; for a single rank only.
+    variant: an ablation (see `diagnose.ablations`), VALIDATING, SAVING, KEEPING, or several. restart: start with the
+        weights and averages of the first such message, which are saved. most_seconds: the time limit; at least one
+        step is done. It works for a single rank only.
     """
 
     steps: int
@@ -33,7 +33,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Load:
-    """Ask for batches of the training stream that nobody trains on."""
+    """A request to read batches of the training stream without training on them."""
 
     batches: int
     warm: int = 2
@@ -41,22 +41,24 @@ class Load:
 
 @dataclass(frozen=True)
 class Validate:
-    """Ask for one validation; of a long one the first batches run, and the rest is extrapolated."""
+    """A request for one validation. If it is long, only its first batches run, and the rest is extrapolated."""
 
 
 @dataclass(frozen=True)
 class Save:
-    """Ask for one step and its checkpoint: how long the training waits for it."""
+    """A request for one step and a checkpoint, to measure how long the training waits for it."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Ask for a few steps under torch's profiler."""
+    """A request for a few steps under torch's profiler."""
 
 
 @dataclass(frozen=True)
 class RateRange:
-    """Ask for steps whose learning rate grows from `low` to `high`; the run is of no other use behind them."""
+    """A request for steps whose learning rate grows from `low` to `high`. Afterwards the run cannot be used any
+    more.
+    """
 
     low: float
     high: float
@@ -68,15 +70,15 @@ Message = Train | Load | Validate | Save | Profile | RateRange
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a run says of itself before its first step.
+    """Facts about a run before its first step.
 
-    unit: of an item (`samples`, `tokens`). engine, number: what reads, with how many readers; "" for a stream
-    of the user's own.
-    total_steps, val_every: None without an end or without validations. layers: class names of all modules.
-    thread_safe: threads may read the data. reads_ahead: batches are read during the training. padded: times the
-    positions that batches of like length would have; sample_positions: of one sample, padding included; both 0 where no
-    lengths are known. one_graph: a step of its task can be
-    one graph.
+    unit: of an item (`samples`, `tokens`). engine, number: the data engine and its number of readers; "" for a
+        custom stream.
+    total_steps, val_every: in steps; None without an end or without validations. layers: class names of all modules.
+    thread_safe: whether threads may read the data. reads_ahead: whether batches are read during the training.
+        padded: the number of positions divided by that of batches with similar lengths. sample_positions: positions
+        of one sample, including padding. Both are 0 if lengths are unknown. one_graph: whether a step of the task
+        can be one graph.
     """
 
     unit: str
@@ -99,10 +101,12 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one message took. seconds: wall clock, the device's work included. items: of all ranks. positions: of the
-    batches that rank 0 read, padding included; 0 where no batch says it.
+    """The result of one message.
 
-    phases: seconds by name, of rank 0. busy_seconds: of loading, rank 0 and its workers, waits for a core included.
+    seconds: wall clock, including the work of the device. items: of all ranks. positions: of the batches that rank 0
+        read, including padding; 0 if unknown.
+    phases: seconds by name, of rank 0. busy_seconds: of loading, on rank 0 and its workers, including waits for a
+        free core.
     peak_bytes: of the device, or of the process on a CPU. compile_seconds: since the run began.
     """
 
@@ -131,8 +135,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Profiled:
-    """What the profiler found on rank 0. table: the operations that take most, by their own time. trace: a gzipped file
-    for a trace viewer."""
+    """The result of torch's profiler on rank 0. table: the operations with the most own time. trace: a gzipped trace
+    file.
+    """
 
     table: str
     trace: bytes
@@ -140,7 +145,7 @@ class Profiled:
 
 @dataclass
 class RateLosses:
-    """Learning rates of the first group, and the loss of each step. peaks: the run's own rate of each group."""
+    """Learning rates of the first group, and the loss of each step. peaks: the configured rate of each group."""
 
     rates: list[float]
     losses: list[float]

@@ -1,8 +1,8 @@
-"""Runs under measurement, each in a process of its own, of which only one moves at a time.
+"""Runs under measurement, each in a separate process. Only one of them runs at a time.
 
-What: a real run, started in a temporary folder with `benchmark.remote_loop` as its loop. Between two messages its
-process and its children (loader workers, ranks) are stopped, so nothing is read ahead and no core is taken from the
-run whose turn it is. When: `diagnose`, `autotune`. When not: on Windows, which cannot stop a process.
+What: a real run in a temporary folder, with `benchmark.remote_loop` as its loop. Between two messages its process
+    and its children (loader workers, ranks) are stopped, so that they neither read ahead nor use a core that the
+    active run needs. When: `diagnose`, `autotune`. When not: on Windows, which cannot stop a process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OUTPUT_FILE: Final = "output.txt"
 
 
 class WorkerFailed(TrainingError):
-    """A run under measurement ended by itself; message and exit code are its own."""
+    """The exception that a run under measurement ended with an error. It has the run's message and exit code."""
 
     def __init__(self, text: str, exit_code: int = EXIT_FAILED) -> None:
         super().__init__(text)
@@ -53,7 +53,7 @@ class WorkerFailed(TrainingError):
 
 
 class WorkerPool:
-    """A temporary folder for runs under measurement, and their processes; leaving the context removes both."""
+    """A temporary folder and the processes of runs under measurement. Leaving the context removes both."""
 
     def __init__(self) -> None:
         if not hasattr(signal, "SIGSTOP"):
@@ -78,7 +78,7 @@ class WorkerPool:
             self._folders.close()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Turn a signal into KeyboardInterrupt; further ones do not disturb the cleaning up."""
+        """Turn a signal into KeyboardInterrupt. Further signals do not disturb the cleanup."""
         if time.monotonic() >= self._quiet_until:
             self._quiet_until = time.monotonic() + QUIET_SECONDS
             raise KeyboardInterrupt
@@ -86,9 +86,10 @@ class WorkerPool:
     def start(
         self, config: RunConfig, limit: float = START_SECONDS, memory: int | None = None
     ) -> WorkerProcess:
-        """Start a run and stop it before its first step. memory: the bytes that it may take; None is no limit.
+        """Start a run and stop it before its first step. memory: the limit of its memory in bytes; None for no
+        limit.
 
-        Raises WorkerFailed with the run's own message, or if it takes more than `limit` seconds.
+        Raises WorkerFailed with the run's message, or if the start takes more than `limit` seconds.
         """
         folder = self.folder / secrets.token_hex(4)
         folder.mkdir()
@@ -99,7 +100,7 @@ class WorkerPool:
 
 
 def worker_config(config: RunConfig) -> RunConfig:
-    """Return the config of the same training without screen output and pictures. Raise ConfigError."""
+    """Return the same training without screen output and plots. Raise ConfigError if it cannot be measured."""
     if config.step:
         raise ConfigError("step: is your own, so nothing can be taken away from it in turns; leave it out")
     if config.loop:
@@ -114,9 +115,9 @@ def worker_config(config: RunConfig) -> RunConfig:
 
 
 class WorkerProcess:
-    """One run under measurement; it moves while it works on a message, and is stopped otherwise.
+    """One run under measurement. It runs while it works on a message, and is stopped otherwise.
 
-    limit: seconds for a reply.
+    limit: the maximum seconds for a reply.
     """
 
     info: RunInfo
@@ -164,7 +165,9 @@ class WorkerProcess:
         return turn
 
     def ask(self, message: Message, limit: float | None = None) -> Any:
-        """Return the reply. Raises WorkerFailed if the run ended or did not reply in time; it is ended then."""
+        """Send a message and return the reply. If the run ends or does not reply in time, end it and raise
+        WorkerFailed.
+        """
         if self._connection is None:
             raise self._failure()
         self._send_signal(signal.SIGCONT)
@@ -200,7 +203,7 @@ class WorkerProcess:
         return WorkerFailed(text, EXIT_USAGE if self._ended_with == EXIT_USAGE else EXIT_FAILED)
 
     def _send_signal(self, number: int) -> None:
-        """Send a signal to the process, and then to its group: it must not start others meanwhile."""
+        """Send a signal to the process, and then to its group, so that the process starts no others meanwhile."""
         for process in self._iterate_processes():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 os.kill(process.pid, number)
@@ -213,7 +216,7 @@ class WorkerProcess:
                 yield from process.children(recursive=True)
 
     def close(self) -> None:
-        """End the run with all its processes, whatever they are doing; a second call does nothing."""
+        """End the run with all its processes, in any state. A second call does nothing."""
         if self._closed:
             return
         if self._connection is not None:

@@ -1,9 +1,10 @@
-"""The optimizer of a run, with torch's fused update where it exists; and its state by the names of parameters.
+"""Build the optimizer of a run, with torch's fused update where it exists, and describe its state by parameter
+names.
 
-`fused=None` is torch's default, and on a CPU it means a Python loop over the parameters. The fused update
-is the same mathematics in one call: a whole step of a small network takes 1.5x less time with it
-(227 against 334 us on a CPU), the update alone of 200 small tensors 7x less. `foreach=True`, batched
-kernels, is what torch takes on a GPU by itself where nothing is fused; on a CPU it rarely pays (0.8x to 1.8x).
+`fused=None` is torch's default. On a CPU it means a Python loop over the parameters. The fused update computes the
+same in one call: a whole step of a small network takes 1.5x less time (227 against 334 us on a CPU), and the update
+alone of 200 small tensors 7x less. On a GPU torch uses batched kernels (`foreach=True`) by default. On a CPU they
+are rarely faster (0.8x to 1.8x).
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ def build_optimizer(
     closures: bool = False,
     rules: GroupRules | None = None,
 ) -> tuple[Optimizer, str]:
-    """Return `factory(parameters, **keywords)`, and a note on the choice.
+    """Return `factory(parameters, **keywords)`, and a note on the chosen kernel.
 
-    The optimizer gets frozen parameters too: it skips parameters without a gradient, as those of torch do, and trains
+    The optimizer gets frozen parameters too. Like torch's optimizers, it must skip parameters without a gradient, and
+    train
     them from the step on in which they are no longer frozen.
-    params: some of them, for one of several optimizers. closures: it may compute the loss several times in a step.
-    rules: of parameter groups, each of which adds a line to the note.
+    params: the parameters of one of several optimizers; None for all. closures: whether it may compute the loss
+        several times in a step. rules: of parameter groups, each of which adds a line to the note.
     """
     has_all_params = params is None
     members = list(model.parameters()) if params is None else params
@@ -107,7 +109,8 @@ def choose_kernel(
     model: nn.Module,
     params: list[nn.Parameter],
 ) -> dict[str, Any]:
-    """Return the keywords of the optimizer, the first of `settings`, with `fused=True` where that suits all of them.
+    """Return the keywords of the optimizer, the first of `settings`, with `fused=True` if that is possible for all
+    of them.
 
     Raise PluginError if `fused=True` is among them and would compute wrong values.
     """
@@ -144,8 +147,8 @@ def describe_kernel(optimizer: Optimizer, wish: dict[str, Any]) -> tuple[str, st
 
 
 def _may_fuse(factory: Callable[..., Optimizer], keywords: dict[str, Any], model: nn.Module) -> bool:
-    """Return whether the fused kernel can be used: the optimizer has it, the config leaves it open, and nothing
-    excludes it.
+    """Return whether the fused kernel can be used: the optimizer has it, the config does not choose, and nothing
+    prevents it.
     """
     if not has_option(factory, "fused", None) or keywords.get("fused") is not None:
         return False
@@ -159,7 +162,9 @@ def _is_sparse(model: nn.Module) -> bool:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether an error means refused arguments. Other errors in the user's code are mistakes there."""
+    """Return whether an error means that the optimizer refused its arguments, and not a mistake inside the user's
+    code.
+    """
     return isinstance(error, TypeError | ValueError) or (
         isinstance(error, OF_ARGUMENTS) and is_raised_by_torch(error)
     )
@@ -183,21 +188,22 @@ def is_fused_kernel_correct(factory: Callable[..., Optimizer], params: list[nn.P
 
 
 def is_fused_kernel_wrong(factory: Callable[..., Optimizer], params: list[nn.Parameter]) -> bool:
-    """Return whether the fused kernel is wrong: up to torch 2.13, SGD on a CPU leaves most 16-bit weights unchanged
-    (pytorch issue 191763).
+    """Return whether the fused kernel computes wrong values.
+
+    Up to torch 2.13, fused SGD on a CPU leaves most 16-bit weights unchanged (pytorch issue 191763).
     """
     return factory is SGD and any(param.device.type == "cpu" and param.itemsize == 2 for param in params)
 
 
 def start_momentum_at_zero(optimizer: Optimizer) -> None:
-    """Let torch's SGD begin with a momentum of 0 instead of none, which gives the same numbers.
+    """Give torch's SGD a momentum of 0 at the start instead of none, which computes the same numbers.
 
-    Parameters that are trained later get theirs when this is called again.
+    Call it again for parameters that are trained later.
 
-    Without it, the fused one leaves the momentum uninitialised where the first update is skipped, and fails where a
-    parameter gets its first gradient later than others (torch 2.13); and that of sparse gradients is sparse, grows
-    with every step, and no checkpoint can hold it. Only without dampening: with it, the first update of torch is
-    another one.
+    Without it, fused SGD does not initialise the momentum if the first update is skipped. It fails if a parameter
+    gets its first gradient later than others (torch 2.13). With sparse gradients the momentum would be sparse, grow
+    with every step, and fit into no checkpoint. It is not done with dampening, where the first update of torch would
+    differ.
     """
     for group in optimizer.param_groups if type(optimizer) is SGD else []:
         if group["momentum"] != 0 and group["dampening"] == 0:
@@ -207,10 +213,10 @@ def start_momentum_at_zero(optimizer: Optimizer) -> None:
 
 
 def move_parameters_to_added_groups(optimizer: Optimizer) -> None:
-    """Let a hook give parameters options of their own: `add_param_group` takes them out of their group first.
+    """Let a hook give parameters options of their own: `add_param_group` first removes them from their group.
 
-    Torch refuses a parameter that has a group, and here each has one from the start. The new group is marked, so that a
-    resume adds it again.
+    Torch refuses a parameter that is already in a group, and here each parameter is in one from the start. The new
+    group is marked, so that a resume adds it again.
     """
 
     def add_param_group(param_group: dict[str, Any]) -> None:
@@ -230,7 +236,9 @@ def move_parameters_to_added_groups(optimizer: Optimizer) -> None:
 
 
 def hide_frozen_parameters(optimizer: Optimizer) -> None:
-    """Keep frozen parameters out of the steps of an optimizer that may read the gradient of each parameter it has."""
+    """Hide frozen parameters from an optimizer during its steps, because it may read the gradient of every
+    parameter.
+    """
     members: list[list[Tensor]] = []
 
     def hide(*_: Any) -> None:
@@ -247,16 +255,14 @@ def hide_frozen_parameters(optimizer: Optimizer) -> None:
 
 
 def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return the optimizer's state by parameter name, with the exact number types.
+    """Return the optimizer's state by parameter name, without changing the number types.
 
-    Optimizer.state_dict numbers the parameters, so it cannot detect a reordered model. Optimizer.load_state_dict casts
-    to the
-    type of the parameter, which would round the float32 averages of bfloat16 weights. Here nothing is cast or renamed.
+    `Optimizer.state_dict` numbers the parameters, so it cannot detect a reordered model. `Optimizer.load_state_dict`
+    casts to the type of the parameter, which would round the float32 averages of bfloat16 weights.
 
-    groups: the fields of each group, with names for parameters. state, shapes: by name. others: state that belongs to
-    no
-    parameter. own: what the optimizer adds to its own `state_dict`. inner: all of this for optimizers inside it.
-    The tensors are not copies. Parameters outside the model are an error.
+    groups: the fields of each group, with names for parameters. state, shapes: by name. others: state that belongs
+        to no parameter. own: what the optimizer adds to its own `state_dict`. inner: the same for optimizers inside
+        it. The tensors are not copied. Raise PluginError for parameters outside the model.
     """
     names, inner = optimizer_parameter_names(optimizer, model), {}
     if type(optimizer) not in PLAIN:
@@ -282,7 +288,7 @@ def named_optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, A
 
 
 def is_initial_adagrad_state(param: Tensor, state: Any) -> bool:
-    """Return whether this is the initial state that Adagrad makes for frozen parameters too."""
+    """Return whether this is the initial state that Adagrad also builds for frozen parameters."""
     return not param.requires_grad and isinstance(state, dict) and float(state.get("step", 1)) == 0
 
 

@@ -1,15 +1,16 @@
-"""The averages of the weights that are validated and predict: the running one, and those of optimizers themselves.
+"""Averaged weights for validation and prediction: a running average, and averages that optimizers compute
+themselves.
 
-What: after t updates the average is the mean of the weights seen, weighted by decay**(t - i) for update i. The
-first weights weigh no more than their age says, so short runs work too (an average that starts from the
-initial weights keeps 0.999**900 = 41 % of them after 900 steps). Until the first update there is no average, and
-the weights themselves are validated.
-When: almost always at validation, more the noisier the weights. When not: batch norm with few steps
-(its statistics are those of the weights, not averaged). Cost: one pass over the weights, and two at a validation.
-How: the average is a tensor for each parameter. An evaluation copies it into the model's own parameters and copies the
-weights back afterwards, so everything that reaches the model by another way (a function, a hook, a second name of a
-layer) computes with the same weights, and every tensor keeps its memory.
-Source: Polyak and Juditsky 1992; the correction is that of Adam (Kingma and Ba 2015, section 3).
+What: after t updates the average is the mean of all weights so far, where those of update i have the weight
+    decay**(t - i). It has no bias towards the first weights, so short runs work too. (An average that starts from
+    the initial weights keeps 0.999**900 = 41 % of them after 900 steps.) Until the first update the weights
+    themselves are validated.
+When: almost always for validation, above all with noisy weights. When not: batch norm with few steps, because its
+    statistics are not averaged. Cost: one pass over the weights per update, and two per validation.
+How: there is an averaged tensor for each parameter. An evaluation copies the averages into the model's parameters,
+    and restores the weights afterwards. So all other references to the parameters (functions, hooks, a layer under
+    two names) use the averages too, and every tensor keeps its memory.
+Source: Polyak and Juditsky 1992; the bias correction is that of Adam (Kingma and Ba 2015, section 3).
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class WeightSwap:
-    """The weights of a model, which others take the place of for a while; they come back bit for bit.
+    """Replace the weights of a model for a while, and restore them bit for bit.
 
-    put_in: writes the others into the model. before_return: is called before the model's own weights come back.
+    put_in: writes the other weights into the model. before_return: is called before the model's own weights are
+        restored.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class WeightSwap:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Put the others into the model inside the block; a block inside it changes nothing."""
+        """Put the other weights into the model inside the block. A nested block changes nothing."""
         if self._weights is not None:
             yield
             return
@@ -56,7 +58,7 @@ class WeightSwap:
 
     @contextmanager
     def out_of_model(self) -> Iterator[bool]:
-        """Put the model's own weights back inside the block. Yield whether it held the others."""
+        """Restore the model's own weights inside the block. Yield whether the model had the other weights."""
         was_in_model = self._weights is not None
         self._leave()
         try:
@@ -84,7 +86,7 @@ class WeightSwap:
 class Ema:
     """The averages of a model's parameters.
 
-    every: updates between two looks at the weights; `decay` is per look.
+    every: the weights enter the average at every n-th update. `decay` applies to each of these.
     """
 
     def __init__(self, model: nn.Module, decay: float, every: int) -> None:
@@ -97,7 +99,7 @@ class Ema:
         self.swap = WeightSwap(model, self._put_into_model)
 
     def update(self) -> None:
-        """Count an update of the weights. Add the weights to the average at every n-th one."""
+        """Count an update of the weights. At every n-th one, add the weights to the average."""
         self._count += 1
         if self._count % self._every == 0:
             num_looks = self._count // self._every
@@ -105,9 +107,10 @@ class Ema:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Put the average into the model's parameters inside the block; restore their values afterwards, bit for bit.
+        """Put the averages into the model's parameters inside the block. Restore their values afterwards, bit for
+        bit.
 
-        Enter it before `evaluating`: a model that merges weights in `eval()` then merges the average.
+        Enter it before `evaluating`: a model that merges weights in `eval()` then merges the averages.
         """
         self._match_parameters()
         with self.swap.in_model() if self._averages else nullcontext():
@@ -117,8 +120,10 @@ class Ema:
         _copy_all(self._parameters, list(self._averages.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `count` (of updates), `module` (the state of the model with averages in place of weights), and
-        `averages` (those of 16-bit parameters in full).
+        """Return the state of the averages.
+
+        count: the number of updates. module: the state of the model with averages instead of weights. averages:
+            those of 16-bit parameters in float32.
         """
         self._match_parameters()
         owners = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -138,7 +143,7 @@ class Ema:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load an average; an empty state begins a new one. Raise CheckpointError for that of another model."""
+        """Load averages. An empty state begins a new average. Raise CheckpointError if they are of another model."""
         self._count, self._averages, self._parameters = 0, {}, []
         if not state:
             return
@@ -159,7 +164,7 @@ class Ema:
 
     @torch.no_grad()
     def _average_weights(self, newest: float) -> None:
-        """Add the present weights to the average. newest: their share, 1 for the first ones."""
+        """Add the current weights to the average. newest: their share, which is 1 for the first ones."""
         if not self._averages:
             self._match_parameters(begin=True)
         average: Any = get_ema_multi_avg_fn(1 - newest)  # type: ignore[no-untyped-call]
@@ -167,7 +172,9 @@ class Ema:
         average(list(self._averages.values()), weights, None)
 
     def _match_parameters(self, begin: bool = False) -> None:
-        """Keep an average for each parameter. That of a new or reshaped parameter begins with its value."""
+        """Make the averages match the model's parameters. The average of a new or reshaped parameter begins with its
+        value.
+        """
         if not (self._averages or begin):
             return
         parameters = dict(self._model.named_parameters())
@@ -188,7 +195,9 @@ class Ema:
 
 
 def _at_least_float32(tensor: Tensor) -> Tensor:
-    """Return the tensor, as float32 if it has 16 bits: there, a step of 0.001 of the difference would be lost."""
+    """Return a 16-bit tensor as float32, any other unchanged. In 16 bits, a change of 0.001 of the difference would
+    be lost.
+    """
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
 
 
@@ -200,15 +209,17 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 class OptimizerAverage:
-    """The weights that optimizers with `train()` and `eval()` evaluate with (schedule-free); methods as of `Ema`.
+    """The averaged weights of optimizers with `train()` and `eval()` (schedule-free). It has the methods of `Ema`.
 
-    What: such an optimizer trains at one point and evaluates at another, an average that it keeps itself. Validations
-    and the weights that are saved for evaluations are those of `eval()`. The weights that training goes on from are
-    kept aside and put back bit for bit, since `train()` behind `eval()` would round them; checkpoints hold both.
-    When: the optimizer has both methods and no `trainer.ema` is asked for, which is validated otherwise.
-    When not: batch norm, whose statistics are those of the training weights.
+    What: such an optimizer trains with one set of weights and evaluates with their average, which it computes
+        itself. Validations, and the weights that are saved for evaluation, use `eval()`. The training weights are
+        saved before and restored bit for bit, because `train()` after `eval()` would round them. Checkpoints contain
+        both.
+    When: the optimizer has both methods and `trainer.ema` is not set. When not: batch norm, whose statistics are
+        those of the training weights.
     Source: Defazio et al. 2024, arXiv:2405.15682
-    Gain: no schedule. Cost: a copy of the weights while a validation is under way, and a second one in each checkpoint.
+    Gain: no schedule is needed. Cost: a copy of the weights during a validation, and a second one in each
+        checkpoint.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -240,4 +251,4 @@ class OptimizerAverage:
         return {"count": 0, "module": module, "averages": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the optimizers' own states and the training weights give the average again."""
+        """Do nothing: the average follows from the states of the optimizers and the training weights."""

@@ -1,10 +1,11 @@
-"""Parameter groups: other options for the parameters that a pattern names, by kind, and by depth.
+"""Parameter groups: options for parameters by name pattern, by kind, and by depth.
 
-what: torch's own groups. `groups` names parameters by patterns, with any option of the optimizer; `no_decay` takes the
-    weight decay from norms, biases and embeddings; `layer_decay` multiplies the rate of each layer by one factor more
-    than that of the layer above it. What an entry of `groups` names is taken as it stands.
-when: fine-tuning (a new head learns faster, early layers hardly move), and recipes that decay matrices alone.
-when not: parts that are trained in turns: several optimizers by name. Parameters that are not trained: `freeze`.
+what: torch's own groups. `groups` selects parameters by patterns, with any option of the optimizer. `no_decay`
+    removes the weight decay from norms, biases and embeddings. `layer_decay` multiplies the learning rate of each
+    layer by one factor more than that of the layer above it. An entry of `groups` has priority over both.
+when: fine-tuning (a new head learns faster, early layers change little), and recipes that decay matrices only. when
+    not: parts that are trained alternately (use several named optimizers), or parameters that are not trained
+    (`freeze`).
 source: Loshchilov and Hutter 2019, arXiv:1711.05101; Clark et al. 2020 (ELECTRA), arXiv:2003.10555, and BEiT, Bao et
     al. 2022, arXiv:2106.08254, for the rates of layers; `param_groups_layer_decay` of timm.
 gain: not measured
@@ -36,8 +37,11 @@ PEAKS = (
 
 @dataclass(frozen=True)
 class GroupRules:
-    """key: of the optimizer, as `optimizer`. groups: patterns (`params`) with options, of which the first that fits a
-    parameter holds; no_decay: none, auto; layer_decay: above 0 to 1."""
+    """The rules that divide the parameters of an optimizer.
+
+    key: the setting of the optimizer, as `optimizer`. groups: entries with patterns (`params`) and options; the
+        first entry that matches a parameter applies. no_decay: none or auto. layer_decay: above 0, at most 1.
+    """
 
     key: str
     groups: Sequence[dict[str, Any]] = ()
@@ -50,9 +54,10 @@ class GroupRules:
 
 
 class SharedOptions(NamedTuple):
-    """What the parameters of a group have in common; sorted, the first group is that of the usual options.
+    """What the parameters of a group have in common. In sorted order, the group with the usual options is the first.
 
-    entry: of `groups`, -1 for none. above: the layers above theirs, for the rate. undecayed: by their kind.
+    entry: the index of the entry of `groups`, -1 for none. above: the number of layers above theirs. undecayed:
+        whether they have no weight decay because of their kind.
     """
 
     entry: int
@@ -61,14 +66,14 @@ class SharedOptions(NamedTuple):
 
 
 class GroupDivision:
-    """The groups that an optimizer is built with, and the options that they get then."""
+    """The groups with which an optimizer is built, and the options that the groups get afterwards."""
 
     def __init__(
         self, rules: GroupRules, model: nn.Module, members: Collection[nn.Parameter], groups: list[dict[str, Any]]
     ) -> None:  # fmt: skip
-        """Divide the groups by the rules. members: all parameters of this optimizer, frozen ones included.
+        """Divide the groups by the rules. members: all parameters of this optimizer, including frozen ones.
 
-        Raise ConfigError if a pattern fits nothing that is trained, or if the depth of layers is not clear.
+        Raise ConfigError if a pattern matches no trained parameter, or if the depth of layers is ambiguous.
         """
         self._rules = rules
         owners = match_entries(rules, model, {param for group in groups for param in group["params"]})
@@ -98,9 +103,10 @@ class GroupDivision:
     def settle(
         self, optimizer: Optimizer, factory: Callable[..., Optimizer], keywords: dict[str, Any]
     ) -> list[str]:
-        """Give the groups of the new optimizer their options; a line on each rule. Raise ConfigError, PluginError.
+        """Give the groups of the new optimizer their options. Return a line about each rule.
 
-        keywords: what it was built with.
+        keywords: the arguments with which the optimizer was built. Raise ConfigError or PluginError for invalid
+            options.
         """
         key, kind = self._rules.key, type(optimizer).__name__
         if len(optimizer.param_groups) != len(self._parts):
@@ -140,9 +146,9 @@ class GroupDivision:
 def match_entries(
     rules: GroupRules, model: nn.Module, trained: Collection[nn.Parameter]
 ) -> dict[nn.Parameter, int]:
-    """Return for each parameter the first entry of `groups` that names it.
+    """Return for each parameter the index of the first entry of `groups` that matches it.
 
-    Raise ConfigError with a line for each entry without effect. A parameter that is used twice may have either name.
+    Raise ConfigError that lists the entries without effect. A parameter that is used twice may match by either name.
     """
     named_params = dict(model.named_parameters(remove_duplicate=False))
     owners: dict[nn.Parameter, int] = {}
@@ -176,9 +182,8 @@ def match_entries(
 def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters without weight decay.
 
-    These are vectors and scalars (norms, biases, scales), all of embeddings and layer norms, biases of any shape, and
-    what
-    the method `no_weight_decay` of a module names (timm).
+    These are vectors and scalars (norms, biases, scales), all parameters of embeddings and layer norms, biases of
+    any shape, and the parameters that the method `no_weight_decay` of a module names (timm).
     """
     undecayed = {param for param in model.parameters() if param.ndim <= 1}
     for module in model.modules():
@@ -205,7 +210,9 @@ def describe_groups(groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def peak_rates(keywords: dict[str, Any], optimizer: Optimizer) -> dict[str, list[float]]:
-    """Return the peak rate of the schedule for each group, in proportion to its rate; empty if all rates are equal."""
+    """Return the peak rates of the schedule for each group, in proportion to its learning rate; {} if all rates are
+    equal.
+    """
     rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
     if len(set(rates)) < 2 or not rates[0]:
         return {}
@@ -219,10 +226,11 @@ SHOWN = 3
 def layers_above(
     model: nn.Module, members: Collection[nn.Parameter], key: str
 ) -> tuple[dict[nn.Parameter, int], str]:
-    """Return how many layers are above that of each member, and a text of the layers.
+    """Return how many layers are above that of each parameter, and a description of the layers.
 
-    What comes before the first block is depth 0, and so are embeddings; what comes after the last block is one depth
-    more. A norm counts with the layer before it. Raise ConfigError if the model has no numbered blocks, or two rows.
+    Parameters before the first block, and embeddings, have depth 0. Those after the last block are one layer above
+    it. A norm belongs to the layer before it. Raise ConfigError if the model has no numbered blocks, or two lists of
+    them.
     """
     member_set = set(members)
     depth_of_layer = number_blocks(model, member_set, key)
@@ -254,10 +262,10 @@ def layers_above(
 
 
 def number_blocks(model: nn.Module, members: Collection[nn.Parameter], key: str) -> dict[str, int]:
-    """Return the depth of each layer of the row of blocks, from 1 on, by name.
+    """Return the depth of each block by name, from 1 on.
 
-    A row is what one module has under numbers. Rows with blocks (layers made of layers, of a class that comes several
-    times) go before others. Raise ConfigError if there is no row, or a second one at least half as long.
+    A list of blocks is what one module has under numbers. A list whose items consist of layers, of a class that
+    occurs several times, has priority. Raise ConfigError if there is no list, or a second one at least half as long.
     """
     rows: dict[str, dict[str, nn.Module]] = {}
     for name, layer in model.named_modules():
@@ -291,12 +299,12 @@ def has_layers(layer: nn.Module) -> bool:
 
 
 def is_inside_block(name: str, blocks: Collection[str]) -> bool:
-    """Return whether a module is a block, or inside of one: what it has under numbers are experts or heads."""
+    """Return whether a module is a block, or inside a block. Numbered modules inside a block are experts or heads."""
     return any(f"{name}.".startswith(f"{block}.") for block in blocks)
 
 
 def number_layers(row: dict[str, nn.Module]) -> dict[str, int]:
-    """Return the depth of each layer, from 1 on; one with vectors alone has that of the layer before it."""
+    """Return the depth of each layer, from 1 on. A layer with vectors only has the depth of the layer before it."""
     depths: dict[str, int] = {}
     depth = 0
     for name, layer in row.items():

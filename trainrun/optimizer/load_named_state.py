@@ -1,4 +1,4 @@
-"""The way back of `named_state`: a stored state is checked, and copied into a freshly built optimizer."""
+"""Check a state from `named_optimizer_state`, and copy it into a newly built optimizer."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def load_named_optimizer_state(
     tree: dict[str, Any],
     configured: Collection[str] = (),
 ) -> None:
-    """Put copies of the stored state into a freshly built optimizer of the same parameters.
+    """Copy the stored state into a newly built optimizer of the same parameters.
 
-    Groups that a hook has added are added again. configured: group fields that the config names (`weight_decay`), which
-    stay as it says now in all other groups.
+    Groups that a hook has added are added again. configured: the group fields that the config sets (`weight_decay`).
+    They keep the value of the current config in all other groups.
     """
     _check_class(optimizer, tree["classes"])
     params = {name: param for param, name in optimizer_parameter_names(optimizer, model).items()}
@@ -67,7 +67,7 @@ def load_named_optimizer_state(
 
 
 def _check_class(optimizer: Optimizer, stored: list[str]) -> None:
-    """Raise CheckpointError if the state is of another optimizer, neither a subclass nor a base class of this one.
+    """Raise CheckpointError if the state is of an unrelated optimizer class: neither a subclass nor a base class.
 
     stored: the names of the class of the saved optimizer and of its base classes.
     """
@@ -80,14 +80,14 @@ def _check_class(optimizer: Optimizer, stored: list[str]) -> None:
 
 
 def _add_groups(params: Mapping[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
-    """Give parameters that a hook has moved to groups of their own these groups again."""
+    """Move parameters into the groups that a hook had added before the checkpoint."""
     for stored in tree["groups"][len(optimizer.param_groups) :]:
         if stored.get(ADDED) and all(name in params for name in stored["params"]):
             optimizer.add_param_group({"params": [params[name] for name in stored["params"]]})
 
 
 def _check_same_parameters(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
-    """Raise CheckpointError unless names, shapes and groups of the checkpoint are those of the optimizer."""
+    """Raise CheckpointError unless the checkpoint and the optimizer have the same names, shapes and groups."""
     stored = tree["shapes"]
     faults = [f"{name} is new here" for name in params if name not in stored]
     faults += [f"{name[:LONGEST]} is not there now" for name in stored if name not in params]
@@ -131,7 +131,7 @@ def _check_fields(optimizer: Optimizer, tree: dict[str, Any]) -> None:
 
 
 def _load_fields(group: dict[str, Any], stored: dict[str, Any], fixed: Collection[str]) -> None:
-    """Group fields as stored, but for those kept; a tuple that became a list on disk is a tuple again."""
+    """Load the fields of a group except `fixed` ones. A tuple that became a list in the file becomes a tuple again."""
     for key, value in stored.items():
         if key == "params" or key in OF_THIS_RUN or key in fixed:
             continue
@@ -145,9 +145,9 @@ def _load_fields(group: dict[str, Any], stored: dict[str, Any], fixed: Collectio
 
 
 def _copy_state(value: Any, param: Tensor, on_device: bool, key: str = "") -> Any:
-    """Copy a tree of state with the stored number types, to where torch's optimizers keep it.
+    """Copy a nested state with the stored number types to the device where torch's optimizers keep it.
 
-    That is next to the parameter and in its memory format, since fused kernels walk both in memory order. A step count
+    Tensors get the memory format of the parameter, because fused kernels read both in memory order. A step count
     stays on the CPU unless the kernel reads it on the device.
     """
     if isinstance(value, Tensor):

@@ -1,17 +1,18 @@
-"""Muon for the hidden matrices, AdamW for everything else, in one optimizer.
+"""Muon for hidden matrices and AdamW for all other parameters, in one optimizer.
 
-what: the momentum of a matrix is replaced by the nearest matrix with orthogonal rows or columns (five steps
-    of a Newton-Schulz iteration), so that all its directions move alike. Embeddings, the last linear
-    layer and whatever is no matrix are updated by torch's AdamW. Filters of convolutions count as
-    matrices (out, in x height x width).
-when: transformers and other networks that are mostly matrices; fewer steps to the same loss.
-when not: networks without a hidden matrix (refused); fine-tuning of what AdamW has trained. It changes the
-    mathematics, so nothing chooses it by itself. On a CPU the products are a visible part of a small step.
-source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; one learning rate for both parts as in Liu et
-    al. 2025, arXiv 2502.16982 (`adjust_lr_fn=match_rms_adamw`).
+what: the momentum of a matrix is replaced by the nearest matrix with orthogonal rows or columns (five steps of a
+    Newton-Schulz iteration), so that all directions change equally fast. Embeddings, the last linear layer and
+    parameters that are not matrices are updated by torch's AdamW. Filters of convolutions count as matrices (out, in
+    x height x width).
+when: transformers and other networks with mostly matrices. They need fewer steps for the same loss. when not:
+    networks without a hidden matrix (refused), and fine-tuning of networks that AdamW has trained. It changes the
+    mathematics, so it is never chosen automatically. On a CPU the matrix products are a visible part of a small
+    step.
+source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; one learning rate for both parts as in Liu et al.
+    2025, arXiv 2502.16982 (`adjust_lr_fn=match_rms_adamw`).
 gain: modded-nanogpt reached its target loss in 24.9 instead of 31.4 minutes with it (8 H100). `torch.optim.Muon`
-    rounds to bfloat16 on every device and takes no filters. On a CPU without bfloat16 units its step took 4.2 times
-    as long as this one (512 x 512: 145 ms, 34 ms; one Xeon core, torch 2.13).
+    rounds to bfloat16 on every device and does not support filters. On a CPU without bfloat16 units its step took
+    4.2 times as long as this one (512 x 512: 145 ms, 34 ms; one Xeon core, torch 2.13).
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ LR_RULES: dict[str, Callable[[int, int], float]] = {
 
 
 class Muon(Optimizer):
-    """params: groups, of which those with `muon: True` are matrices; `parameter_groups` makes them of a model.
+    """An optimizer whose groups with `muon: True` are updated by Muon, and all others by AdamW.
 
-    momentum, nesterov, ns_steps, adjust_lr_fn are Muon's; betas, eps, fused, foreach are AdamW's;
-    weight_decay holds for both, and so does lr where adamw_lr is None.
+    params: the groups; `parameter_groups` builds them from a model. momentum, nesterov, ns_steps, adjust_lr_fn are
+        of Muon; betas, eps, fused, foreach are of AdamW. weight_decay applies to both, and so does lr if adamw_lr is
+        None.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class Muon(Optimizer):
             self._update_others()
 
     def _update_inner(self, adamw: Optimizer, others: list[dict[str, Any]]) -> None:
-        """Give it today's groups and state: this may be a copy with others, or have loaded them."""
+        """Give the inner AdamW the current groups and state, which change if the optimizer is copied or loaded."""
         mine = adamw.param_groups
         same = adamw.state is self.state and len(mine) == len(others) and all(map(is_, others, mine))
         if not same or self._update_others is _do_nothing:
@@ -162,11 +164,11 @@ class Muon(Optimizer):
 
 
 def _do_nothing() -> None:
-    """Do nothing; stands for the update before the first step."""
+    """Do nothing. This is the update function before the first step."""
 
 
 def _build_inner(kind: type[Optimizer], groups: list[dict[str, Any]], **keywords: Any) -> Optimizer:
-    """Return an optimizer that shares these groups, which get its options."""
+    """Return an optimizer that shares these groups. The groups get its default options."""
     inner = kind([{"params": group["params"]} for group in groups], **keywords)
     for group, made in zip(groups, inner.param_groups, strict=True):
         for name, value in made.items():
@@ -190,7 +192,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Return approximately U V of the singular value decomposition U S V.
+    """Return approximately U V of the singular value decomposition U S V of a matrix.
 
     On a GPU it is computed in bfloat16, in which products are fast.
     """

@@ -1,4 +1,6 @@
-"""Checks of optimizers that need a closure, sparse gradients or unsharded tensors, and of other objects."""
+"""Checks of optimizers that need a closure, sparse gradients or whole tensors, and of objects that are not torch's
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ TOLERANCE = 1e-3  # of the largest change
 
 
 def check_contract(optimizer: Any, name: str, closures: bool) -> None:
-    """Raise PluginError if this is not an optimizer that the runner can use. closures: a step may compute the loss
-    again.
+    """Raise PluginError if the runner cannot use this object as an optimizer.
+
+    closures: whether a step may compute the loss again.
     """
     if not isinstance(optimizer, Optimizer):
         raise PluginError(
@@ -50,7 +53,9 @@ def check_contract(optimizer: Any, name: str, closures: bool) -> None:
 
 
 def describe_lost_state(optimizer: Optimizer, model: nn.Module) -> str:
-    """Describe what an optimizer stores outside its state, where no checkpoint holds it; empty if nothing."""
+    """Describe the tensors that an optimizer stores outside its state, so that no checkpoint saves them; "" if there
+    are none.
+    """
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return ""
     lost = ", ".join(
@@ -85,7 +90,7 @@ def _is_optimizer_of(optimizer: Optimizer, model: nn.Module) -> bool:
 
 
 def _iterate_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield the optimizer's own attributes by name; of lists, tuples and dicts their members."""
+    """Yield the optimizer's own attributes by name. For lists, tuples and dicts, yield their members."""
     for name, value in vars(optimizer).items():
         if name not in OF_TORCH:
             yield from _iterate_members(name, value, DEEPEST)
@@ -114,7 +119,7 @@ TAKES_SPARSE = {"SGD": ("nesterov", "weight_decay"), "Adagrad": ("weight_decay",
 
 
 def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters whose module says that their gradients are sparse."""
+    """Return the parameters that get sparse gradients, as their module says."""
     tables = [
         module
         for module in model.modules()
@@ -128,7 +133,7 @@ def check_sparse_gradients(
 ) -> None:
     """Raise PluginError if an optimizer of torch cannot use the gradients of these parameters.
 
-    sparse: parameters whose gradients are sparse. dense: those with dense gradients, as far as they are known.
+    sparse: parameters with sparse gradients. dense: parameters with dense gradients, if known.
     """
     for part in joined_optimizers(optimizer) or [optimizer]:
         kind = type(part)
@@ -194,7 +199,7 @@ def are_shards(params: Iterable[Tensor]) -> bool:
 def check_sharded_updates(
     factory: Callable[..., Optimizer], keywords: dict[str, Any], device: torch.device
 ) -> None:
-    """Raise PluginError if the optimizer updates the halves of a small layer otherwise than the whole layer."""
+    """Raise PluginError if the optimizer updates two halves of a small layer differently from the whole layer."""
     name = getattr(factory, "__name__", type(factory).__name__)
     way_out = "each rank of parallel=fsdp has only rows of it; use torch.optim.AdamW or SGD, or parallel=ddp"
     try:

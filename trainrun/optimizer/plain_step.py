@@ -1,17 +1,18 @@
-"""The step of an optimizer without what torch wraps around it, and torch without its compiler.
+"""Call the step of an optimizer without torch's wrappers, and use torch without importing its compiler.
 
-`torch._dynamo` takes 1 to 2 s to import, and torch imports it to build any optimizer and to call its `step`, only to
-keep the compiler away from them. And the fused update of AdamW on a CPU, with its lists made once:
+`torch._dynamo` takes 1 to 2 s to import. torch imports it to build any optimizer and to call its `step`, only to
+exclude these from compilation. This module also has a faster call of AdamW's fused update on a CPU:
 
-what: the same kernel with the same numbers. Torch's `step` collects parameters, gradients and moments again each
-    time, sorts them by device and type, and counts every parameter's step with a call of its own; here the
-    counters are one tensor, of which each parameter's `step` is an element.
-when: small steps (digits MLP, one core of an AMD EPYC: 15 us; `optimizer.step()` 41, without its wrapping 33).
-when not: tensors as rates, amsgrad, complex numbers, GPUs: then torch's own `step` is called, and also in a step
-    where a parameter has no gradient.
+what: the same kernel with the same numbers. In each step torch's `step` collects parameters, gradients and moments
+    again, sorts them by device and type, and increments the step count of each parameter separately. Here the lists
+    are built once, and all step counts are elements of one tensor.
+when: small steps (digits MLP, one core of an AMD EPYC: 15 us; `optimizer.step()` 41 us, without its wrappers 33 us).
+    when not: learning rates in tensors, amsgrad, complex numbers, GPUs, and steps in which a parameter has no
+    gradient. Then torch's own `step` is called.
 source: torch/optim/adam.py, `_fused_adam` (2.8 to 2.13)
-gain: the runner's time over that of a hand-written loop with torch's `step` (scripts/bench_overhead.py, a Xeon): 1.12
-    (1.09 to 1.16) -> 0.96 (0.93 to 0.99) on a step of 0.3 ms, 1.04 -> 1.00 (0.98 to 1.01) on one of 3 ms.
+gain: the runner's time relative to a hand-written loop with torch's `step` (scripts/bench_overhead.py, a Xeon): 1.12
+    (1.09 to 1.16) before, 0.96 (0.93 to 0.99) now for a step of 0.3 ms; 1.04 before, 1.00 (0.98 to 1.01) now for a
+    step of 3 ms.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ KERNEL: Any = getattr(torch, "_fused_adamw_", None)  # where a version has it no
 
 
 def build_plain_step(optimizer: Optimizer) -> Step:
-    """Return a faster function to call in place of `optimizer.step`; that method itself if it is not torch's, or
-    has hooks.
+    """Return a faster function than `optimizer.step`. Return that method itself if it is not torch's own or has
+    hooks.
     """
     if parts := joined_optimizers(optimizer):
         return JointStep([build_plain_step(part) for part in parts])
@@ -46,16 +47,13 @@ def build_plain_step(optimizer: Optimizer) -> Step:
 
 
 def joined_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers of one that joins several by name."""
+    """Return the optimizers inside one that joins several named optimizers."""
     parts: list[Optimizer] = getattr(optimizer, "parts", [])
     return parts if type(optimizer).__module__.startswith("trainrun.") else []
 
 
 def switching_optimizers(optimizer: Optimizer) -> list[Any]:
-    """Return the optimizers that have `train()` and `eval()`:
-
-    the optimizer itself, or some of several named ones.
-    """
+    """Return those of the joined optimizers, or of the single one, that have `train()` and `eval()`."""
     return [
         part
         for part in joined_optimizers(optimizer) or [optimizer]
@@ -64,7 +62,7 @@ def switching_optimizers(optimizer: Optimizer) -> list[Any]:
 
 
 class JointStep:
-    """The steps of several optimizers, one after the other."""
+    """The steps of several optimizers, called one after the other."""
 
     def __init__(self, steps: list[Step]) -> None:
         self._steps = steps
@@ -84,9 +82,9 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 
 def fit_state_layout(optimizer: Optimizer) -> bool:
-    """Let a fused optimizer work on dense parameters alone, with states that lie as they do.
+    """Make a fused optimizer work: its state must have the same layout as its parameters, which must be dense.
 
-    Return whether it is no longer fused, because a parameter is not dense.
+    Return True if a parameter is not dense, so that the optimizer is no longer fused.
     """
     groups = [group for group in optimizer.param_groups if group.get("fused")]
     params = [param for group in groups for param in group["params"]]
@@ -107,14 +105,14 @@ def fit_state_layout(optimizer: Optimizer) -> bool:
 
 
 def reset_prepared(optimizer: Optimizer) -> None:
-    """Make `FusedAdam` build its lists again. It recognises the state of an optimizer by the step counters in it."""
+    """Make `FusedAdam` build its lists again, by replacing the step counts from which it recognises the state."""
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].clone()
 
 
 def lay_out_gradients(optimizer: Optimizer, *_: Any) -> None:
-    """Give all gradients the strides of their parameters; a hook before the step of an optimizer."""
+    """Give all gradients the strides of their parameters. This is a hook before the step of an optimizer."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
@@ -122,8 +120,10 @@ def lay_out_gradients(optimizer: Optimizer, *_: Any) -> None:
 
 
 class PreparedGroup:
-    """The parameters of one group that have been updated. steps: all counters in one tensor; its elements are in the
-    optimizer's state."""
+    """The lists of parameters and states for one group, of the parameters that have been updated.
+
+    steps: all step counts in one tensor. The optimizer's state has its elements.
+    """
 
     __slots__ = ("counters", "exp_avg_sqs", "exp_avgs", "group", "numbers", "params", "steps")
 
@@ -141,7 +141,7 @@ class PreparedGroup:
             state[param]["step"] = counter
 
     def is_of(self, group: dict[str, Any], state: Any) -> bool:
-        """Return whether the states of all parameters are those of the prepared lists."""
+        """Return whether the current states of all parameters are those in the lists."""
         held = zip(self.params, self.counters, self.exp_avgs, self.exp_avg_sqs, strict=True)
         return group is self.group and all(
             state[param].get("step") is counter
@@ -162,7 +162,7 @@ class PreparedGroup:
 
 
 class FusedAdam:
-    """Called in place of `optimizer.step`; `plain` is that, for what cannot be prepared."""
+    """The function that replaces `optimizer.step`. plain: the original method, for cases that cannot be prepared."""
 
     def __init__(self, optimizer: Optimizer, plain: Step) -> None:
         self._optimizer, self._plain = optimizer, plain
@@ -192,7 +192,7 @@ class FusedAdam:
                 group.update(grads)
 
     def _prepare(self) -> None:
-        """Let torch make an update, and with it the states, and make the lists of them."""
+        """Let torch make one update, which creates the states, and build the lists from them."""
         self._plain()
         self._groups = prepare_groups(self._optimizer)
         self._first_group = self._optimizer.param_groups[0]
@@ -211,8 +211,8 @@ class FusedAdam:
         return same
 
     def _is_prepared(self) -> bool:
-        """Return whether the lists fit; not before the first update, nor after another state or other groups were
-        set.
+        """Return whether the lists are valid. They are not before the first update, or after the state or the groups
+        were replaced.
         """
         if not self._groups or self._optimizer.param_groups[0] is not self._first_group:
             return False
@@ -230,13 +230,13 @@ def can_prepare(optimizer: Optimizer) -> bool:
 
 
 def updated_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups that have a parameter which has been updated."""
+    """Return the groups in which at least one parameter has been updated."""
     state = optimizer.state
     return [group for group in optimizer.param_groups if any(state.get(param) for param in group["params"])]
 
 
 def prepare_groups(optimizer: Optimizer) -> list[PreparedGroup]:
-    """Prepare all groups in use; none if the kernel could not take one of them in a single call."""
+    """Build the lists of all updated groups. Return [] if the kernel cannot update some group in a single call."""
     groups = [PreparedGroup(group, optimizer.state) for group in updated_groups(optimizer)]
     for group in groups:
         kinds = {(param.device.type, param.dtype) for param in group.params}
@@ -251,11 +251,11 @@ OF_OPTIMIZERS = tuple(vars(Optimizer).values())
 
 @contextmanager
 def avoid_compiler_import(methods: Iterable[Any] = OF_OPTIMIZERS) -> Iterator[None]:
-    """Allow calls of these methods, and so building optimizers, without importing `torch._dynamo`.
+    """Let these methods of torch be called inside the block without importing `torch._dynamo`.
 
-    Torch wraps some of its methods: the first call asks dynamo for the function, which dynamo leaves as it is. Inside
-    the block
-    that function is set already. If torch stores it under another name, nothing changes.
+    Torch wraps some methods of optimizers. At its first call, a wrapper asks dynamo for a version that is not
+    compiled, and stores it. Inside the block the plain function is stored there already. If another version of torch
+    uses another name for it, nothing changes.
     """
     marked = [] if "torch._dynamo" in sys.modules else functions_behind_dynamo(methods)
     for function in marked:
@@ -269,7 +269,7 @@ def avoid_compiler_import(methods: Iterable[Any] = OF_OPTIMIZERS) -> Iterator[No
 
 
 def functions_behind_dynamo(methods: Iterable[Any] = OF_OPTIMIZERS) -> list[Any]:
-    """Return the functions behind those methods that have not asked dynamo yet."""
+    """Return the functions inside torch's wrappers that have not imported dynamo yet."""
     of_torch = [
         method for method in methods if getattr(method, "__globals__", {}).get("__name__") == "torch._compile"
     ]
@@ -278,7 +278,7 @@ def functions_behind_dynamo(methods: Iterable[Any] = OF_OPTIMIZERS) -> list[Any]
 
 
 def unwrap_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return `optimizer.step` without torch's wrappers: its compiler and a profiler mark (8 of 41 us).
+    """Return `optimizer.step` without torch's wrappers (its compiler and a profiler mark), which take 8 of 41 us.
 
     If the method is not torch's own, has hooks, or is wrapped by a scheduler, return `optimizer.step` itself.
     """

@@ -1,7 +1,9 @@
-"""Find the channels of a network that can only be removed together: those that are added, normed or convolved alone.
+"""Find groups of channels that can only be removed together, because layers add, normalise or convolve them
+together.
 
-The graph of `torch.export` is read once, from the inputs on. It is known along which dimension of a result the channels
-of a layer lie. An operation that is not in the lists below keeps all channels that go into it.
+The graph of `torch.export` is read once, from the inputs on. For each result it is recorded along which dimension
+the channels of a layer are. An operation that is not in the lists below prevents the removal of all channels in its
+inputs.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ REARRANGES = {"permute", "transpose", "select", "slice", "mean", "sum", "amax"}
 class ChannelGroup:
     """Channels that are kept or removed together.
 
-    writers: the layers whose outputs they are. followers: norms and depthwise convolutions between. readers: the layers
-    that they go into, with the inputs for each channel. reason: why none of them can be removed, or "".
+    writers: the layers whose outputs they are. followers: norms and depthwise convolutions of these channels.
+        readers: the layers that use them as inputs, with the number of inputs per channel. reason: why none of them
+        can be removed, or "".
     """
 
     def __init__(self, writers: Sequence[str], reason: str = "") -> None:
@@ -45,11 +48,11 @@ class ChannelGroup:
         self._joined: ChannelGroup | None = None
 
     def root(self) -> ChannelGroup:
-        """Return the group that this one was joined to, or itself."""
+        """Return the group into which this one was merged, or the group itself."""
         return self if self._joined is None else self._joined.root()
 
     def join(self, other: ChannelGroup) -> None:
-        """Merge two groups, which have no readers yet or are read by the same layers."""
+        """Merge two groups that have no readers yet, or the same readers."""
         root, added = self.root(), other.root()
         if root is added:
             return
@@ -61,7 +64,9 @@ class ChannelGroup:
 
 
 class ChannelAxis(NamedTuple):
-    """Where the channels of a group lie in a result: along `dim`, each as `width` numbers next to each other."""
+    """The position of a group's channels in a result: along `dim`, where each channel has `width` neighbouring
+    numbers.
+    """
 
     group: ChannelGroup
     dim: int
@@ -71,7 +76,9 @@ class ChannelAxis(NamedTuple):
 def find_channel_groups(
     model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor]
 ) -> list[ChannelGroup]:
-    """Return the groups of all layers that can be narrowed. Raise ValueError if the network cannot be traced."""
+    """Return the channel groups of all layers that can be narrowed. Raise ValueError if the network cannot be
+    traced.
+    """
     try:
         with suppress_output():
             program = torch.export.export(model, tuple(args), named or None)
@@ -85,7 +92,7 @@ def find_channel_groups(
 
 
 class GraphReader:
-    """Follows channels through the operations of a graph, in their order."""
+    """A reader that follows channels through the operations of a graph, in order."""
 
     def __init__(self, model: nn.Module, program: Any) -> None:
         self._parameters = program.graph_signature.inputs_to_parameters
@@ -95,7 +102,7 @@ class GraphReader:
         self.groups: list[ChannelGroup] = []
 
     def read(self, node: Node) -> None:
-        """Record where the channels lie in the result of an operation."""
+        """Record along which dimension the channels are in the result of an operation."""
         if node.op == "output":
             self._keep_channels(node, "is a model output")
         if node.op != "call_function":
@@ -111,7 +118,7 @@ class GraphReader:
             self._axes[node] = axis
 
     def _read_layer(self, node: Node, kind: str, name: str) -> None:
-        """Begin the group of the outputs of a linear layer or convolution, which reads the group of its inputs."""
+        """Create the group of the outputs of a layer, and record the layer as a reader of the group of its inputs."""
         layer: Any = self._untied.get(name) if self._num_calls[name] == 1 else None
         reason = ""
         if layer is None:
@@ -136,7 +143,7 @@ class GraphReader:
         self._axes[node] = ChannelAxis(self.groups[-1], dim, 1)
 
     def _follow(self, node: Node, kind: str, layer_name: str | None) -> ChannelAxis | None:
-        """Return where the channels of the inputs lie in the result; None if that is not known."""
+        """Return where the channels of the inputs are in the result; None if unknown."""
         if kind in BINARY:
             return self._join_operands(node)
         source = node.args[0] if node.args else None
@@ -153,7 +160,7 @@ class GraphReader:
         return find_moved_axis(node, kind, axis) if kind in RESHAPES | REARRANGES else None
 
     def _follow_norm(self, axis: ChannelAxis, name: str) -> bool:
-        """Add a norm to the group of the channels; return whether it has one weight for each."""
+        """Add a norm to the group of its channels. Return whether it has one weight per channel."""
         norm: Any = self._layers.get(name)
         is_usable = isinstance(norm, NORMS) and norm.weight.ndim == 1 and self._num_calls[name] == 1
         if is_usable and axis.width == 1:
@@ -162,7 +169,7 @@ class GraphReader:
         return False
 
     def _join_operands(self, node: Node) -> ChannelAxis | None:
-        """Return the axis of an element-wise result, and join the groups of its operands."""
+        """Return the channel axis of an element-wise result, and merge the groups of its operands."""
         shape = node.meta["val"].shape
         operands = [(self._axes.get(operand), operand.meta["val"].shape) for operand in node.all_input_nodes]
         axes = [
@@ -183,14 +190,14 @@ class GraphReader:
         return axes[0]
 
     def _keep_channels(self, node: Node, reason: str) -> None:
-        """Keep all channels that go into an operation."""
+        """Mark all channels in the inputs of an operation as not removable."""
         for source in node.all_input_nodes:
             if source in self._axes:
                 group = self._axes[source].group.root()
                 group.reason = group.reason or reason
 
     def _layer_name(self, node: Node) -> str | None:
-        """Return the layer of an operation, by its weight."""
+        """Return the name of the layer to which the weight of an operation belongs."""
         if node.op != "call_function":
             return None
         for argument in node.args[1:3]:
@@ -201,10 +208,10 @@ class GraphReader:
 
 
 def find_moved_axis(node: Node, kind: str, axis: ChannelAxis) -> ChannelAxis | None:
-    """Return where channels lie after a reshape, a transposition, a choice of rows or a sum.
+    """Return where channels are after a reshape, a transposition, a selection or a sum.
 
-    The operation is applied to the numbers of the channels. None if they no longer lie along one dimension, or if some
-    are missing.
+    The operation is applied to a tensor of channel numbers. Return None if the channels are no longer along one
+    dimension, or if some are missing.
     """
     source: Any = node.args[0]
     shape, operation = source.meta["val"].shape, node.target
@@ -226,7 +233,7 @@ def find_moved_axis(node: Node, kind: str, axis: ChannelAxis) -> ChannelAxis | N
 
 
 def is_depthwise(layer: Any) -> bool:
-    """Return whether a layer is a convolution of each channel alone."""
+    """Return whether a layer is a convolution that treats each channel separately."""
     return getattr(layer, "groups", 1) == len(layer.weight) > 1 and layer.weight.shape[1] == 1
 
 
@@ -241,7 +248,7 @@ def num_dims(node: Node) -> int:
 
 
 def format_reasons(left: dict[str, str]) -> str:
-    """Return the names of layers beside each reason, at most four names of each."""
+    """Return a text with each reason and at most four names of the layers to which it applies."""
     lines = []
     for reason in dict.fromkeys(left.values()):
         names = [name or "the model" for name, each in left.items() if each == reason]

@@ -1,4 +1,4 @@
-"""Write a new run folder at step 0 with changed weights, and compare it with the run that it was made from."""
+"""Write a new run folder at step 0 with changed weights, and compare it with the run from which it was made."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ PENDING_TRANSFORM = "trainrun-weights"  # the name of this transform
 
 
 def load_pending_weights(model: nn.Module) -> nn.Module:
-    """Load `PENDING_WEIGHTS`. The last transform while the folder is written, so averages start from these weights."""
+    """Load `PENDING_WEIGHTS` into the model.
+
+    It is the last transform while the folder is written, so that averaged weights start from these weights.
+    """
     allocate_buffers(model, PENDING_WEIGHTS, torch.device("cpu"))
     model.load_state_dict(PENDING_WEIGHTS)
     return model
@@ -70,7 +73,7 @@ def load_pending_weights(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Metrics of a network, and the size of its weights."""
+    """The metrics of a network, and the size of its weights in bytes."""
 
     metrics: dict[str, float]
     num_bytes: int
@@ -79,10 +82,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class SourceRun:
-    """A finished run that a smaller run is made from.
+    """A finished run from which a smaller run is made.
 
-    run, new_run: the folders of both. checkpoint: the checkpoint of the finished run that was read. parts: its
-    components, with the weights of this checkpoint. config: its settings. before: the measurement of its model.
+    run, new_run: the folders of both. checkpoint: the checkpoint of the finished run that was loaded. parts: the
+        components of the finished run with these weights. config: its settings. before: the measurement of its
+        model.
     """
 
     run: RunDir
@@ -100,7 +104,8 @@ class SourceRun:
 def open_source(arguments: Namespace, ending: str, own_transforms: Sequence[str]) -> SourceRun:
     """Load and measure the run that the arguments name.
 
-    ending: of the default folder of the new run. own_transforms: transforms that the run may not have yet.
+    ending: the suffix of the default folder of the new run. own_transforms: transforms that the run must not have
+        yet.
     """
     run = open_run(arguments.run_dir)
     folder = choose_new_run_folder(arguments.out, run, ending)
@@ -148,9 +153,11 @@ def atomic_folder(run: RunDir) -> Iterator[RunDir]:
 
 
 def write_run(source: SourceRun, config: RunConfig, model: nn.Module, reason: str) -> None:
-    """Write the new run at step 0 with the weights of `model`, and with task state and tokenizer of the source.
+    """Write the new run at step 0 with the weights of `model`, and with the task state and the tokenizer of the
+    source.
 
-    config: its transforms fit the weights. reason: what was done, for the status of the new run.
+    config: the settings of the new run, whose transforms fit the weights. reason: what was done, for the status of
+        the new run.
     """
     weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
     config = replace_values(config, {
@@ -214,7 +221,7 @@ def evaluate_all(parts: Components) -> dict[str, float]:
 
 
 def measure_run(parts: Components) -> Measurement:
-    """Measure the metrics of every validation set, and the bytes of the weights; tied tensors count once."""
+    """Measure the metrics on every validation set and the bytes of the weights. Tied tensors count once."""
     metrics = {name: value for name, value in evaluate_all(parts).items() if not name.endswith("/seconds")}
     tensors = {id(tensor): tensor for tensor in parts.model.state_dict(keep_vars=True).values()}
     return Measurement(metrics, sum(tensor.nbytes for tensor in tensors.values()), parts.model.eval())

@@ -1,11 +1,11 @@
 """Prune a model: set the smallest weights to zero (`mask_weights`), or remove whole channels (`narrow_layers`).
 
-what: `mask_weights` saves a mask beside each weight. Size and time stay the same; the zeros are for other kernels and
-    packers. `narrow_layers` makes layers smaller, so file and time shrink.
-when: after a training, followed by a short one (`--finetune`). Channels are removed only if all operations on them are
-    known (`channels.py`). Channels that are added to each other are removed together.
-    Not torch-pruning 1.6: on a GPT of one layer it looks for channels that go together without end, and where it ends
-    it cuts heads of attention apart. Not torch.nn.utils.prune: its masks are float32, 2x the weights in place of 1.25x.
+what: `mask_weights` stores a mask beside each weight. Size and time stay the same; the zeros are useful for sparse
+    kernels and compression. `narrow_layers` makes layers smaller, so that size and time shrink.
+when: after a training, followed by a short one (`--finetune`). Channels are removed only if all operations on them
+    are known (`channels.py`). Channels that are added to each other are removed together. torch-pruning 1.6 is not
+    used: on a GPT of one layer its search for groups does not end, and it splits attention heads.
+    torch.nn.utils.prune is not used: its masks are float32, so the size doubles instead of growing by a quarter.
 source: Han et al. 2015, arXiv 1506.02626 (magnitudes); Li et al. 2017, arXiv 1608.08710 (filters by their L1 norm).
 """
 
@@ -29,7 +29,7 @@ CONVOLUTIONS = (
 
 
 class Mask(nn.Module):
-    """A parametrization that keeps masked weights at zero, whatever the optimizer does. mask: bool, False is zero."""
+    """A parametrization that keeps masked weights at zero during training. mask: bool, False for zero."""
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
@@ -41,7 +41,9 @@ class Mask(nn.Module):
 
 
 def mask_weights(model: nn.Module, amount: float = 0.5) -> nn.Module:
-    """Mask the smallest weights. amount: the fraction of all weights of linear layers and convolutions together."""
+    """Set the smallest weights to zero. amount: the fraction of the weights of all linear layers and convolutions
+    together.
+    """
     layers = maskable_layers(model)
     if not layers:
         raise ValueError("the model has no torch.nn.Linear or convolution with weights of its own")
@@ -57,7 +59,7 @@ def mask_weights(model: nn.Module, amount: float = 0.5) -> nn.Module:
 
 
 def maskable_layers(model: nn.Module) -> dict[str, Any]:
-    """Return linear layers and convolutions with weights of their own, by name."""
+    """Return the linear layers and convolutions whose weights are not shared, by name."""
     kinds = (nn.Linear, *CONVOLUTIONS)
     return {
         name: layer
@@ -67,13 +69,13 @@ def maskable_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def explain_unmasked(model: nn.Module) -> dict[str, str]:
-    """Return the layers with matrices that `mask_weights` leaves out, each with the reason."""
+    """Return the layers with matrices that `mask_weights` does not change, each with the reason."""
     able = maskable_layers(model)
     return {name: why for name, why in explain_float_layers(model, "mask").items() if name not in able}
 
 
 def narrow_layers(model: nn.Module, sizes: Sequence[Sequence[Any]]) -> nn.Module:
-    """Shorten layers to their first channels. sizes: (name, outputs, inputs) of each; a norm has outputs alone."""
+    """Reduce layers to their first channels. sizes: (name, outputs, inputs) of each layer; a norm has outputs only."""
     for name, outputs, inputs in sizes:
         narrow_layer(model.get_submodule(name), torch.arange(outputs), torch.arange(inputs))
     return model
@@ -106,7 +108,7 @@ def narrow_layer(layer: Any, outputs: Tensor, inputs: Tensor) -> None:
 def remove_channels(
     model: nn.Module, args: Sequence[Tensor], named: dict[str, Tensor], amount: float
 ) -> tuple[nn.Module, list[list[Any]], dict[str, str]]:
-    """Return a copy without a part of its channels, the new sizes, and the layers that are kept, with reasons.
+    """Return a narrowed copy, the new sizes of its layers, and the layers that were not narrowed, with reasons.
 
     amount: the fraction of channels to remove from each group. Raise ValueError if no channel can be removed.
     """
@@ -142,7 +144,9 @@ def remove_channels(
 def narrow_groups(
     model: nn.Module, groups: Sequence[ChannelGroup], amount: float
 ) -> tuple[nn.Module, list[list[Any]]]:
-    """Return a copy whose groups keep the channels with the largest L1 norm, relative to the mean of each layer."""
+    """Return a narrowed copy and its sizes. Each group keeps the channels with the largest L1 norm, relative to the
+    layer's mean.
+    """
     model = copy.deepcopy(model)
     layers: dict[str, Any] = dict(model.named_modules())
     keep: dict[str, list[Tensor]] = {}

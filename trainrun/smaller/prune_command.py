@@ -1,4 +1,4 @@
-"""`trainrun prune RUN_DIR --amount 0.5`: a new run with fewer weights or channels, compared with the old one."""
+"""`trainrun prune RUN_DIR --amount 0.5`: write a new run with fewer weights or channels, and compare both runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAME = "pruned"  # in `transform`
 
 
 class PrunedModel(NamedTuple):
-    """A smaller network, the transform that loads its weights, and what was done, in words."""
+    """A pruned network, the transform that prepares a new model for its weights, and a summary of the pruning."""
 
     model: nn.Module
     transform: dict[str, Any]
@@ -39,7 +39,7 @@ class PrunedModel(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
-    """Write the new run, train it on if asked to, and compare the two."""
+    """Write the new run, train it if `--finetune` is set, and compare the two runs."""
     arguments = parse_prune_arguments(argv)
     limits = parse_finetune_length(arguments.finetune)
     source = open_source(arguments, NAME, [NAME, "int8"])
@@ -85,7 +85,7 @@ def prune_model(source: SourceRun, arguments: Namespace) -> PrunedModel:
 
 
 def prune_channels(source: SourceRun, model: nn.Module, amount: float) -> PrunedModel:
-    """Remove whole channels; the graph of the network is read on a batch of the run."""
+    """Remove whole channels. The graph of the network is traced with a batch of the run."""
     (batch,) = read_first_batches(source.parts.val or source.parts.train)
     tensors, call = record_call(model, source.parts.task, batch)
     positional, named = call.fill(tensors)
@@ -108,7 +108,7 @@ def prune_weights(model: nn.Module, amount: float) -> PrunedModel:
 
 
 def parse_finetune_length(text: str | None) -> dict[str, int | None]:
-    """Return the settings that `--finetune` stands for. Raise ConfigError."""
+    """Return the trainer settings for the value of `--finetune`. Raise ConfigError if it is invalid."""
     if text is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""`trainrun quantize RUN_DIR --to int8-dynamic`: a new run with weights of one byte, compared with the old one."""
+"""`trainrun quantize RUN_DIR --to int8-dynamic`: write a new run with one byte per weight, and compare both runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALIBRATION_BATCHES = 16
 
 
 def main(argv: list[str]) -> int:
-    """Write the new run, load it again, and compare the two."""
+    """Write the new run, load it again, and compare the two runs."""
     parser = build_run_parser("quantize", "A new run whose layers have weights of one byte, for serving.")
     add_checkpoint_options(parser)
     parser.add_argument("--to", required=True, choices=MODES, help="which numbers are bytes")
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
 
 def record_activation_ranges(source: SourceRun, model: nn.Module) -> None:
-    """Measure the ranges of inputs and outputs on the first training batches."""
+    """Record the ranges of inputs and outputs of layers on the first training batches."""
     with torch.no_grad(), record_ranges(model):
         for batch in islice(source.parts.train.epoch(0), CALIBRATION_BATCHES):
             source.parts.task.step(model, batch.data)
@@ -61,7 +61,7 @@ def quantized_config(config: RunConfig, mode: str) -> RunConfig:
 
 
 def describe_int8_layers(source: SourceRun, model: nn.Module) -> str:
-    """Return how many layers and weights are bytes, and which layers are not."""
+    """Return a text with the number of layers and weights that became bytes, and the layers that did not."""
     num_layers = sum("parametrizations" in dict(layer.named_children()) for layer in model.modules())
     num_bytes = sum(param.numel() for param in model.parameters() if param.dtype == torch.int8)
     share = num_bytes / sum(param.numel() for param in source.before.model.parameters())

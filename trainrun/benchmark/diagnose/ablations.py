@@ -1,6 +1,6 @@
-"""A run with one thing taken away: what it gains is the most that improving this thing could give.
+"""Ablations: runs in which one cost is removed. The gain is an upper bound of what a remedy for this cost can give.
 
-Each ablation replaces a part of the run for a few steps whose outcome is thrown away.
+Each ablation replaces a part of the run for a few steps, whose results are discarded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from trainrun.training.components import Components
 
 
 class CachedBatches(Around):
-    """Fills `Batches`: those of the last turn of the unchanged run, which are on the device already, forever.
+    """A stream that repeats the batches of the last turn of the unchanged run, which are on the device already.
 
-    The same ones, for batches of other shapes take another time. A model must not write into them.
+    The same batches are used because batches of other shapes would take another time. A model must not write into
+    them.
     """
 
     def __init__(self, train: OpenStream) -> None:
@@ -42,7 +43,7 @@ class CachedBatches(Around):
 
 
 class NoLogging:
-    """Replace the triggers of a run: nothing is logged."""
+    """The triggers of a run without any log point."""
 
     def __init__(self, triggers: Any) -> None:
         self._triggers = triggers
@@ -55,7 +56,9 @@ class NoLogging:
 
 
 class NoGradientSync:
-    """Replace the parallel backend: every micro-batch is one that another follows."""
+    """A parallel backend that treats every micro-batch as not the last of its step, so that gradients are never
+    exchanged.
+    """
 
     def __init__(self, parallel: Any) -> None:
         self._parallel = parallel
@@ -78,7 +81,7 @@ def step_without_update(run: Components, micro_batches: list[MicroBatch]) -> Ste
 
 
 def step_with_autocast_everywhere(step: Any, run: Components, micro_batches: Any) -> StepReport:
-    """Run a step with autocast also where the model switches it off."""
+    """Run a step with autocast, also where the model switches autocast off."""
     enter: Any = torch.autocast.__enter__
 
     def enabled(self: Any) -> Any:
@@ -128,7 +131,7 @@ CAUSES_OF: Final = {
 
 
 def apply_ablations(name: str, run: Components, cached: CachedBatches) -> Components:
-    """Return the run with one ablation, or with several joined by `+`; `threads=2` is one too."""
+    """Return the run with one ablation, or with several joined by `+`. `threads=2` is an ablation too."""
     for ablation in name.split("+"):
         if ablation.startswith(THREADS):
             step = partial(step_with_threads, int(ablation.removeprefix(THREADS)), run.step)
@@ -139,7 +142,9 @@ def apply_ablations(name: str, run: Components, cached: CachedBatches) -> Compon
 
 
 def useful_ablations(config: RunConfig, info: RunInfo, steps: int) -> list[str]:
-    """Return what can tell something about this run, of which a turn holds so many steps; the most telling first."""
+    """Return the ablations that can matter for this run, the most important first. steps: the number of steps in a
+    turn.
+    """
     keep, cores = config.checkpoint, os.cpu_count() or 1
     counts = sorted({1, max(1, cores // 2), min(cores, 2 * info.num_threads)} - {info.num_threads})
     plain_step = config.trainer.compile.scope != "step"
@@ -157,5 +162,5 @@ def useful_ablations(config: RunConfig, info: RunInfo, steps: int) -> list[str]:
 
 
 def ablation_title(name: str) -> str:
-    """Return how an ablation is called if there was no time for it."""
+    """Return the name of an ablation for the list of those that were not measured."""
     return "a larger batch" if name == LARGER else CAUSES_OF.get(name, ("", f"trainer.num_{name}"))[1]

@@ -1,8 +1,8 @@
-"""What a training waits for: it runs with one thing after the other taken away, in turns with itself.
+"""Find the bottleneck of a training: the run takes turns with variants of itself in which one cost is removed.
 
-What: the real loop on the real parts. What an ablation gains is the most that improving this thing can give; nothing is
-read off a profile. When: before anything is tuned. Cost: 20 to 60 seconds. Source: the phases of DS-Analyzer (Mohan and
-others, 2021, arXiv:2007.06775), for everything and not only for data.
+What: the real loop with the real components. The gain of an ablation is an upper bound of what a remedy can give. No
+    result comes from a profile. When: before anything is tuned. Cost: 20 to 60 seconds. Source: the phases of
+    DS-Analyzer (Mohan and others, 2021, arXiv:2007.06775), applied to every part and not only to the data.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ LOG_SECONDS: Final = 1.0  # from one log point to the next, at most
 
 @dataclass(frozen=True)
 class WhatIf:
-    """How much faster the whole run would be if one thing were free.
+    """How much faster the whole run would be without one cost.
 
-    name: one of `verdict.CAUSES`. setting: the override that was measured, if it was one.
+    name: one of `verdict.CAUSES`. setting: the override that was measured, if the ablation is an override.
     """
 
     name: str
@@ -71,31 +71,32 @@ class WhatIf:
 
     @property
     def is_computed(self) -> bool:
-        """Return whether it follows from known seconds, and not from turns."""
+        """Return whether the gain was computed from measured seconds, instead of being measured in turns."""
         return self.gain.low == self.gain.high
 
     @property
     def is_reliable(self) -> bool:
-        """Return whether it has an interval, for which a few turns are too few."""
+        """Return whether the gain is computed, or has an interval. A few turns have none."""
         return self.is_computed or self.gain.has_interval
 
     @property
     def is_between_processes(self) -> bool:
-        """Return whether it was measured in one process beside another, which may differ for all of their lives."""
+        """Return whether two processes were compared. Their speeds may differ for all of their lives."""
         return self.name in (CAUSES_OF[BUCKET][0], "dispatch")
 
     def is_faster(self) -> bool:
-        """Return whether the run is surely faster without this cost: beyond the spread of turns and of processes."""
+        """Return whether the run is certainly faster without this cost: by more than turns and processes differ."""
         return self.gain.low > 1.0 + PROCESS_SPREAD * self.is_between_processes
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All that was measured.
+    """All results of a diagnosis.
 
     speed: items per second of the loop. step_seconds: of a step, with its share of validation and checkpoints.
-    load_speed: of loading alone, without training. load_cores: cores that loading would keep busy on an idle machine.
-    overrides: of the run. untried: what there was no time for.
+    load_speed: items per second of loading without training. load_cores: the number of cores that loading would keep
+        busy on an idle machine.
+    overrides: of the run. untried: the ablations for which there was no time.
     """
 
     info: RunInfo
@@ -112,9 +113,9 @@ class Diagnosis:
 def diagnose(
     overrides: Sequence[str], budget: Budget, progress: Callable[[str, float], None], trace: bool = False
 ) -> Diagnosis:
-    """Measure a run with these overrides, and what it would gain without each cost.
+    """Measure a run with these overrides, and how much faster it would be without each cost.
 
-    Raise what the run would raise before its first step. trace: also profile a few steps.
+    Raise the errors that the run would raise before its first step. trace: also profile a few steps.
     """
     with WorkerPool() as pool:
         progress("starting the run", budget.left())
@@ -128,7 +129,9 @@ def diagnose(
 
 
 class Examination:
-    """One base run, and everything that is compared with it. reserved: seconds at the end of the budget."""
+    """One base run, and all variants that are compared with it. reserved: seconds that are kept free at the end of
+    the budget.
+    """
 
     def __init__(self, pool: WorkerPool, base: WorkerProcess, overrides: Sequence[str], budget: Budget,
                  reserved: float, progress: Callable[[str, float], None]) -> None:  # fmt: skip
@@ -147,7 +150,7 @@ class Examination:
         return self._budget.left() - self._reserved
 
     def _is_over(self, grace: float = 0.0) -> bool:
-        """Return whether the time left is less than the longest compilation, which cannot be interrupted."""
+        """Return whether less time is left than the longest compilation takes, which cannot be interrupted."""
         return self._seconds_left() + grace <= self._compiling
 
     def diagnosis(self) -> Diagnosis:
@@ -207,7 +210,7 @@ class Examination:
         return TimedTurns(take, self._steps, self._seconds)
 
     def _choose_ablations(self) -> list[str]:
-        """Choose the most telling ablations that fit into the time, one at least; note the others."""
+        """Choose the most important ablations that fit into the time, at least one. Record the others as untried."""
         info, config = self._base.info, self._config
         names = [name for name in useful_ablations(config, info, self._steps) if name not in self._known]
         if info.padded > PADDED and config.data.padding in ("longest", "max"):
@@ -219,9 +222,9 @@ class Examination:
         return names[:most]
 
     def _start_other_runs(self, names: Sequence[str], pace: Turn) -> Iterator[tuple[str, Side]]:
-        """Start the same run with sequences of like length together, and with a larger batch.
+        """Start the same run with batches of similar lengths, and with a larger batch.
 
-        Either may take half of the time that is left, with its first turn.
+        The first turn of each may take half of the time that is left.
         """
         batch, self._times = self._config.data.batch_size, 2
         # Twice a tiny batch says little: products of a few rows take other kernels than those of some more.
@@ -255,18 +258,19 @@ class Examination:
                 self._untried += [override] * (self._seconds_left() <= until)
 
     def _has_room_for_tiny(self, pace: Turn) -> bool:
-        """Return whether turns of a batch `TINY_BATCH` times as large fit into the time and the memory.
+        """Return whether turns with a batch `TINY_BATCH` times as large fit into the time and the memory.
 
-        The estimate is pessimistic: a step of this batch takes `TINY_BATCH` times as long.
+        The estimate assumes that a step with this batch takes `TINY_BATCH` times as long.
         """
         seconds = FEWEST_ROUNDS * (self._warm + 1) * TINY_BATCH * self._step_seconds
         fits_memory = 2 * TINY_BATCH * pace.peak_bytes < self._base.info.memory_bytes
         return seconds <= MOST_OF_LARGER * self._seconds_left() and fits_memory
 
     def _measure(self, rounds: Rounds, names: list[str], pace: Turn) -> None:
-        """Take rounds until it is clear what costs time, or the time is over; the last ones of what gained most.
+        """Take rounds until the cause is clear or the time is over. The last rounds measure the ablations with the
+        largest gain.
 
-        If finding the pace took all the time, the pace is all that is known.
+        If finding the number of steps per turn took all the time, there are no rounds.
         """
         if CACHED in names:  # which trains on the batches of such a turn
             rounds.take([], in_any_case=True)
@@ -322,7 +326,9 @@ class Examination:
         )  # fmt: skip
 
     def _estimate_gains(self, rounds: Rounds) -> dict[str, Ratio]:
-        """Return the gain of each ablation. What both sides read is taken off, so that a stall is no difference."""
+        """Return the gain of each ablation. The reading time of both sides is left out, so that a slow read is not a
+        gain.
+        """
         read = [DATA] if CACHED in self._known else []
         ratios = {name: rounds.ratio_of_phase(phase) for name, phase in self._known.items()}
         for name, pairs in rounds.pairs.items():
@@ -333,7 +339,7 @@ class Examination:
         return ratios
 
     def _measure_rare_costs(self, loop_seconds: float, saving: Ratio | None) -> dict[str, float]:
-        """Return the seconds a step of validation and checkpoints, each timed by itself.
+        """Return the seconds per step of validation and of checkpoints, each timed separately.
 
         saving: the gain without frequent checkpoints, whose writing also slows the steps after them.
         """
@@ -346,8 +352,8 @@ class Examination:
         return costs
 
     def _logging_cost(self, loop_seconds: float) -> dict[str, float]:
-        """Return the seconds of logging in a step, measured over a whole log interval; empty if the turns contain
-        one.
+        """Return the seconds per step of logging, measured over a whole log interval; {} if the turns contain log
+        points.
         """
         every = self._config.monitor.log_every_n_steps
         if not isinstance(every, int) or not self._steps < every <= LOG_SECONDS / loop_seconds:
@@ -358,7 +364,9 @@ class Examination:
         return {"logging": min(turn.phase(LOGGING) / turn.seconds for turn in turns) * loop_seconds}
 
     def _iterate_causes(self, ratios: dict[str, Ratio]) -> Iterator[tuple[str, str, str, str]]:
-        """Yield the cause, its ablation, how it was measured, and the override that was measured."""
+        """Yield for each measured ablation: its cause, its name, how it was measured, and the override that was
+        measured.
+        """
         for ablation, (name, about) in CAUSES_OF.items():
             if ablation in ratios:
                 about = "its time in the unchanged loop" if ablation in self._known else about

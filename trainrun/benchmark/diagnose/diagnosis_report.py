@@ -1,4 +1,4 @@
-"""A diagnosis for people and for programs."""
+"""The result of a diagnosis as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TITLES = {"dispatch": "calls of a small batch", "threads": "other threads"}
 
 
 def report_diagnosis(overrides: list[str], seconds: float, trace: bool, folder: Path) -> int:
-    """Diagnose a run with these settings, print what was measured and write it. Return the exit code."""
+    """Diagnose a run with these settings, print the result and write it to a file. Return the exit code."""
     budget = Budget(seconds)
     with progress_line() as progress:
         diagnosis = diagnose(overrides, budget, progress, trace)

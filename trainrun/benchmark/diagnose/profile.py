@@ -1,6 +1,7 @@
-"""A few steps under torch's profiler (`trainrun diagnose --trace`): the operations that take most, and a trace file.
+"""A few steps under torch's profiler (`trainrun diagnose --trace`): a table of the slowest operations, and a trace
+file.
 
-The profiler slows what is short, so nothing is compared with it.
+The profiler slows short operations down, so no times are compared with it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MOST_OPERATIONS: Final = 12
 
 
 def profile_steps(run: Callable[[int], None], device: torch.device, file: Path) -> Profiled:
-    """Profile STEPS steps of `run` after as many warm-up steps. file: the trace is written there, as `.json.gz`."""
+    """Profile STEPS steps of `run` after as many warm-up steps. file: the path of the trace, `.json.gz`."""
     run(STEPS)
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu

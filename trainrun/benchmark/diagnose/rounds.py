@@ -1,9 +1,9 @@
-"""Turns of many ablations next to turns of the unchanged loop, and what they say.
+"""Turns of several ablations next to turns of the unchanged loop, and the ratios that they give.
 
-What: seconds an item over all turns together, since what a run would gain is a sum of time: a stall that comes once in
-a hundred steps is in few turns, and in no median. On a CPU without readers of its own, the account of time says exactly
-what reading and logging take, so a stall of the data says nothing about other ablations. Source: the ratio estimator of
-Cochran, Sampling Techniques (1977).
+What: seconds per item over all turns together, because the gain of a run is a sum of times. A stall that occurs once
+    in a hundred steps is in few turns, and in no median. If batches are read between steps on a CPU, the timer of
+    phases knows exactly how long reading and logging take. So a stall of the data does not affect other ablations.
+    Source: the ratio estimator of Cochran, Sampling Techniques (1977).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Side = Callable[[], Turn]
 
 
 class Rounds:
-    """Turns of the base, and of each ablation next to one of them."""
+    """Turns of the base, and turns of each ablation next to them."""
 
     def __init__(self, base: Side, sides: Mapping[str, Side], deadline: float,
                  clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
@@ -53,7 +53,7 @@ class Rounds:
         return take
 
     def take(self, names: Sequence[str], in_any_case: bool) -> bool:
-        """Take one round, as far as there is time; return whether there was."""
+        """Take one round as far as there is time. Return False if there was no time."""
         before, found = len(self.own), Comparison({name: [] for name in names})
         went = self._turns.round(names, found, in_any_case)
         for number, name in enumerate(names):
@@ -72,13 +72,15 @@ class Rounds:
         return sum(turn.phase(phase) for turn in self.own for phase in phases) / self.base.items
 
     def ratio(self, name: str, without: Sequence[int] = (), padding_factor: float = 0.0) -> Ratio:
-        """Return how many times as fast an ablation is.
+        """Return how many times as fast as the base an ablation is.
 
         Args:
             name: of the ablation.
-            without: phases whose time is the same for both. They are left out, and their mean is added again.
+            without: phases that take the same time on both sides. Their times are left out, and their mean is added
+                again.
             padding_factor: how many times fewer padded positions the batches of the ablation have, with as many items.
-                If it is above 0, turns are compared by seconds per position: a few batches may be long or short.
+                If it is above 0, turns are compared by seconds per position, because a few batches may be long or
+                short.
         """
         pairs = self.pairs[name]
         by_position = padding_factor > 0 and all(turn.positions for pair in pairs for turn in pair)
@@ -98,9 +100,10 @@ class Rounds:
         )
 
     def compile_seconds(self, total_steps: int | None) -> float:
-        """Return seconds a step of the whole run: torch compiles a function for a few shapes and then no more.
+        """Return the seconds per step of compilation, over the whole run. torch compiles a function for a few shapes
+        and then stops.
 
-        For a run without an end, what these rounds still compiled.
+        For a run without an end, return those of these rounds.
         """
         if total_steps is not None:
             return self.own[-1].compile_seconds / total_steps
@@ -115,7 +118,7 @@ def turn_to_timed_items(turn: Turn, without: Sequence[int] = (), by_position: bo
 
 
 def gain_of_part(ratio: Ratio, total_seconds: float, part_seconds: float) -> Ratio:
-    """Return the gain of all seconds if a part of them gains by `ratio`."""
+    """Return the gain of the total time if a part of it gains by `ratio`."""
 
     def total_gain(part_gain: float) -> float:
         remaining = total_seconds - part_seconds + part_seconds / part_gain if part_gain else math.inf

@@ -1,4 +1,4 @@
-"""From what was measured to at most two causes in words, each with what it costs at most and what to try."""
+"""Turn measurements into at most two causes in words. Each has its cost and the settings to try."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INSIDE: Final = ("compile", "threads", "padding", "islands", "ranks", "update") 
 
 @dataclass(frozen=True)
 class Cause:
-    """A part of the run that costs time, and the settings to try against it."""
+    """A part of the run that costs time, and remedies for it."""
 
     what_if: WhatIf
     text: str
@@ -41,7 +41,10 @@ class Cause:
 
 @dataclass(frozen=True)
 class Verdict:
-    """first: the name of the first cause; else `healthy`, or `unclear` if a cause may hide in the noise."""
+    """The causes of a diagnosis, and a text.
+
+    first: the name of the first cause; `healthy` without one; `unclear` if noise may hide a cause.
+    """
 
     causes: tuple[Cause, ...]
     text: str
@@ -72,13 +75,16 @@ def reach_verdict(diagnosis: Diagnosis) -> Verdict:
 
 
 def certain_causes(diagnosis: Diagnosis) -> list[WhatIf]:
-    """Return what surely costs time, the most expensive first."""
+    """Return the costs that are certain, the most expensive first."""
     return [what_if for what_if in likely_costs(diagnosis) if is_certain(what_if)]
 
 
 def likely_costs(diagnosis: Diagnosis) -> list[WhatIf]:
-    """Return what seems to gain, the most first: the update only if there is a faster one; a larger batch only if it
-    gains much, and after what explains most of that: parts of a step of which a larger batch has fewer, too."""
+    """Return the costs whose removal seems to gain time, the largest first.
+
+    The optimizer update counts only if a faster one exists. A larger batch counts only if it gains much. It comes
+    after the costs that explain most of its gain, because a larger batch also has fewer of these per sample.
+    """
     clear = [
         each
         for each in diagnosis.what_ifs

@@ -1,8 +1,10 @@
-"""`trainrun autotune batch`: the largest batch that fits, the fastest, and what each rule makes of the learning rate.
+"""`trainrun autotune batch`: the largest batch that fits, the fastest one, and the learning rate by each scaling
+rule.
 
-What: real steps in processes of their own, at twice the size each time, until an allocator says that memory is out; on
-a CPU, where the system would kill something, a process may take no more than what is free. Then those that fit take
-turns. When: a new model or machine. When not: with `data.global_batch_size` the size changes nothing but the speed.
+What: real steps in separate processes, each with twice the batch size, until the memory is full. On a CPU, a process
+    may use only the free memory, because the system would otherwise kill a process. Then the sizes that fit take
+    turns. When: a new model or machine. When not: with `data.global_batch_size`, where the batch size only changes
+    the speed.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ HEAD = ("batch", "memory", "speed", "x yours", "lr linear", "lr sqrt", "")
 
 @dataclass
 class Attempt:
-    """A size that was tried. why: it did not fit, "" if it did."""
+    """A batch size that was tried. why: the reason why it did not fit; "" if it did."""
 
     size: int
     peak_bytes: int | None = None
@@ -55,7 +57,11 @@ class Attempt:
 
 
 class BatchFinder:
-    """words: of the run. most_bytes: that one process on a CPU may take; None is what is free."""
+    """A search for the largest and the fastest batch size.
+
+    words: the settings of the run. most_bytes: the memory that one process may use on a CPU; None for all free
+        memory.
+    """
 
     def __init__(
         self, pool: WorkerPool, words: list[str], budget: Budget, most_bytes: int | None, progress: Any
@@ -74,7 +80,7 @@ class BatchFinder:
         return self._pool.start(config, memory=self._most_bytes if self._on_cpu else None)
 
     def fits(self, size: int) -> bool:
-        """Return whether two steps with this batch size succeed in a process of their own."""
+        """Return whether two steps with this batch size succeed in a separate process."""
         self._progress(f"batch size {size}", self._budget.left())
         worker = None
         try:
@@ -117,7 +123,7 @@ class BatchFinder:
         return "" if too_large else f"more than {size} were not tried: the time is over (--budget)"
 
     def sizes(self) -> list[int]:
-        """Return the sizes that fit, the smallest first."""
+        """Return the sizes that fit in ascending order."""
         return sorted(attempt.size for attempt in self.tried if not attempt.why)
 
     def compare_speeds(self) -> Comparison:

@@ -1,8 +1,8 @@
-"""`trainrun autotune lr`: a range test. The rate grows in every step, the loss says where it learns and breaks.
+"""`trainrun autotune lr`: a learning-rate range test. The rate grows in every step while the loss is recorded.
 
-What: the run's own steps, with its optimizer, groups (which keep their proportions), precision and ranks, in a process
-of its own. When: a new model or batch size. When not: the schedule is what is asked
-for; a sweep (`--multirun optimizer.lr=...`) trains to the end. Source: Smith 2017 (arXiv:1506.01186), section 3.3.
+What: steps of the run itself, with its optimizer, parameter groups (whose rates keep their proportions), precision
+    and ranks, in a separate process. When: a new model or batch size. When not: you want the best schedule. A sweep
+    (`--multirun optimizer.lr=...`) trains to the end. Source: Smith 2017 (arXiv:1506.01186), section 3.3.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ ROOM = 4.0  # below the rate of the smallest loss, where it is about to rise aga
 
 
 class Diverged(Exception):
-    """The test is over before its last step."""
+    """The exception that ends a range test before its last step."""
 
 
 class RateSweep:
-    """The schedule of a range test, and its step: from `low` to `high`, each step by the same factor."""
+    """The schedule and the step of a range test. The rate grows from `low` to `high` by the same factor in each
+    step.
+    """
 
     def __init__(self, run: Components, wanted: RateRange) -> None:
         self._groups = run.optimizer.param_groups
@@ -61,7 +63,7 @@ class RateSweep:
             )
 
     def step(self, *run_and_window: Any) -> StepReport | None:
-        """Train a step as the run's `step`; called without arguments as its schedule, do nothing."""
+        """Train one step. Do nothing if it is called without arguments, as a schedule is."""
         return self._train_step(*run_and_window) if run_and_window else None
 
     def end_epoch(self) -> None: ...
@@ -92,7 +94,11 @@ def mean_loss(run: Components, report: StepReport) -> float:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """rate: of the first group, None where the loss did not fall. smallest: where the averaged loss is smallest."""
+    """The result of a range test.
+
+    rate: the proposed rate of the first group; None if the loss did not fall. smallest: the rate at which the
+        smoothed loss is smallest.
+    """
 
     rate: float | None
     smallest: float

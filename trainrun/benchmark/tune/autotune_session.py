@@ -1,4 +1,4 @@
-"""A search for faster settings, or a table of techniques: measured, printed and written."""
+"""A search for faster settings, or a table of techniques: run it, print the result and write it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainrun.output import mask_arguments, say
 
 
 def search_settings(wish: Namespace, typed: list[str], budget: float, folder: Path) -> int:
-    """Search as the arguments of `trainrun autotune` ask for. Return the exit code."""
+    """Run the search that the arguments of `trainrun autotune` describe. Return the exit code."""
     preset = preset_path(wish.name or host_preset_name(), Path.cwd())
     if wish.table:
         return report_table(typed, run_table(typed, budget), budget, folder)

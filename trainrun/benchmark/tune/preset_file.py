@@ -1,4 +1,6 @@
-"""What was found, as a preset in the user's `conf/`: small, with its evidence, and with where it holds."""
+"""The settings that a search found, as a preset in the user's `conf/`, with the measurements and the conditions in
+comments.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ PLAIN: Final = re.compile(r"(?:[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|true|false|nu
 
 
 class WrittenPreset(NamedTuple):
-    """path: None if a preset cannot carry it. use: the overrides of a run that has it."""
+    """A preset file and how to use it.
+
+    path: None if a preset cannot contain the settings. use: the overrides of a run that uses them.
+    """
 
     path: Path | None
     use: list[str]
@@ -94,6 +99,6 @@ def preset_text(typed: Sequence[str], tuning: Tuning, before: str, fingerprint: 
 
 
 def parse_value(value: str) -> Any:
-    """Return the value that is written as Hydra reads it: `off` is a string to Hydra, and false to YAML."""
+    """Return a setting's value as Hydra reads it: `off` is a string in Hydra, but false in YAML."""
     value = value.strip('"')
     return yaml.safe_load(value) if PLAIN.match(value) else value

@@ -1,7 +1,8 @@
-"""`trainrun autotune --table`: well-known techniques on one training, each alone and all that help together.
+"""`trainrun autotune --table`: measure well-known techniques on one training, each alone and the helpful ones
+together.
 
-A technique that is on already is measured by taking it away. Those that help and leave the training the same then meet
-the user's own settings together, in fresh processes.
+A technique that is already in use is measured by removing it. In the end, the techniques that help and do not change
+the training run together against the user's own settings, in new processes.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ Overrides = tuple[str, ...]
 class Technique(NamedTuple):
     """A well-known technique.
 
-    on: the overrides that switch it on, for a config. off: those that switch it off, if it may be on already. skip: why
-    it cannot matter for a run, or "".
+    on: returns the overrides that switch it on, for a config. off: the overrides that switch it off, if it may
+        already be on.
+    skip: returns why it cannot matter for a run, or "".
     """
 
     title: str
@@ -77,7 +79,7 @@ def skip_without_length(config: RunConfig, info: RunInfo) -> str:
 
 
 def skip_halves(config: RunConfig, info: RunInfo) -> str:
-    """Return why the samples of a step must not be split into halves; empty if they may."""
+    """Return why the samples of a step cannot be split into two micro-batches; "" if they can."""
     if any("BatchNorm" in layer for layer in info.layers):
         return "batch norm: other micro-batches are another training"
     return "data.batch_size is odd" if config.data.batch_size % 2 else ""
@@ -151,8 +153,8 @@ TECHNIQUES: Final = (
 class Row:
     """A technique and its trial alone.
 
-    is_on: it is among the user's settings, and was taken away to be measured. together: it is among those that were
-    measured together.
+    is_on: the user's settings include it, and it was removed for the trial. together: it was among the techniques
+        that were measured together.
     """
 
     trial: Trial
@@ -168,10 +170,10 @@ class Row:
 
 @dataclass(frozen=True)
 class TechniqueTable:
-    """All rows, and what the helpful techniques gain together.
+    """All techniques with their results, and the gain of the helpful techniques together.
 
-    speed: items a second of the user's own settings. found: the overrides that were measured together. claim: their
-    speed over the user's own settings, in fresh processes. problem: why there is no claim.
+    speed: items per second with the user's own settings. found: the overrides that were measured together. claim:
+        their speed relative to the user's own settings, in new processes. problem: why there is no claim.
     """
 
     unit: str
@@ -184,7 +186,9 @@ class TechniqueTable:
 
 
 def measure_table(tuner: Tuner, techniques: Sequence[Technique] = TECHNIQUES) -> TechniqueTable:
-    """Measure each technique alone, and all together. Raise what a run of these settings would raise."""
+    """Measure each technique alone, and the helpful ones together. Raise the errors that a run with these settings
+    would raise.
+    """
     tuner.start_base()
     rows = [plan_row(technique, tuner) for technique in techniques]
     waiting = [number for number, row in enumerate(rows) if not row.trial.reason]
@@ -208,7 +212,7 @@ def measure_table(tuner: Tuner, techniques: Sequence[Technique] = TECHNIQUES) ->
 
 
 def plan_row(technique: Technique, tuner: Tuner) -> Row:
-    """Return what is to be measured for a technique, with the reason if that cannot be."""
+    """Return the planned trial of a technique, or the reason why there is none."""
     config, info = compose_config(tuner.add_start_choices(())), tuner.base.info
     remedy = Remedy(tuple(technique.on(config)), technique.effect, technique.changes)
     trial = Trial(technique.title, None, remedy, reason=technique.skip(config, info))
@@ -224,7 +228,9 @@ def plan_row(technique: Technique, tuner: Tuner) -> Row:
 
 
 def compatible_techniques(rows: Sequence[Row], overrides: Sequence[str]) -> list[int]:
-    """Return the techniques to be measured together, the fastest first: of two that set one key, only the faster."""
+    """Return the techniques to measure together, the fastest first. If two set the same key, only the faster one is
+    included.
+    """
     helpful = [number for number, row in enumerate(rows) if row.trial.is_faster and not row.is_on]
     helpful = [number for number in helpful if rows[number].trial.remedy.effect != TRAINING]
     chosen: list[int] = []

@@ -1,4 +1,4 @@
-"""A search or a table of techniques, for people and for programs: text and JSON."""
+"""The result of a search or of a table of techniques, as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def to_json_values(value: Any) -> Any:
 
 
 def tuning_lines(tuning: Tuning) -> list[str]:
-    """Return the diagnoses, the trials in their order, the gains that are the user's decision, and the claim."""
+    """Return the lines of a report: the diagnoses, the trials in order, the gains that need the user's decision, and
+    the claim.
+    """
     lines = [f"your settings: {format_quantity(tuning.speed)} {tuning.unit}/s; {tuning.diagnoses[0]}"]
     for (cause, promised), trials in groupby(tuning.trials, lambda trial: (trial.cause, trial.promised)):
         without = "" if promised is None else f" (without it {promised:.2f}x)"

@@ -1,10 +1,11 @@
-"""The fastest way to a training on this machine: `diagnose` names what it waits for, and the remedies are tried.
+"""Search for the fastest settings of a training on this machine: `diagnose` names causes, and their remedies are
+tried.
 
-What: the remedies of the most expensive cause run in turns with the best settings so far. The fastest is kept, and the
-run is diagnosed again, until no remedy is clearly faster. In the end the best settings meet the user's own in fresh
-processes, as often as was decided before: the fastest of several was also lucky, so only that ratio is claimed. When: a
-training long enough to pay for it. When not: a run of seconds. Source: `timing.paired`. Gain: see
-`scripts/bench_autotune.py`.
+What: the remedies of the most expensive cause take turns with the best settings so far. The fastest one is kept, and
+    the run is diagnosed again, until no remedy is clearly faster. In the end the best settings are compared with the
+    user's own in new processes, a number of times that is fixed in advance. Only that ratio is claimed, because the
+    fastest of several candidates was also lucky. When: a training that is long enough. When not: a run of seconds.
+    Source: `timing.paired`. Gain: see `scripts/bench_autotune.py`.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Trial:
-    """A remedy in turns with the best settings before it.
+    """A remedy that took turns with the best settings before it.
 
-    cause: what it is against. promised: the speed without that cause, of `diagnose`. ratio: the speed with the remedy;
-    None if it could not be measured. reason: why it is not used; "" if it is.
+    cause: the cause that it helps against. promised: the speed without that cause, by `diagnose`. ratio: the speed
+        with the remedy; None if it could not be measured. reason: why it is not used; "" if it is.
     """
 
     cause: str
@@ -76,15 +77,19 @@ class Trial:
 
     @property
     def is_faster(self) -> bool:
-        """Return whether it is surely faster, by more than two processes of the same settings may differ."""
+        """Return whether it is certainly faster, by more than two equal processes may differ."""
         ratio = self.ratio
         return ratio is not None and ratio.low > 1.0 and ratio.value > 1.0 + PROCESS_SPREAD
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """overrides: the user's own. speed: items a second with them. diagnoses: of them, and of the best after each step.
-    claim: the speed of the best over them in fresh processes, if that was measured. problem: why it was not."""
+    """The result of a search.
+
+    overrides: the user's own. speed: items per second with them. diagnoses: of them, and of the best settings after
+        each change.
+    claim: the speed of the best settings relative to them in new processes. problem: why there is no claim.
+    """
 
     overrides: tuple[str, ...]
     unit: str
@@ -127,7 +132,7 @@ class Tuning:
 
 
 def used_settings(trials: Sequence[Trial]) -> list[str]:
-    """Return the overrides of all that is used; a later one replaces an earlier one of the same key."""
+    """Return the overrides of all remedies that are used. A later override replaces an earlier one of the same key."""
     overrides: list[str] = []
     for trial in trials:
         if trial.used:
@@ -136,10 +141,11 @@ def used_settings(trials: Sequence[Trial]) -> list[str]:
 
 
 class Tuner:
-    """One search.
+    """One search for faster settings.
 
-    pool: starts runs. overrides: of the run, by the config's own names. allowed: the largest effect of a remedy that is
-    used. problem: why there is no claim. base: the best settings so far.
+    pool: starts runs. overrides: of the run, with the names of the config. allowed: the largest effect that a remedy
+        may have.
+    problem: why there is no claim. base: the run with the best settings so far.
     """
 
     def __init__(
@@ -156,7 +162,9 @@ class Tuner:
         self._start_seconds = 0.0
 
     def run(self) -> Tuning:
-        """Try the remedies that `diagnose` names until none helps. Raise what a run of these settings would raise."""
+        """Try the remedies that `diagnose` names until none helps. Raise the errors that a run with these settings
+        would raise.
+        """
         self.start_base()
         texts: list[str] = []
         goes_on = True
@@ -193,20 +201,21 @@ class Tuner:
         return min(DIAGNOSIS_PART * self.budget.seconds, left / 2)  # the other half is for its remedies
 
     def _diagnose(self) -> Diagnosis:
-        """Measure what the best settings so far wait for."""
+        """Diagnose the best settings so far."""
         budget = Budget(max(1.0, self._diagnosis_seconds()), self.budget.clock)
         worker, overrides = self.base.worker, self._best_settings()
         return Examination(self._pool, worker, overrides, budget, 1.0, self._say).diagnosis()
 
     def _end_of_trials(self) -> float:
-        """Return the time of the clock from which on the rest of the budget is for fresh processes."""
+        """Return the clock time at which trials end. The rest of the budget is for the comparison in new processes."""
         needed = CONFIRM_ROOM * LEAST_PROCESSES * self._seconds_of_pair()
         return self.budget.deadline() - max(CONFIRM_PART * self.budget.seconds, needed)
 
     def _end_of_cause(self, gains: Sequence[float]) -> float:
-        """Return the time of the clock until which remedies of the first of several causes are tried.
+        """Return the clock time until which remedies of the first of several causes are tried.
 
-        gains: what each cause promises, above 1. The time that is left is shared in proportion to their logarithms.
+        gains: the promised gain of each cause, above 1. The time that is left is divided in proportion to their
+            logarithms.
         """
         now = self.budget.clock()
         logs = [math.log(gain) for gain in gains]
@@ -216,7 +225,7 @@ class Tuner:
         return replace_overrides(self.overrides, used_settings(self.trials))
 
     def _improve(self, diagnosis: Diagnosis) -> bool:
-        """Try the remedies of one cause after the other, until one is kept; return whether one was."""
+        """Try the remedies of one cause after the other until one is kept. Return whether one was kept."""
         causes = [(what_if, remedies_for(what_if, diagnosis)) for what_if in certain_causes(diagnosis)]
         causes = [(what_if, remedies) for what_if, remedies in causes if remedies]
         gains = [what_if.gain.value for what_if, _ in causes]
@@ -238,9 +247,8 @@ class Tuner:
     def _keep_fastest(
         self, cause: str, promised: float | None, remedies: Sequence[Remedy], ends: float
     ) -> bool:
-        """Try the remedies of a cause and keep the fastest. Return whether one is kept.
-
-        ends: when to stop, as `time.monotonic()` counts.
+        """Try the remedies of a cause and keep the fastest. Return whether one was kept. ends: the end by
+        `time.monotonic()`.
         """
         untried = [remedy for remedy in remedies if remedy.overrides not in self._tried]
         self._tried |= {remedy.overrides for remedy in untried}
@@ -272,9 +280,10 @@ class Tuner:
         return f"slower than {best.remedy if best is not None else ''}"
 
     def add_start_choices(self, overrides: Sequence[str]) -> list[str]:
-        """Return the best settings with these, and with what the base chose when it started: only these then differ.
+        """Return the best settings, these overrides, and the choices that the base made at its start.
 
-        Other data may need other readers, so the choice of readers is left to the run.
+        So the runs differ only in these overrides. Other data may need other readers, so the run chooses the readers
+        itself.
         """
         best = self._best_settings()
         choices = start_choice_overrides(compose_config(best), self.base.info)
@@ -285,7 +294,7 @@ class Tuner:
     def try_in_turns(
         self, cause: str, promised: float | None, remedies: Sequence[Remedy], ends: float
     ) -> tuple[list[Trial], dict[tuple[str, ...], MeasuredRun]]:
-        """Compare remedies with the best settings so far; return the trials, and the runs that still stand."""
+        """Compare remedies with the best settings so far. Return the trials, and the runs that are still alive."""
         trials: dict[tuple[str, ...], Trial] = {}
         runs: dict[tuple[str, ...], MeasuredRun] = {}
         for remedy in sorted(
@@ -312,7 +321,9 @@ class Tuner:
         return [trials[remedy.overrides] for remedy in remedies], runs
 
     def _start_remedy(self, remedy: Remedy, seconds: float) -> tuple[MeasuredRun | None, str]:
-        """Return the run, or why it cannot be, or is not after so many seconds."""
+        """Start a run with a remedy. Return the run; or None and why it cannot start, or did not start within
+        `seconds`.
+        """
         self._say(f"trying {remedy}", self.budget.left())
         run = None
         try:
@@ -333,8 +344,8 @@ class Tuner:
     def confirm(self, settings: Sequence[str]) -> Ratio | None:
         """Compare settings with the user's own, in as many pairs of new processes as there is time for.
 
-        Return None if that fails. The number of pairs is decided before the second: to look at them in between would
-        find what it looks for.
+        Return None if that fails. The number of pairs is fixed before the second pair, because stopping at a good
+        result would bias it.
         """
         groups: list[list[tuple[float, float]]] = []
         wanted, clock = self._affordable_pairs(self._seconds_of_pair()), self.budget.clock
@@ -357,14 +368,15 @@ class Tuner:
         return ratio_of_processes(groups, SURE)
 
     def _seconds_of_pair(self) -> float:
-        """Estimate the seconds of a pair of fresh processes from the starts that were seen."""
+        """Estimate the seconds of a pair of new processes from earlier starts."""
         extra: float = self.base.worker.start_seconds - self._own.worker.start_seconds
         return 2 * self._start_seconds + max(0.0, extra)
 
     def _affordable_pairs(self, seconds: float, num_done: int = 0) -> int:
-        """Return how many further pairs of so many seconds there is time for.
+        """Return how many further pairs of `seconds` each there is time for.
 
-        For the usual number the budget may be exceeded a little: without them all that was tried is of no use.
+        For the usual number of pairs the budget may be exceeded a little, because a search without a claim is
+        useless.
         """
         left, usual = max(self.budget.left(), 0.0), USUAL_PROCESSES - num_done
         num_pairs = int(left / max(seconds, 1e-9))
@@ -373,9 +385,9 @@ class Tuner:
         return min(MOST_PROCESSES - num_done, num_pairs)
 
     def _measure_fresh_pair(self, changes: Sequence[str], own_first: bool) -> list[tuple[float, float]]:
-        """Return the speeds in turns of both settings, each in a new process. Raises WorkerFailed.
+        """Return the speeds of both settings in turns, each in a new process. Raises WorkerFailed.
 
-        A pair that was begun is finished, also if it takes longer than the budget.
+        A started pair is finished even if it takes longer than the budget.
         """
         settings = [self.overrides, replace_overrides(self.overrides, changes)]
         runs = []
