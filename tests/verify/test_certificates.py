@@ -339,7 +339,7 @@ def test_the_command_prints_a_table_and_its_exit_code(tmp_path, capsys, monkeypa
     assert "pass  engines" in table
     assert "none failed" in table
     assert sorted(tmp_path.iterdir()) == before  # nothing is left in the user's folder
-    plant(monkeypatch, run_checks, "checks",
+    plant(monkeypatch, run_checks, "build_checks",
           lambda real: lambda *about: {"sum of losses": real(*about)["sum of losses"]})  # fmt: skip
     assert cli(["verify", *WORDS, "task._target_=subjects.MeanTask"]) == 1
     assert "FAIL  sum of losses" in capsys.readouterr().out

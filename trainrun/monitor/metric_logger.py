@@ -29,7 +29,7 @@ from trainrun.train_state import TrainState
 ZERO = torch.zeros((), dtype=torch.float64)
 
 
-class TokenCounter(Protocol):
+class TokenSource(Protocol):
     """A counter of the non-padding tokens in this rank's batches. counts: False if all sequences have one length."""
 
     counts: bool
@@ -63,7 +63,7 @@ class MetricLogger:
         self, parallel: Parallel, monitors: Sequence[Monitor], learning_rates: Callable[[], dict[str, float]],
         steps_per_epoch: int | None, accumulate: int, logs: bool, on_position: Callable[[int], None] | None,
         on_log: Callable[[int], None] | None, unit: str, samples_per_step: int | None,
-        tidy: Callable[[bool], None] | None, tokens: TokenCounter, phases: PhaseTimer, task: Any,
+        tidy: Callable[[bool], None] | None, tokens: TokenSource, phases: PhaseTimer, task: Any,
         why_nan: Callable[[], str] | None, write: Callable[[Mapping[str, Any]], None] | None,
     ) -> None:  # fmt: skip
         self._parallel, self._monitors, self._learning_rates = parallel, monitors, learning_rates

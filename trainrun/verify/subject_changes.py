@@ -62,4 +62,9 @@ class FirstSamples:
 
 def first_samples_node(node: Any, count: int, split: str) -> dict[str, Any]:
     """Return the config node of a data set with only the first samples of a split."""
-    return {"_target_": f"{__name__}.First", "source": copy.deepcopy(node), "count": count, "split": split}
+    return {
+        "_target_": f"{__name__}.{FirstSamples.__name__}",
+        "source": copy.deepcopy(node),
+        "count": count,
+        "split": split,
+    }
