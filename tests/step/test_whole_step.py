@@ -28,7 +28,7 @@ def adamw(params: Any, lr: float, momentum: float, fused: bool | None = None) ->
     return torch.optim.AdamW(params, lr=lr / 30, betas=(momentum, 0.999), fused=fused)
 
 
-ADAMW = ("optimizer=custom", "optimizer._target_=test_whole_step.adamw")
+ADAMW = ("optimizer=custom", "optimizer._target_=test_whole_step.adamw", "optimizer.momentum=0.9")
 
 
 def run(*words: str, **data: Any) -> tuple[Components, TrainState, Recorder]:
