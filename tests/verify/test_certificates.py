@@ -365,7 +365,7 @@ def test_a_gpu_that_does_not_repeat_a_run_is_not_blamed_on_the_resume(monkeypatc
 
     found = {0: [outcome(1.0), outcome(1.0 + noise)], 1: [outcome(2.0)]}  # without a stop, and resumed
     trials = SimpleNamespace(config=compose_run([]).config, pilot=outcome(1.0))
-    trials.stopped = lambda about, steps, then=0: found[int(then > 0)].pop(0)
+    trials.run_until_stopped = lambda about, steps, then=0: found[int(then > 0)].pop(0)
     found[0].pop(0)  # the pilot was that run
     monkeypatch.setattr(continuity, "MOST_STEPS", 6)
     monkeypatch.setattr(continuity, "choose_device", lambda *_, **__: torch.device(device))

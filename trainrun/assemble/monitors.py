@@ -98,7 +98,7 @@ class RunMonitors:
             ranks = run.parallel.world_size > 1  # then their starter is the root of all processes
             root = os.getppid() if ranks else None
             self._hardware = Hardware(self.bus.write, lambda: run.monitors.step, root_pid=root,
-                                      seconds=self._phases.read_running,
+                                      seconds=self._phases.read_from_any_thread,
                                       device=run.parallel.device.index or 0)  # fmt: skip
 
     def _seconds_outside_training(self) -> float:

@@ -78,7 +78,7 @@ class PhaseTimer:
         """
         return self._seconds[account] + (self._clock() - self._since if self._open == account else 0.0)
 
-    def read_running(self) -> dict[str, float]:
+    def read_from_any_thread(self) -> dict[str, float]:
         """Return the seconds of every phase, from any thread, without a change of phase."""
         return {name: self.seconds_of(account) for account, name in enumerate(ACCOUNTS)}
 

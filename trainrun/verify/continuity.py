@@ -48,12 +48,14 @@ def check_resume(trials: Trials) -> Certificate:
     too.
     """
     max_steps = max(STEPS, min(MOST_STEPS, int(LAP_SECONDS / trials.pilot.step_seconds)))
-    uninterrupted = trials.pilot if max_steps == STEPS else trials.stopped("a run without a stop", max_steps)
+    uninterrupted = (
+        trials.pilot if max_steps == STEPS else trials.run_until_stopped("a run without a stop", max_steps)
+    )
     steps = uninterrupted.shared["train"]["step"]
     if steps < 2:
         raise NotApplicable("a run of one step has no middle to be resumed from")
     stop_step = random.Random(trials.config.seed).randrange(1, steps)
-    stopped = trials.stopped(
+    stopped = trials.run_until_stopped(
         f"the same, stopped at step {stop_step} and resumed", stop_step, then=max_steps - stop_step
     )
     differences = different_leaves(uninterrupted.shared, stopped.shared, "shared")
@@ -79,7 +81,7 @@ def is_on_gpu(config: RunConfig) -> bool:
 
 
 def is_repeatable(trials: Trials, straight: Outcome, steps: int) -> bool:
-    again = trials.stopped("the run without a stop, once more", steps)
+    again = trials.run_until_stopped("the run without a stop, once more", steps)
     return not different_leaves(straight.shared, again.shared, "shared")
 
 
@@ -88,7 +90,7 @@ def unrestored_attributes(trials: Trials, straight: Outcome, stopped: Outcome, s
     names = differing_names(straight.attributes, stopped.attributes)
     if not names:
         return []
-    again = trials.stopped("the run without a stop, once more", steps)
+    again = trials.run_until_stopped("the run without a stop, once more", steps)
     noise = differing_names(straight.attributes, again.attributes)  # a clock, say
     return [name for name in names if name not in noise]
 

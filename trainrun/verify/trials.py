@@ -128,7 +128,7 @@ class Trials:
             )
         return read_outcome(run)
 
-    def stopped(self, about: str, steps: int, then: int = 0) -> Outcome:
+    def run_until_stopped(self, about: str, steps: int, then: int = 0) -> Outcome:
         """Run the user's settings and stop after some steps; see `run`."""
 
         def change(config: RunConfig) -> RunConfig:
@@ -140,7 +140,7 @@ class Trials:
     @cached_property
     def pilot(self) -> Outcome:
         """The outcome of the first STEPS steps of the unchanged settings. Raises the errors of such a run."""
-        return self.stopped("the words as they are", STEPS)
+        return self.run_until_stopped("the words as they are", STEPS)
 
 
 def session_steps(run: RunDir, then: int) -> int:

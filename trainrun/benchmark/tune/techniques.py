@@ -254,5 +254,5 @@ def ratio_value(row: Row) -> float:
     return row.alone.value if row.alone is not None else 0.0
 
 
-def is_untried(row: Row) -> bool:
+def is_skipped_for_time(row: Row) -> bool:
     return row.trial.reason == NO_TIME

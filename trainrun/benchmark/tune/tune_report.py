@@ -6,7 +6,7 @@ import dataclasses
 from itertools import groupby
 from typing import Any, Final
 
-from trainrun.benchmark.tune.techniques import Row, TechniqueTable, is_untried
+from trainrun.benchmark.tune.techniques import Row, TechniqueTable, is_skipped_for_time
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuning
 from trainrun.output import format_quantity
 from trainrun.plots.compare import format_text_table
@@ -60,7 +60,7 @@ def table_lines(table: TechniqueTable) -> list[str]:
     lines.append(format_text_table(TABLE_HEAD, [technique_row(row) for row in table.rows]))
     reasons = {row.trial.cause: row.trial.reason for row in table.rows}
     lines += [f"{title}: {reason}" for title, reason in reasons.items() if len(reason) > LONGEST_REASON]
-    late = sum(map(is_untried, table.rows))
+    late = sum(map(is_skipped_for_time, table.rows))
     rest = f"; for {late} there was no time (--budget)" if late else ""
     settings = " ".join(table.found)
     if not settings:

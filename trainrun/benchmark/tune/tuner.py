@@ -197,7 +197,7 @@ class Tuner:
         return MeasuredRun(worker, config, self._turn_seconds, usual)
 
     def _diagnosis_seconds(self) -> float:
-        left = self._end_of_trials() - self.budget.clock()
+        left = self._deadline_of_trials() - self.budget.clock()
         return min(DIAGNOSIS_PART * self.budget.seconds, left / 2)  # the other half is for its remedies
 
     def _diagnose(self) -> Diagnosis:
@@ -206,12 +206,12 @@ class Tuner:
         worker, overrides = self.base.worker, self._best_settings()
         return Examination(self._pool, worker, overrides, budget, 1.0, self._say).diagnosis()
 
-    def _end_of_trials(self) -> float:
+    def _deadline_of_trials(self) -> float:
         """Return the clock time at which trials end. The rest of the budget is for the comparison in new processes."""
         needed = CONFIRM_ROOM * LEAST_PROCESSES * self._seconds_of_pair()
         return self.budget.deadline() - max(CONFIRM_PART * self.budget.seconds, needed)
 
-    def _end_of_cause(self, gains: Sequence[float]) -> float:
+    def _deadline_of_cause(self, gains: Sequence[float]) -> float:
         """Return the clock time until which remedies of the first of several causes are tried.
 
         gains: the promised gain of each cause, above 1. The time that is left is divided in proportion to their
@@ -219,7 +219,7 @@ class Tuner:
         """
         now = self.budget.clock()
         logs = [math.log(gain) for gain in gains]
-        return now + logs[0] / sum(logs) * max(0.0, self._end_of_trials() - now)
+        return now + logs[0] / sum(logs) * max(0.0, self._deadline_of_trials() - now)
 
     def _best_settings(self) -> list[str]:
         return replace_overrides(self.overrides, used_settings(self.trials))
@@ -230,7 +230,7 @@ class Tuner:
         causes = [(what_if, remedies) for what_if, remedies in causes if remedies]
         gains = [what_if.gain.value for what_if, _ in causes]
         for number, (what_if, remedies) in enumerate(causes):
-            ends = self._end_of_cause(gains[number:])
+            ends = self._deadline_of_cause(gains[number:])
             for compiles in (False, True):  # compiling may take all the time
                 some = [remedy for remedy in remedies if remedy.compiles is compiles]
                 if self._keep_fastest(CAUSES[what_if.name], gains[number], some, ends):
@@ -240,7 +240,7 @@ class Tuner:
         for cause, faster_models in model_remedies(info, run_seconds).items():
             useful = [remedy for remedy in faster_models if self.is_allowed(remedy)]
             untried = new_settings(useful, self.add_start_choices(()))
-            if self._keep_fastest(cause, None, untried, self._end_of_trials()):
+            if self._keep_fastest(cause, None, untried, self._deadline_of_trials()):
                 return True
         return False
 
