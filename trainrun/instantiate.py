@@ -31,7 +31,7 @@ from trainrun.plugin_faults import (
     is_missing_module,
     suggest_name,
 )
-from trainrun.runtime.python_module import add_import_paths
+from trainrun.user_code import add_import_paths
 
 TARGET, ARGS, PARTIAL, CHECK = "_target_", "_args_", "_partial_", "_check_"
 WORDS = (TARGET, ARGS, PARTIAL, CHECK)

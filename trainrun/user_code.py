@@ -1,7 +1,8 @@
-"""Find out whose code raised an exception (trainrun's, torch's or the user's), and format the lines of the user."""
+"""The code of the user: where it is imported from, and which exceptions it raised, as opposed to trainrun or torch."""
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import traceback
@@ -78,3 +79,13 @@ def _is_user_file(filename: str) -> bool:
     if filename.startswith(("<", _PACKAGE)):
         return False
     return not (filename.startswith(_LIBRARY) or "site-packages" in filename or "dist-packages" in filename)
+
+
+def add_import_paths(extra: list[str]) -> list[str]:
+    """Append the working directory and `extra` to the import path, so that installed modules come first.
+
+    Return the folders that are on the path for the user's code.
+    """
+    paths = [] if getattr(sys.flags, "safe_path", False) else [os.getcwd(), *extra]
+    sys.path += [path for path in paths if path not in sys.path]
+    return paths

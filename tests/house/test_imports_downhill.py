@@ -39,7 +39,7 @@ FLOORS = {
         "runtime/", "timing/", "optimizer/", "scheduler/", "transform/"],
     0.5: ["model/", "folder/", "runtime/memory_layout"],
     0: ["errors", "user_code", "plugin_faults", "limits", "output", "interfaces", "timing/phases",
-        "runtime/foreach_copy", "runtime/python_module", "patterns", "tensors"],
+        "runtime/foreach_copy", "patterns", "tensors"],
 }  # fmt: skip
 ONE_ROOM = {"__main__": "cli"}  # part of it
 TOP = "__init__"  # the public names, imported when they are asked for: nothing inside imports it

@@ -24,8 +24,7 @@ from trainrun.errors import (
 )
 from trainrun.output import say
 from trainrun.plugin_faults import describe_missing_satellite
-from trainrun.runtime.python_module import add_import_paths
-from trainrun.user_code import describe_system_error, format_user_traceback
+from trainrun.user_code import add_import_paths, describe_system_error, format_user_traceback
 
 COMMANDS = {
     "init": "the first files of a project: a model, data, an experiment and a notebook, which train as they are",

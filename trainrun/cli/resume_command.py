@@ -24,7 +24,7 @@ from trainrun.folder.status import is_sweep
 from trainrun.output import say
 from trainrun.runs.resume import check_modules, compare_configs, format_value_as_typed, load_trusted_config
 from trainrun.runs.run import import_torchrun, open_or_create_run, open_run, resume_run, start_training
-from trainrun.runtime.python_module import add_import_paths
+from trainrun.user_code import add_import_paths
 
 
 def main(argv: list[str]) -> int:

@@ -12,7 +12,7 @@ from trainrun.config.argv import find_conf_dir, list_groups, translate_flag
 from trainrun.config.validate import suggest_closest_name
 from trainrun.errors import ConfigError
 from trainrun.limits import parse_seconds
-from trainrun.runtime.python_module import add_import_paths
+from trainrun.user_code import add_import_paths
 
 LEAST_SECONDS = 5.0
 SPLITS = ("val", "test")  # that a command may be about

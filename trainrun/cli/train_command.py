@@ -21,7 +21,8 @@ from trainrun.output import format_path_to_paste, report_result, say
 from trainrun.parallel.devices import is_one_task_a_node, is_started_by_launcher
 from trainrun.parallel.launch import launch_on_node
 from trainrun.runs.run import choose_run_folder, import_torchrun, open_or_create_run, start_training
-from trainrun.runtime.python_module import add_import_paths, module_command
+from trainrun.runtime.python_module import module_command
+from trainrun.user_code import add_import_paths
 
 LAUNCH_OPTION = re.compile(r"launch(\.\w+)?=")
 SWEEP_OPTION = re.compile(r"sweep(\.\w+)?=")

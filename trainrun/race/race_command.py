@@ -17,10 +17,10 @@ from trainrun.output import format_count, format_path_to_paste, report_result, s
 from trainrun.race.race_report import PAGE, print_report, race_facts, write_report
 from trainrun.race.racers import Racer, Variation, read_racers, variations
 from trainrun.race.turns import Race, RaceGoal, describe_racers, new_race_folder
-from trainrun.runtime.python_module import add_import_paths
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.job_queue import StopRelay
 from trainrun.task.metrics.directions import guess_direction
+from trainrun.user_code import add_import_paths
 
 ABOUT = (
     "Trains each racer with the same seeds, in turns, each run in a fresh process. A judge evaluates all of the "

@@ -12,7 +12,7 @@ from trainrun.config.schema import replace_values
 from trainrun.errors import TrainrunError
 from trainrun.folder.run_folder import LaunchSpec, list_typed_keys, read_json
 from trainrun.runs.run import create_run, train_in_ranks
-from trainrun.runtime.python_module import add_import_paths
+from trainrun.user_code import add_import_paths
 
 REQUEST, JUDGED = "request.json", "judged.jsonl"
 LOOP = "trainrun.race.judged_loop.JudgedLoop"

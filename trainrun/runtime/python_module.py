@@ -21,13 +21,3 @@ def module_command(name: str, *words: str) -> list[str]:
         if sys.path and sys.path[0] not in ("", os.getcwd()):
             return [sys.executable, "-c", PROGRAM.format(name=name), *words]
     return [sys.executable, "-m", name, *words]
-
-
-def add_import_paths(extra: list[str]) -> list[str]:
-    """Append the working directory and `extra` to the import path, so that installed modules come first.
-
-    Return the folders that are on the path for the user's code.
-    """
-    paths = [] if getattr(sys.flags, "safe_path", False) else [os.getcwd(), *extra]
-    sys.path += [path for path in paths if path not in sys.path]
-    return paths

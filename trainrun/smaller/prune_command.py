@@ -14,7 +14,6 @@ from trainrun.export.served import record_call
 from trainrun.limits import EPOCH, STEP, parse_duration
 from trainrun.output import format_count, say
 from trainrun.runs.run import resume_run
-from trainrun.runtime.python_module import add_import_paths
 from trainrun.smaller.channels import format_reasons
 from trainrun.smaller.new_run import SourceRun, compare_with_source, open_source, write_run
 from trainrun.smaller.prune import (
@@ -26,6 +25,7 @@ from trainrun.smaller.prune import (
 )
 from trainrun.training.without_trace import read_first_batches
 from trainrun.transform.lora import LoraLinear
+from trainrun.user_code import add_import_paths
 
 NAME = "pruned"  # in `transform`
 
