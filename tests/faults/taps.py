@@ -149,6 +149,8 @@ class Tap:
     ) -> Any:
         is_open = isinstance(file, int) and file in self.paths
         seen = is_open or (opener is None and self.inside(file))  # opener: a nameless file
+        if is_open and closefd and not WRITES & set(mode):
+            del self.paths[file]  # Python's file closes it, and a pipe may get its number
         if not seen or not WRITES & set(mode):
             return self.real_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
         path = self.paths[file] if is_open else os.path.abspath(file)
