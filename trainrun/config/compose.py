@@ -282,7 +282,7 @@ def drop_reported_faults(more: dict[str, str], faults: list[str]) -> list[str]:
 
 
 def build_run_config(cfg: DictConfig) -> RunConfig:
-    """Return the compose_overrides config as plain dataclasses, with every reference resolved. Raise ConfigError.
+    """Return the composed config as plain dataclasses, with every reference resolved. Raise ConfigError.
 
     All types are checked already, because Hydra composes into the schema.
     """
