@@ -45,7 +45,8 @@ def student(**words: Any) -> tuple[Distillation, Net, Teacher]:
 
 
 def test_its_weights_alone_mark_a_teacher() -> None:
-    one, same, other = (Teacher(net, None, ()).mark() for net in (Net(8, 1), Counting(8, 1), Counting(8, 2)))
+    networks = (Net(8, 1), Counting(8, 1), Counting(8, 2))
+    one, same, other = (Teacher(net, None, ()).hash_weights() for net in networks)
     assert one == same != other
 
 

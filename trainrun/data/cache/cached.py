@@ -51,14 +51,14 @@ from trainrun.data.readers.column_store import (
 )
 from trainrun.data.readers.mapped_files import check_lengths, find_mapped_path, find_mappings, map_array
 from trainrun.data.stream_options import StreamOptions
-from trainrun.data.tensor_dataset import Columns, find_columns, is_reader
+from trainrun.data.tensor_dataset import Columns, find_columns
 from trainrun.errors import DataError
 from trainrun.limits import CacheSpec, parse_cache
 from trainrun.output import format_count, format_quantity
 from trainrun.runtime.machine import count_usable_cores, read_host_memory
 
 LOG = logging.getLogger(__name__)
-PASSED_ON = ("class_names", "classes", "num_classes", "describe", "fingerprint")
+PASSED_ON = ("class_names", "classes", "num_classes", "describe", "lengths", "fingerprint")
 CHUNK, CHUNK_BYTES = 32, 2**20  # samples that a worker reads and sends at once
 LONG_SECONDS = 5.0  # to fill a cache: from then on several workers do it
 FIRST_LINE_SECONDS = 2.0
@@ -381,8 +381,6 @@ class Cached:
         """Return the attributes of the source that describe its samples."""
         if name in PASSED_ON:
             return getattr(self.source, name)
-        if name == "lengths" and is_reader(self.source):
-            return self.source.lengths
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __getitem__(self, index: int) -> Any:

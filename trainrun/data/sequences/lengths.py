@@ -22,7 +22,7 @@ from trainrun.data.sequences.fields import (
     is_target,
     list_fields,
 )
-from trainrun.data.tensor_dataset import Columns, find_reader_attribute
+from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 from trainrun.runtime.child_process import report_progress
 from trainrun.user_code import format_user_line
@@ -93,10 +93,11 @@ def read_reported_lengths(source: Any) -> np.ndarray[Any, Any] | None:
     if type(source) is Subset:
         whole = read_reported_lengths(source.dataset)
         return None if whole is None else whole[np.asarray(source.indices)]
-    lengths = find_reader_attribute(source, "lengths")
-    if lengths is None or len(lengths) != len(source):
+    lengths = getattr(source, "lengths", None)
+    if not isinstance(lengths, list | tuple | np.ndarray) or len(lengths) != len(source):
         return None
-    return np.asarray(lengths, dtype=np.int64)
+    array = np.asarray(lengths)
+    return array.astype(np.int64) if array.ndim == 1 and array.dtype.kind in "iu" else None
 
 
 def measure_columns(columns: Columns) -> Measured:
