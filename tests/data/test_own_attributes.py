@@ -6,10 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from quiet_runs import QUIET, losses, train, weights
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from trainrun.data.cache.cached import Cached
+from trainrun.data.facts import describe_source
 from trainrun.data.readers.class_numbers import RenumberedClasses
 from trainrun.data.readers.pictures.image_folder import ImageFolder
 from trainrun.data.readers.reader_protocol import ReaderDataset
@@ -93,3 +97,45 @@ def test_attributes_of_a_data_set_change_nothing(
         trained = losses(run), {name: tensor.tolist() for name, tensor in weights(run).items()}
         expected = expected or trained
         assert trained == expected
+
+
+def describe(**attributes: Any) -> tuple[tuple[str, ...], int | None]:
+    """Return what is known of a data set with these attributes, of it twice and of a part: class names and their number."""
+    data = Labelled(6)
+    for name, value in attributes.items():
+        setattr(data, name, value)
+    facts = [describe_source(one) for one in (data, ConcatDataset([data, data]), Subset(data, [0, 1]))]
+    one, *others = [(fact.class_names, fact.num_classes) for fact in facts]
+    assert others == [one, one]
+    return one
+
+
+class Labelled(Dataset[tuple[torch.Tensor, int]]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.zeros(4), index % 3
+
+
+@pytest.mark.parametrize(
+    "names",
+    [np.unique([2, 0, 1, 1]), torch.arange(3), {"0": 0, "1": 1, "2": 2}, ["0", "1", "2"]],
+    ids=["array", "tensor", "mapping", "list"],
+)
+@pytest.mark.parametrize("attribute", ["classes", "class_names"])
+def test_class_names_may_be_any_collection(attribute: str, names: Any) -> None:
+    assert describe(**{attribute: names}) == (("0", "1", "2"), 3)
+
+
+@pytest.mark.parametrize("number", [np.int64(3), 3], ids=["array", "number"])
+def test_a_whole_number_of_classes_counts(number: Any) -> None:
+    assert describe(num_classes=number) == ((), 3)
+
+
+@pytest.mark.parametrize("number", [lambda: 3, {"a": 3}, "3", True, -1, np.arange(3)])
+def test_another_attribute_num_classes_is_left_alone(number: Any) -> None:
+    assert describe(num_classes=number, classes=lambda: ["a"]) == ((), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,7 +58,7 @@ def describe_source(source: Any, key: str = "data.train", options: StreamOptions
     options = StreamOptions(key, True, 1, 0) if options is None else options
     names, inputs = find_class_names(source), list_input_columns(source)
     columns = None if isinstance(source, IterableDataset) else find_columns(source, options.key)
-    num_classes = find_attribute(source, "num_classes") or len(names) or None
+    num_classes = _find_num_classes(source) or len(names) or None
     if columns is not None:
         num_classes = num_classes or _count_classes(columns)
     target = columns.target() if columns is not None else find_attribute(source, "targets")
@@ -78,8 +79,20 @@ def describe_source(source: Any, key: str = "data.train", options: StreamOptions
 
 def find_class_names(source: Any) -> tuple[str, ...]:
     """Return the names of the classes 0, 1, ...: `class_names`, or torchvision's `classes`; empty if it has none."""
-    names = find_attribute(source, "class_names") or find_attribute(source, "classes") or ()
-    return tuple(map(str, names)) if isinstance(names, Iterable) else ()
+    for attribute in ("class_names", "classes"):
+        names = find_attribute(source, attribute)
+        if isinstance(names, np.ndarray | torch.Tensor):
+            names = names.tolist()
+        if isinstance(names, Iterable) and not isinstance(names, str) and (listed := tuple(map(str, names))):
+            return listed
+    return ()
+
+
+def _find_num_classes(source: Any) -> int | None:
+    """Return the attribute `num_classes` if it is a positive whole number; else None, as for a method of that name."""
+    number = find_attribute(source, "num_classes")
+    is_whole = isinstance(number, Integral) and not isinstance(number, bool)
+    return int(number) if is_whole and number > 0 else None
 
 
 def list_input_columns(source: Any) -> dict[str, str]:

@@ -362,7 +362,7 @@ def find_attribute(dataset: Any, name: str) -> Any:
         if any(one is None or callable(one) for one in each):
             return None
         if name in OF_ALL_SAMPLES:
-            return each[0] if all(one == each[0] for one in each) else None
+            return each[0] if all(np.array_equal(one, each[0]) for one in each) else None
         return np.concatenate([np.asarray(one) for one in each])
     if isinstance(dataset, Columns) and name == "targets":
         return dataset.target()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
+from trainrun.data.facts import find_class_names
 from trainrun.data.order.drawn import (
     Drawn,
     draw_by_shares,
@@ -168,10 +169,7 @@ def join_sources(sources: Mapping[str, Any], key: str) -> Any:
     """Join the samples of several sources, one after the other. Raise DataError if their classes differ."""
     for name, source in sources.items():
         check_has_length(source, f"{key}.{name}", f"{key} by name")
-    names = {
-        name: tuple(find_attribute(one, "class_names") or find_attribute(one, "classes") or ())
-        for name, one in sources.items()
-    }
+    names = {name: find_class_names(one) for name, one in sources.items()}
     known = {name: classes for name, classes in names.items() if classes}
     first = next(iter(known), "")
     for name, classes in known.items():
