@@ -100,7 +100,7 @@ def test_attributes_of_a_data_set_change_nothing(
 
 
 def describe(**attributes: Any) -> tuple[tuple[str, ...], int | None]:
-    """Return what is known of a data set with these attributes, of it twice and of a part: class names and their number."""
+    """Return the class names and their number that a data set with these attributes has, also twice and in part."""
     data = Labelled(6)
     for name, value in attributes.items():
         setattr(data, name, value)
