@@ -15,7 +15,7 @@ BY_SETTINGS = (
 )  # fmt: skip
 BY_HAND = (
     "optimizer=custom", "optimizer._target_=exact_groups.ByHand", f"optimizer.lr={LR}",
-    f"optimizer.weight_decay={DECAY}",
+    f"optimizer.weight_decay={DECAY}", "optimizer.momentum=0.9",
 )  # fmt: skip
 
 
