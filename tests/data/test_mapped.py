@@ -104,7 +104,7 @@ def test_a_part_that_is_held_out_is_gathered_like_the_whole(tmp_path, monkeypatc
         monkeypatch.setattr(arrays, "LISTED", listed)
         monkeypatch.setattr(in_memory, "MOST_LISTED", most_listed)
         monkeypatch.setattr(in_memory, "SMALL_BATCH_BYTES", small_batch_bytes)
-        monkeypatch.setattr(arrays, "fits_in_memory", lambda *_: False)
+        monkeypatch.setattr(arrays, "should_load", lambda *_: False)
         source = arrays.load(str(tmp_path), **words)[split]
         rows = [source.describe(index).rpartition(" ")[2] for index in range(len(source))]
         chosen = np.array(rows).astype(np.int64)

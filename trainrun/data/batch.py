@@ -104,16 +104,16 @@ def map_leaves(data: Any, function: Callable[[Any], Any], first: Callable[[Any],
 
     if isinstance(data, LeafWithFields):
         fields = {name: function(value) for name, value in data.fields.items()}
-        return join_fields(function(data.leaf), fields)
+        return join_leaf_and_fields(function(data.leaf), fields)
     if is_container(data):
         return map_parts(data, change)
     if isinstance(data, Tensor) and (beside := getattr(data, FIELDS_BESIDE, None)):
         fields = {name: function(value) for name, value in beside.items()}
-        return join_fields(function(data), fields)
+        return join_leaf_and_fields(function(data), fields)
     return function(data)
 
 
-def join_fields(leaf: Any, fields: dict[str, Any]) -> Any:
+def join_leaf_and_fields(leaf: Any, fields: dict[str, Any]) -> Any:
     """Return the leaf with the fields beside it: a tensor carries them, of anything else they are a second part."""
     if not isinstance(leaf, Tensor):
         return LeafWithFields(leaf, fields)
@@ -140,7 +140,7 @@ def attach_fields(batch: Any, fields: dict[str, Any]) -> Any:
             return part
         placed = True
         beside = getattr(part, FIELDS_BESIDE, None) or {}
-        return join_fields(part.detach(), {**fields, **beside})  # another tensor of the same memory
+        return join_leaf_and_fields(part.detach(), {**fields, **beside})  # another tensor of the same memory
 
     return place(batch)
 
@@ -155,7 +155,7 @@ def detach_fields(data: Any) -> Any:
 
 def reattach_fields(data: Any) -> Any:
     if isinstance(data, LeafWithFields):
-        return join_fields(data.leaf, data.fields)
+        return join_leaf_and_fields(data.leaf, data.fields)
     return map_parts(data, reattach_fields) if is_container(data) else data
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from trainrun.data.cache import cached as module
 from trainrun.data.cache.cached import open_cache
-from trainrun.data.cache.probe import NUM_PROBES, look_at
+from trainrun.data.cache.probe import NUM_PROBES, probe_samples
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns
@@ -244,7 +244,7 @@ def _numbers(value):
 def test_filling_reads_each_once(kind, made, workers, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LONG_SECONDS", 0.0 if workers else 600.0)
     monkeypatch.setattr(module, "count_usable_cores", lambda: 2)
-    look_at(made(kind, log=tmp_path), "")
+    probe_samples(made(kind, log=tmp_path), "")
     before = reads_in(tmp_path)
     for path in tmp_path.iterdir():
         path.unlink()

@@ -57,12 +57,12 @@ class WordDropout:
     def __call__(self, batch: Any, draws: Draws) -> Any:
         if not self.rate:
             return batch
-        tokens = next(filter(is_tokens, list_tensors(batch)), None)
+        tokens = next(filter(is_token_batch, list_tensors(batch)), None)
         if tokens is None:
             raise DataError("drops tokens, and this batch has no whole numbers (B, T)")
         dropped = draws.uniform("words", tokens.shape[1] + 1) < self.rate
         return attach_fields(batch, {"word_dropout": dropped})
 
 
-def is_tokens(value: Any) -> bool:
+def is_token_batch(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2 and value.dtype in (torch.int64, torch.int32)

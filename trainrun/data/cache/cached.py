@@ -24,7 +24,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from trainrun.data.cache.fingerprint import build_content_key, fingerprint_source
-from trainrun.data.cache.probe import Probe, build_randomness_error, explain_randomness, look_at
+from trainrun.data.cache.probe import Probe, build_randomness_error, explain_randomness, probe_samples
 from trainrun.data.cache.samples import (
     Leaf,
     NotKept,
@@ -90,7 +90,7 @@ def open_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
     if not readable_source or find_columns(source, key) is not None or not len(source):
         return source  # in memory already, or opening it says what is wrong
     own = fingerprint_source(source, wanted.folder, say) if wanted.folder is not None else ""
-    probe = in_child(partial(look_at, source, where), options)
+    probe = in_child(partial(probe_samples, source, where), options)
     build = partial(write_cache, source, probe, wanted.num_bytes, where, options)
     if wanted.folder is None:
         return cache_in_memory(source, wanted, where, probe, build, gather)

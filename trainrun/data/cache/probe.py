@@ -43,7 +43,7 @@ class Probe(NamedTuple):
     seconds: float = 0.0
 
 
-def look_at(source: Any, where: str) -> Probe:
+def probe_samples(source: Any, where: str) -> Probe:
     """Read some samples, each twice; in a child process, since it runs the user's code. `where` begins the messages."""
     _refuse_generators(source, where)
     last = len(source) - 1

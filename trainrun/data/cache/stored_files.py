@@ -132,7 +132,7 @@ def open_download(store: Any, url: str, listed: dict[str, dict[str, Any]]) -> Pa
             return path
         with make_draft_folder(path) as draft:
             if not path.is_dir():
-                download(store, url, listed, draft)
+                download_files(store, url, listed, draft)
                 os.rename(draft, path)
                 sync_folder(path.parent)
     raise OSError(f"{path} is removed again and again")
@@ -146,7 +146,7 @@ def hold_folder(path: Path) -> bool:
     return descriptor is not None
 
 
-def download(store: Any, url: str, listed: dict[str, dict[str, Any]], folder: Path) -> None:
+def download_files(store: Any, url: str, listed: dict[str, dict[str, Any]], folder: Path) -> None:
     """Download files into a folder, and write what describes it last."""
     num_bytes = sum(info["size"] for info in listed.values())
     make_room(folder.parent, num_bytes, url, say_note)

@@ -38,12 +38,12 @@ def count_shared_samples(
         recipe = build_recipe(replace(options, seed=options.seed + place))
         readers.append(BatchReader(source if columns is None else columns, recipe))
     try:
-        return run_in_child(partial(compare_samples, *readers), CHILD_SECONDS, computes=False)
+        return run_in_child(partial(compare_sample_hashes, *readers), CHILD_SECONDS, computes=False)
     except (ChildError, DataError):  # the training reads them too, and reports what is wrong
         return None
 
 
-def compare_samples(train: BatchReader, other: BatchReader) -> SharedRows:
+def compare_sample_hashes(train: BatchReader, other: BatchReader) -> SharedRows:
     """Compare hashes of samples. They are read in turns, so that few of a slow source are as many of each."""
     known: dict[str, int] = {}
     digests = []

@@ -22,7 +22,7 @@ def check_memory(num_bytes: int, what: str, way: str) -> None:
         )
 
 
-def fits_in_memory(num_bytes: int, wanted: bool | str) -> bool:
+def should_load(num_bytes: int, wanted: bool | str) -> bool:
     """Return whether data of this size is loaded into memory.
 
     wanted: data.train.in_memory: true, false, or "auto", which means up to a quarter of the memory that is free now.

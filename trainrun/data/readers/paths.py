@@ -137,7 +137,7 @@ def is_plain_file(place: Path, key: str) -> bool:
     return place.is_file()
 
 
-def find_folder(path: str | None, key: str) -> Path:
+def require_folder(path: str | None, key: str) -> Path:
     if path is None:
         raise DataError(f"{key}: name the folder, as {key}=my_folder")
     folder = Path(path).expanduser()

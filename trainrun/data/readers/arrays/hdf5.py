@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainrun.data.readers.free_space import check_memory
-from trainrun.data.readers.free_space import fits_in_memory as stays_in_memory
+from trainrun.data.readers.free_space import should_load as stays_in_memory
 from trainrun.data.readers.open_files import Kept
 from trainrun.data.readers.optional_packages import import_extra
 from trainrun.data.readers.parts import Part, SplitRequest, check_groups

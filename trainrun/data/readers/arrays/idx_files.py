@@ -18,7 +18,7 @@ from trainrun.data.batch import convert_to_float32
 from trainrun.data.order.sampler import check_split
 from trainrun.data.readers.free_space import GZIP_MAGIC, check_memory
 from trainrun.data.readers.parts import SplitRequest
-from trainrun.data.readers.paths import find_folder, is_plain_file
+from trainrun.data.readers.paths import is_plain_file, require_folder
 from trainrun.data.readers.targets import Coding, choose_coding
 from trainrun.data.tensor_dataset import SPLITS, Arrays, Splits
 from trainrun.errors import DataError
@@ -38,7 +38,7 @@ def load(path: str | None, inputs: str, target: str | None, val_inputs: str | No
         val_fraction of the training data is held out. Grey pictures (N, H, W) become (N, 1, H, W).
     dtype: "float32" divides bytes by 255; "stored" keeps the type of the file.
     """
-    folder = find_folder(path, "data.path")
+    folder = require_folder(path, "data.path")
     request = SplitRequest(path, val_fraction=val_fraction, seed=seed)
     names = {"train": (inputs, target), "val": (val_inputs, val_target), "test": (test_inputs, test_target)}
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.data.order.sampler import LISTED, check_split
-from trainrun.data.readers.free_space import check_memory, fits_in_memory
+from trainrun.data.readers.free_space import check_memory, should_load
 from trainrun.data.readers.mapped_files import open_mapped
 from trainrun.data.readers.mapped_rows import MappedRows
 from trainrun.data.readers.parts import (
@@ -113,7 +113,7 @@ def select_part(
     labels = np.asarray(arrays[-1]) if by_class else np.zeros(number)
     chosen = request.divide(labels, groups)[split]
     row_groups = None if groups is None else number_groups(groups)[chosen]
-    if on_disk and not fits_in_memory(sum(a.nbytes // len(a) * len(chosen) for a in arrays), "auto"):
+    if on_disk and not should_load(sum(a.nbytes // len(a) * len(chosen) for a in arrays), "auto"):
         return ReaderDataset(MappedRows(arrays, info), chosen)
     copies = tuple(np.asarray(array)[chosen] for array in arrays)
     describe = partial(_name_row, path, names[-1], chosen)

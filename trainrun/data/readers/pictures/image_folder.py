@@ -23,7 +23,7 @@ from torch import Tensor
 from trainrun.data.map_style import choose_spread_indices
 from trainrun.data.readers.parts import SplitRequest, is_inside, number_groups, select_rows_of
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.paths import find_folder, fingerprint_files, list_folders
+from trainrun.data.readers.paths import fingerprint_files, list_folders, require_folder
 from trainrun.data.readers.pictures.decode import Form, build_form, decode_picture, has_16_bits
 from trainrun.data.readers.tables.csv_files import Dialect, read_column_names, read_words
 from trainrun.data.readers.targets import Coding, choose_coding, parse_column_names
@@ -136,7 +136,7 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
         and `SplitRequest`; val_path and test_path are not needed where `path` has the folders val and test.
     """
     form = build_form(shape, fit, dtype, draft)
-    find_folder(path, "data.path")
+    require_folder(path, "data.path")
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     found = request.find_folder(Path.exists if labels else has_folders)
     training = found.files["train"][0]
@@ -154,7 +154,7 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
         words = known = table.words
         if part.is_own and split != "train":
             key = part.setting.partition("=")[0]
-            find_folder(str(part.files[0]), key)
+            require_folder(str(part.files[0]), key)
             table = read_folder(part.files[0], key, labels, [])
             spelled = {normalize("NFC", word): word for word in set(known)}  # macOS takes accents apart
             words = [spelled.get(normalize("NFC", word), word) for word in table.words]

@@ -27,7 +27,12 @@ from trainrun.data.readers.pictures.decode import Form, build_form
 from trainrun.data.readers.reader_protocol import ReadFiles, build_splits
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
 from trainrun.data.readers.records.record_files import RecordReader, StoredIndex, load_references
-from trainrun.data.readers.records.values import NPY_MAGIC, PICTURE_MAGICS, decode_guessed, decode_picture
+from trainrun.data.readers.records.values import (
+    NPY_MAGIC,
+    PICTURE_MAGICS,
+    decode_guessed,
+    decode_stored_picture,
+)
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType
@@ -134,7 +139,7 @@ def decode_entry(content: bytes | None, form: Form | None) -> Any:
         sample = decode_sample(content)
         is_picture = isinstance(sample, tuple) and isinstance(sample[0], bytes)
         if is_picture and sample[0].startswith(PICTURE_MAGICS):
-            return (decode_picture(sample[0], form), *sample[1:])
+            return (decode_stored_picture(sample[0], form), *sample[1:])
         return sample
     if content.startswith((*PICTURE_MAGICS, NPY_MAGIC)):
         return decode_guessed(content, form)

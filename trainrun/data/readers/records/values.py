@@ -35,19 +35,19 @@ def decode_value(extension: str, content: bytes, form: Form | None) -> Any:
             return json.loads(content)
         except RecursionError as error:
             raise ValueError("JSON that is nested too deeply") from error
-    return decode_picture(content, form) if kind in PICTURES else decode_guessed(content, form)
+    return decode_stored_picture(content, form) if kind in PICTURES else decode_guessed(content, form)
 
 
 def decode_guessed(content: bytes, form: Form | None) -> Any:
     """Decode bytes by how they begin: a JPEG or PNG picture, or a .npy array; all else becomes an array (L,) uint8."""
     if content.startswith(PICTURE_MAGICS):
-        return decode_picture(content, form)
+        return decode_stored_picture(content, form)
     if content.startswith(NPY_MAGIC):
         return read_npy(content)
     return np.frombuffer(bytearray(content), np.uint8)
 
 
-def decode_picture(content: bytes, form: Form | None) -> Any:
+def decode_stored_picture(content: bytes, form: Form | None) -> Any:
     """Return a picture as a tensor; without a form the bytes of its file."""
     if form is None:
         return content
