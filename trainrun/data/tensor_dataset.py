@@ -323,11 +323,7 @@ def _check_column(value: Any, where: str) -> None:
 
 
 OF_ALL_SAMPLES = ("class_names", "classes", "num_classes", "bytes_per_token", "input_columns")
-OF_READERS = (
-    "bytes_per_token",
-    "input_columns",
-    "column",
-)  # attributes that have a meaning in this package alone
+OF_READERS = ("input_columns", "column")  # attributes that have a meaning in this package alone
 
 
 def list_parts(dataset: Any) -> list[Any]:

@@ -19,8 +19,8 @@ from trainrun.interfaces import TARGET_KEYS
 from trainrun.plugin_faults import suggest_name
 
 UNKNOWN = -1
-PASSED_ON = ("describe", "lengths", "thread_safe")
-PASSED_ON_OF_READERS = ("column", "bytes_per_token", "notice")
+PASSED_ON = ("bytes_per_token", "describe", "lengths", "thread_safe")
+PASSED_ON_OF_READERS = ("column", "notice")
 
 
 class RenumberedClasses(Dataset[Any]):
