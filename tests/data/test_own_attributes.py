@@ -139,3 +139,10 @@ def test_a_whole_number_of_classes_counts(number: Any) -> None:
 @pytest.mark.parametrize("number", [lambda: 3, {"a": 3}, "3", True, -1, np.arange(3)])
 def test_another_attribute_num_classes_is_left_alone(number: Any) -> None:
     assert describe(num_classes=number, classes=lambda: ["a"]) == ((), None)
+
+
+@pytest.mark.parametrize(
+    "targets", [[[1] * (i % 3) for i in range(6)], {"a": 1}, "abc", [1, 2], lambda: [0] * 6]
+)
+def test_targets_that_are_not_one_label_a_sample_are_left_alone(targets: Any) -> None:
+    assert describe(targets=targets) == ((), None)

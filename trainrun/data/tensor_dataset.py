@@ -346,20 +346,31 @@ def find_reader_attribute(dataset: Any, name: str) -> Any:
     return getattr(dataset, name, None) if is_reader(dataset) else None
 
 
+def _read_sample_values(dataset: Any, values: Any) -> np.ndarray[Any, Any] | None:
+    """Return an attribute as an array of one value for each sample of the data set; None if it is anything else."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError):  # lists of different lengths, or tensors on a device
+        return None
+    return array if array.ndim and len(array) == len(dataset) else None
+
+
 def find_attribute(dataset: Any, name: str) -> Any:
     """Return an attribute of a data set; of a Subset or ConcatDataset, the values of its samples. None if unknown."""
     if type(dataset) is Subset:
         found = find_attribute(dataset.dataset, name)
         if found is None or name in OF_ALL_SAMPLES:
             return found
-        return None if callable(found) else np.asarray(found)[np.asarray(dataset.indices)]
+        values = _read_sample_values(dataset.dataset, found)
+        return None if values is None else values[np.asarray(dataset.indices)]
     if type(dataset) is ConcatDataset:
         each = [find_attribute(one, name) for one in dataset.datasets]
-        if any(one is None or callable(one) for one in each):
-            return None
         if name in OF_ALL_SAMPLES:
             return each[0] if all(np.array_equal(one, each[0]) for one in each) else None
-        return np.concatenate([np.asarray(one) for one in each])
+        arrays = [_read_sample_values(*pair) for pair in zip(dataset.datasets, each, strict=True)]
+        known = [one for one in arrays if one is not None]
+        same_shape = len({one.shape[1:] for one in known}) == 1
+        return np.concatenate(known) if same_shape and len(known) == len(arrays) else None
     if isinstance(dataset, Columns) and name == "targets":
         return dataset.target()
     return find_reader_attribute(dataset, name) if name in OF_READERS else getattr(dataset, name, None)
