@@ -42,8 +42,8 @@ from torch.nn import functional  # noqa: E402
 
 from trainrun.model.cnn import Cnn  # noqa: E402
 
-# What a model needs to be divided. The weights of the CNN are not contiguous, and FSDP2 refuses these.
-FOR_SHARDS = {"mlp": ["parallel.blocks=[first,middle.*]"], "gpt": []}
+# What a model needs to be divided into shards.
+FOR_SHARDS: dict[str, list[str]] = {"mlp": ["parallel.blocks=[first,middle.*]"], "cnn": [], "gpt": []}
 BATCH = {"mlp": 256, "cnn": 64, "gpt": 16}
 QUIET = ["checkpoint.enabled=false", "monitor.plots=false", "monitor.log_every_n_steps=1000"]
 PER_STEP = ("data", "forward", "backward", "check", "optimizer", "ranks", "runner")  # phases of the ledger
@@ -53,16 +53,14 @@ LINKS = {"10 Gb/s Ethernet": 1.25e9, "PCIe 4": 25e9, "NVLink of an H100": 450e9}
 
 def ways(model: str, devices: int) -> dict[str, list[str]]:
     """Return the settings of each way to train a model on `devices` cores."""
-    found = {
+    shards = ["parallel=fsdp", f"parallel.devices={devices}", "trainer.num_threads=1", *FOR_SHARDS[model]]
+    return {
         "1 thread": ["trainer.num_threads=1"],
         f"{devices} threads": [f"trainer.num_threads={devices}"],
         f"{devices} workers (threads)": ["parallel=threads", f"parallel.devices={devices}"],
         f"{devices} ranks (ddp)": ["parallel=ddp", f"parallel.devices={devices}", "trainer.num_threads=1"],
+        f"{devices} shards (fsdp)": shards,
     }
-    if model not in FOR_SHARDS:
-        return found
-    shards = ["parallel=fsdp", f"parallel.devices={devices}", "trainer.num_threads=1", *FOR_SHARDS[model]]
-    return found | {f"{devices} shards (fsdp)": shards}
 
 
 def run_once(words: list[str], steps: int, folder: Path, prefix: str = "") -> dict[str, Any]:

@@ -159,12 +159,7 @@ def test_a_rank_that_hangs_is_ended_with_the_others_and_the_ranks_start_again(pr
 
 
 @pytest.mark.parametrize("where", ["hook", "train", "val", "data"])
-def test_code_of_the_user_may_take_as_long_as_it_takes(
-    project: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    monkeypatch.setattr(
-        "trainrun.runtime.signals.AUTO_SECONDS", 0.1, raising=False
-    )  # a limit nobody asked for
+def test_code_of_the_user_may_take_as_long_as_it_takes(project: Path, where: str) -> None:
     words = [word for word in WORDS if not word.startswith(("trainer.max_epochs", "data.train._target_"))]
     data = "own.SlowOnce" if where == "data" else "own.Slow"
     hook = ["hook.wait._target_=own.Waits", f"hook.wait.where={where}"]
