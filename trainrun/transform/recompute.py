@@ -101,7 +101,7 @@ class _BlockCall:
 
     @contextlib.contextmanager
     def _second_run(self) -> Iterator[None]:
-        """Use copies of the earlier buffers inside the block."""
+        """Give the second forward pass copies of the buffers as they were before the first one."""
         self._check_unchanged()
         now = [getattr(module, name) for module, name, *_ in self._buffers]
         try:

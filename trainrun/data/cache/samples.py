@@ -44,7 +44,7 @@ class Leaf(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether many of them are a column that torch can index."""
+        """Return whether the values of many samples form an array that torch can index."""
         if self.num_bytes == 0 or self.kind in ("str", "bytes", "NoneType"):
             return False
         if self.kind == "tensor":

@@ -43,15 +43,18 @@ Keep = Callable[[int, Any], None]
 
 @dataclass
 class SourcePlace:
-    """A place that can be found again. taken: samples before it; state: what the source said there. source: what is
-    read; None once it is at its end, where it may be ready to begin again."""
+    """A position in an iterable source, from which a resume continues.
+
+    taken: the number of samples before it. state: the source's own `state_dict()` there. source: the iterable that is
+    being read; None at its end.
+    """
 
     taken: int = 0
     state: Any = None
     source: Any = None
 
-    def ask(self, taken: int) -> None:
-        """Note this place, where the source can say it."""
+    def record(self, taken: int) -> None:
+        """Record this position, if the source can report its own state."""
         if keeps_place(self.source):
             self.taken, self.state = taken, copy.deepcopy(self.source.state_dict())
 
@@ -129,7 +132,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             whole = digest_of(chunk) if plan.world_size > 1 and number == start else ""
             first, position, number = position, position + len(chunk), number + 1
             if not self.buffer:
-                place.ask(position)
+                place.record(position)
             state = (role, number, place.taken, place.state) if keeps_place(self.dataset) else None
             reading = self._share_of(chunk, first, part)
             if reading is not None:
@@ -197,7 +200,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             for index in torch.randperm(len(block), generator=new_generator(*key)).tolist():
                 yield block[index]
             taken += len(block)
-            place.ask(taken)
+            place.record(taken)
 
     def _iterate_source(self, place: SourcePlace, part: int) -> Iterator[Any]:
         """Yield every sample in the order of the source."""
