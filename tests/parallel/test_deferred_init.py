@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -118,6 +121,91 @@ def test_a_tensor_without_memory_is_not_computed_with_after_the_recording() -> N
 def test_a_constructor_that_reads_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"parallel\.meta_device=true"), DeferredInit().recording():
         nn.Linear(9, 9).weight.detach().numpy()
+
+
+class Probed(nn.Sequential):
+    """A network whose constructor runs a forward, in which batch norm writes its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self(torch.randn(2, 3, 8, 8))
+
+
+class Indexed(nn.Linear):
+    """A weight that is written at some positions."""
+
+    def __init__(self) -> None:
+        super().__init__(20, 20)
+        nn.init.sparse_(self.weight, 0.3)
+        self.weight.data[self.weight.data > 0.005] = 0.5
+        self.weight.data[3, 4] = 7.0
+
+
+class Other(nn.Linear):
+    """A weight that was drawn with another default type."""
+
+    def __init__(self) -> None:
+        super().__init__(20, 20)
+        torch.set_default_dtype(torch.float64)
+        self.weight = nn.Parameter(torch.randn(20, 20))
+        torch.set_default_dtype(torch.float32)
+
+
+class Orthogonal(nn.Sequential):
+    """A parametrization that takes another way where an operation is missing, and a shape that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.utils.parametrizations.orthogonal(nn.Linear(20, 20)))
+        self.register_buffer("positive", torch.randn(20, 20).nonzero())
+
+
+@pytest.mark.usefixtures("all_deferred")
+@pytest.mark.parametrize("kind", [Probed, Indexed, Other, Orthogonal])
+def test_rare_operations_have_the_bits_of_the_constructor(kind: type[nn.Module]) -> None:
+    torch.manual_seed(3)
+    expected = kind().state_dict()
+    torch.manual_seed(3)
+    recording = DeferredInit()
+    with recording.recording():
+        tensors = kind().state_dict(keep_vars=True)
+    assert list(tensors) == list(expected)
+    for name, tensor in tensors.items():
+        built = recording.build_tensor(tensor) if is_deferred(tensor) else tensor
+        assert built.dtype == expected[name].dtype
+        assert torch.equal(built, expected[name])
+
+
+@pytest.mark.usefixtures("all_deferred")
+def test_memory_that_numpy_writes_again_is_refused() -> None:
+    values = np.ones((9, 9), np.float32)
+    recording = DeferredInit()
+    with recording.recording():
+        weight = nn.Linear(9, 9).weight
+        weight.data.copy_(torch.from_numpy(values))
+    values[:] = 2
+    with pytest.raises(ConfigError, match=r"parallel\.meta_device=true"):
+        recording.build_tensor(weight)
+
+
+def assign_data() -> None:
+    nn.Linear(9, 9).weight.data = torch.from_numpy(np.ones((9, 9), np.float32))
+
+
+def make_like() -> None:
+    weight = nn.Linear(9, 9).weight
+    weight.data.add_(weight.new_tensor([1.0] * 9))
+
+
+def copy_by_pickle() -> None:
+    pickle.dumps(nn.Linear(9, 9))
+
+
+@pytest.mark.usefixtures("all_deferred")
+@pytest.mark.parametrize("construct", [assign_data, make_like, copy_by_pickle])
+def test_values_that_are_not_recorded_are_refused(construct: Callable[[], None]) -> None:
+    refusal = pytest.raises((ConfigError, PluginError), match=r"parallel\.meta_device=true")
+    with refusal, DeferredInit().recording():
+        construct()
 
 
 def test_small_tensors_are_ordinary_ones() -> None:

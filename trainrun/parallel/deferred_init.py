@@ -14,6 +14,7 @@ Source: the deferred initialization of torchdistx, which records in C++ and repe
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ OVERWRITING = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "exp
                "geometric_"}  # fmt: skip
 OF_TORCH = ("_parameters", "_buffers", "_modules")  # attributes of a module
 RANDOM = torch.Tag.nondeterministic_seeded
+# Positions of arguments that an operation writes although its schema does not say so: the running statistics.
+UNDECLARED_WRITES = {torch.ops.aten.native_batch_norm.default: (3, 4)}
+WITHOUT_MEMORY = ("meta", "subclass", "incompatible tensor type")  # words of torch's errors, in lower case
 
 
 class DeferredTensor(Tensor):
@@ -55,6 +59,12 @@ class DeferredTensor(Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return META if DeferredTensor.computes_shapes else HOST
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PluginError(
+            "parallel.meta_device=true: the model's constructor saves a tensor, which has no memory yet; use "
+            "parallel.meta_device=false"
+        )
 
     @staticmethod
     def __new__(cls, tensor: Tensor) -> DeferredTensor:
@@ -95,16 +105,17 @@ class Window(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A tensor with memory that an operation reads. version: torch's count of its changes, when it was recorded."""
+    """A tensor with memory that an operation reads. checksum: of its bytes when it was recorded; None if stored."""
 
     tensor: Tensor
-    version: int
+    checksum: int | None
 
 
 class Operation(NamedTuple):
     """A recorded call. reads, writes: storages by number. outputs: the windows of the results.
 
-    random: the generator of the call and its state before the call; None if nothing is drawn.
+    random: the generator of the call and its state before the call; None if nothing is drawn. default_dtype: torch's
+    at the time of the call.
     """
 
     function: Any
@@ -115,6 +126,7 @@ class Operation(NamedTuple):
     writes: frozenset[int]
     overwrites: bool
     random: tuple[torch.Generator, Tensor] | None
+    default_dtype: torch.dtype
 
 
 Storages = dict[int, torch.UntypedStorage]
@@ -137,7 +149,7 @@ class DeferredInit(TorchDispatchMode):
             with self:
                 yield
         except (RuntimeError, NotImplementedError, TypeError) as error:
-            if not any(word in str(error) for word in ("meta", "subclass")):
+            if not any(word in str(error).lower() for word in WITHOUT_MEMORY):
                 raise
             raise ConfigError(
                 f"parallel.meta_device=true: the model cannot be built without memory ({error}); use "
@@ -146,6 +158,8 @@ class DeferredInit(TorchDispatchMode):
 
     def build_other_tensors(self, model: nn.Module, device: torch.device) -> None:
         """Give memory to what is no parameter: buffers, and tensors in attributes of modules, lists and dicts."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            check_memory(tensor)
         built: dict[int, Tensor] = {}
 
         def with_memory(leaf: Any) -> Any:
@@ -184,20 +198,29 @@ class DeferredInit(TorchDispatchMode):
         if not any(map(is_deferred, tensors_in((args, kwargs)))):
             return self._create(function, args, kwargs)
         if must_compute(function, args, kwargs):
-            return function(
-                *map_tree_leaves(args, self._with_memory), **map_tree_leaves(kwargs, self._with_memory)
-            )
+            return self._call_with_memory(function, args, kwargs)
         shapes = map_tree_leaves((args, on_device(kwargs, META)), without_memory)
-        random = self._advance(function, args, kwargs)
         arguments = self._recorded((args, kwargs))
         DeferredTensor.computes_shapes = True
         try:
             result = function(*shapes[0], **shapes[1])
+            has_storage = all(leaf.layout == torch.strided for leaf in tensors_in(result))
+        except NotImplementedError:  # the shape is not known without the values
+            if written_arguments(function, args, kwargs):
+                raise
+            has_storage = False
         finally:
             DeferredTensor.computes_shapes = False
+        if not has_storage:
+            return self._call_with_memory(function, args, kwargs)
+        random = self._advance(function, args, kwargs)
         result = map_tree_leaves(result, as_deferred)
         self._record(function, arguments, args, kwargs, result, random)
         return result
+
+    def _call_with_memory(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        inputs, options = map_tree_leaves((args, on_device(kwargs, HOST)), self._with_memory)
+        return function(*inputs, **options)
 
     def _create(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function that has no deferred arguments. The result is deferred if it is large and new."""
@@ -205,6 +228,8 @@ class DeferredInit(TorchDispatchMode):
         if not takes_device or tensors_in((args, kwargs)):
             return function(*args, **kwargs)
         device = torch.device(kwargs.get("device") or HOST)
+        if function is torch.ops.aten.scalar_tensor.default and device == META:
+            return function(*args, **on_device(kwargs, HOST))  # the number in `weight[mask] = number`
         if device != HOST:
             return function(*args, **kwargs)
         result = function(*args, **kwargs | {"device": META})
@@ -229,8 +254,7 @@ class DeferredInit(TorchDispatchMode):
             scratch = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype)
             function(scratch, *args[1:], **kwargs)
         else:
-            inputs = map_tree_leaves((args, on_device(kwargs, HOST)), self._with_memory)
-            function(*inputs[0], **inputs[1])
+            self._call_with_memory(function, args, kwargs)
         return generator, state
 
     def _record(
@@ -254,7 +278,7 @@ class DeferredInit(TorchDispatchMode):
         recorded_args, recorded_kwargs = arguments
         self._operations.append(
             Operation(function, recorded_args, recorded_kwargs, outputs, frozenset(reads), frozenset(writes),
-                      overwrites, random)
+                      overwrites, random, torch.get_default_dtype())
         )  # fmt: skip
 
     def _recorded(self, tree: Any) -> Any:
@@ -265,9 +289,12 @@ class DeferredInit(TorchDispatchMode):
                 return leaf
             if is_deferred(leaf):
                 return self._window(leaf)
-            if leaf.nbytes < LARGE_BYTES and not isinstance(leaf, StoredTensor):
+            check_memory(leaf)
+            if isinstance(leaf, StoredTensor):
+                return Constant(leaf, None)
+            if leaf.nbytes < LARGE_BYTES:
                 leaf = leaf.detach().clone()
-            return Constant(leaf, leaf._version)
+            return Constant(leaf, compute_checksum(leaf))
 
         return map_tree_leaves(tree, recorded)
 
@@ -316,7 +343,7 @@ def repeat(operation: Operation, storages: Storages) -> None:
         if isinstance(leaf, Window):
             return view_of(leaf, storages)
         if isinstance(leaf, Constant):
-            if leaf.tensor._version != leaf.version:
+            if leaf.checksum is not None and compute_checksum(leaf.tensor) != leaf.checksum:
                 raise ConfigError(
                     "parallel.meta_device=true: the model changed a tensor after it had copied it into a weight; use "
                     "parallel.meta_device=false"
@@ -326,22 +353,40 @@ def repeat(operation: Operation, storages: Storages) -> None:
 
     args, kwargs = map_tree_leaves((operation.args, operation.kwargs), with_memory)
     kwargs = on_device(kwargs, HOST)
-    if operation.random is None:
-        result = operation.function(*args, **kwargs)
-    else:
-        generator, state = operation.random
-        present = generator.get_state()
-        generator.set_state(state)
-        result = operation.function(*args, **kwargs)
-        generator.set_state(present)
+    present_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(operation.default_dtype)
+    try:
+        if operation.random is None:
+            result = operation.function(*args, **kwargs)
+        else:
+            generator, state = operation.random
+            present = generator.get_state()
+            generator.set_state(state)
+            result = operation.function(*args, **kwargs)
+            generator.set_state(present)
+    finally:
+        torch.set_default_dtype(present_dtype)
     for window, tensor in zip(operation.outputs, tensors_in(result), strict=True):
         if window.storage not in operation.writes:
             continue
+        if (tensor.dtype, tuple(tensor.shape)) != (window.dtype, window.shape):
+            raise ConfigError(
+                f"parallel.meta_device=true: {operation.function} has another result with memory than without; use "
+                "parallel.meta_device=false"
+            )
         place, made = storages.get(window.storage), tensor.untyped_storage()
         if place is None and window[3:] == (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()):
             storages[window.storage] = made  # a large one is not copied
         elif place is None or place.data_ptr() != made.data_ptr():
             view_of(window, storages).copy_(tensor)
+
+
+def compute_checksum(tensor: Tensor) -> int:
+    """Return a checksum of the values. A change by numpy in the same memory does not change torch's version."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return 0
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous().flatten()
+    return zlib.crc32(values.view(torch.uint8).numpy().data)
 
 
 def view_of(window: Window, storages: Storages) -> Tensor:
@@ -361,6 +406,15 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def is_deferred(leaf: Any) -> bool:
     return isinstance(leaf, DeferredTensor)
+
+
+def check_memory(tensor: Tensor) -> None:
+    """Raise ConfigError for a tensor on the meta device that is not deferred, so its values are not recorded."""
+    if tensor.device == META and not is_deferred(tensor):
+        raise ConfigError(
+            "parallel.meta_device=true: the model cannot be built without memory (it has a tensor on the meta device, "
+            "as of `weight.new_tensor(...)`); use parallel.meta_device=false"
+        )
 
 
 def as_deferred(leaf: Any) -> Any:
@@ -392,8 +446,10 @@ def is_overwriting(function: Any) -> bool:
 def written_arguments(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that a call changes in place."""
     written: list[Any] = []
+    undeclared = UNDECLARED_WRITES.get(function, ())
     for position, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        is_declared = argument.alias_info is not None and argument.alias_info.is_write
+        if is_declared or position in undeclared:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             written.append(given)
     return tensors_in(written)
