@@ -317,7 +317,7 @@ def collect_order_settings(config: RunConfig, ranks: int, drawn: Drawn | None) -
     if data.padding in LENGTHS_DECIDE or data.truncate in ("drop", "split"):
         names += ["padding", "max_tokens", "truncate", "max_sequence_length", "pad_multiple"]
     facts = {"seed": config.seed, **{f"data.{name}": getattr(data, name) for name in names}}
-    of_training = ("seed", "val_fraction", "split", "groups", "val_by")
+    of_training = ("seed", "stream", "val_fraction", "split", "groups", "val_by")
     facts |= {f"data.train.{name}": train[name] for name in of_training if name in train}
     if data.padding == "bucket":
         facts["batch_size x ranks"] = data.batch_size * ranks

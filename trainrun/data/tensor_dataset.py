@@ -207,9 +207,9 @@ def as_bytes(source: Any) -> tuple[Any, Scale | None]:
 
 
 def find_rows_in_memory(source: Any) -> Columns | None:
-    """Return the rows of one of this package's sources that can tell where its samples lie, else None.
+    """Return the columns from which the samples of a source can be gathered; None if they must be read one by one.
 
-    A class defined elsewhere that wraps or extends such a source has samples of its own.
+    Only classes of this package have such columns. A user's class that wraps or extends one may change the samples.
     """
     as_rows = find_reader_attribute(source, "as_rows")
     rows: Columns | None = None if as_rows is None else as_rows()

@@ -109,6 +109,13 @@ def test_a_state_of_other_shards_is_refused(folder: Path):
         numbers(source)
 
 
+def test_another_order_amid_an_epoch_is_refused(folder: Path):
+    words = [*WORDS, f"data.path={folder / NAMES[1]}", "data.train.stream=shuffled"]
+    train("run", 1, *words)
+    assert main(["resume", "run", "data.train.stream=in_order", "trainer.max_steps=2"]) == 2
+    assert main(["resume", "run", "trainer.max_steps=2"]) == 0
+
+
 def test_a_run_larger_than_the_cache_goes_on_with_the_same_bits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -440,7 +440,7 @@ class Cached:
 
     @property
     def name_of_source(self) -> str:
-        """For messages: a sample that cannot be read is no fault of the cache."""
+        """Return the class name of the cached data set, which messages about unreadable samples name."""
         return type(self.source).__name__
 
     def count_cached(self) -> int:

@@ -63,7 +63,7 @@ def list_urls(url: str, names: Sequence[str], key: str, endings: Sequence[str]) 
 
 @contextmanager
 def borrow_file(name: str, key: str) -> Iterator[Path]:
-    """Yield the local path of a file, which is open_download if `name` is a URL. Afterwards its copy may be removed."""
+    """Yield the local path of a file, which is downloaded if `name` is a URL. Afterwards its copy may be removed."""
     if not is_url(name):
         yield Path(name)
         return

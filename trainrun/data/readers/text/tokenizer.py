@@ -1,4 +1,4 @@
-"""From text to numbers: its bytes, or the tokens of a Hugging Face tokenizer (a tokenizer.json)."""
+"""Convert text to numbers: to its bytes, or to tokens of a Hugging Face tokenizer (a tokenizer.json)."""
 
 from __future__ import annotations
 
