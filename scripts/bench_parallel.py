@@ -4,9 +4,9 @@
 
 Speed: every way trains the same global batch in a run of its own, in turns. Printed are samples a second, the median
 over the rounds with their range, and the ratio to one process with one thread. Start-up, validation and files are left
-out. The loops by hand are what `parallel=threads` can reach: threads of one process, each with its slice of the batch
-and a copy of the model on the same weights; gradients are summed once, in the order of the threads. Their ratio is to
-the same loop without workers.
+out. `workers` is a loop by hand, as trainrun has no such way: threads of one process, each with its slice of the batch
+and a copy of the model on the same weights; gradients are summed once, in the order of the threads. Its ratio is to the
+same loop without workers.
 
 Exchange: bytes that a rank sends in a step, counted by the loopback device of a network of its own (`unshare`), beside
 the formula of a ring, 2 (N - 1) / N times the bytes of the gradients (3 in place of 2 for shards). From the formula and
@@ -57,7 +57,6 @@ def ways(model: str, devices: int) -> dict[str, list[str]]:
     return {
         "1 thread": ["trainer.num_threads=1"],
         f"{devices} threads": [f"trainer.num_threads={devices}"],
-        f"{devices} workers (threads)": ["parallel=threads", f"parallel.devices={devices}"],
         f"{devices} ranks (ddp)": ["parallel=ddp", f"parallel.devices={devices}", "trainer.num_threads=1"],
         f"{devices} shards (fsdp)": shards,
     }
@@ -78,7 +77,7 @@ def run_once(words: list[str], steps: int, folder: Path, prefix: str = "") -> di
 
 def words_of(model: str, devices: int, way: list[str]) -> list[str]:
     """Return the settings of a run that takes the same global batch on any number of ranks."""
-    ranks = devices if {"parallel=ddp", "parallel=fsdp"} & set(way) else 1
+    ranks = devices if any(word.startswith("parallel=") for word in way) else 1
     own = [
         word for word in WORKLOADS[model] if not word.startswith(("data.batch_size", "trainer.max_epochs"))
     ]

@@ -485,8 +485,8 @@ MUTANTS: Final = (
     Mutant(
         "a batch without items of its own moves the weights",
         "trainrun/training",
-        "precision.backward(loss, batch.real / divisor)",
-        "precision.backward(loss, 1 / divisor)",
+        "precision.backward(loss, batch.real / (agreed.items or counting.expected))",
+        "precision.backward(loss, 1 / (agreed.items or counting.expected))",
         ("tests/training/test_counting.py::test_batch_of_another_rank_adds_nothing_to_the_gradient",),
     ),
     Mutant(

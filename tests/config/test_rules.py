@@ -27,7 +27,6 @@ COMPILED = {"trainer.compile.scope": "model"}
 ROLLBACK = {"trainer.nan_policy": "rollback"}
 
 FSDP: dict[str, Any] = {"parallel.mode": "fsdp"}
-THREADS: dict[str, Any] = {"parallel.mode": "threads"}
 
 # In the order of the table: values that break each rule.
 BREAKS: tuple[dict[str, Any], ...] = (
@@ -42,10 +41,6 @@ BREAKS: tuple[dict[str, Any], ...] = (
     {**FSDP, "checkpoint.adapter_only": True, "init_from": "a"},
     {**FSDP, "precision.fp8": True, "precision.mode": "bf16-mixed"},
     {**FSDP, "parallel.offload": True, "parallel.accelerator": "cpu"},
-    {**THREADS, "parallel.accelerator": "cuda"},
-    {**THREADS, "step": STEP},
-    {**THREADS, **COMPILED},
-    {**THREADS, **AGAIN},
     {"step": STEP, "parallel.static_graph": True},
     {"trainer.deterministic": True, "trainer.benchmark": True},
     {"trainer.detect_anomaly": True, "precision.mode": "16-mixed"},

@@ -159,7 +159,6 @@ def fitted(run: Components) -> TrainState:
     state = loop.fit(run, state)
     run.checkpoints.close()
     run.train.close()
-    run.close_workers()
     return state
 
 

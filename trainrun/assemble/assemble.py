@@ -62,7 +62,6 @@ from trainrun.assemble.step_function import (
     add_layer_table,
     build_compile_log,
     build_step,
-    build_workers,
     check_task_before_sharding,
     choose_accumulation_function,
     choose_item_counting,
@@ -268,18 +267,16 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
     step = add_first_step_check(step, is_checked, task, model)
     hooks = build_hooks(config, context, unfreeze)
     check_nodes_are_read(context.typed, config, data_sets.sources)
-    workers = build_workers(config)
     run = Components(
         config=config, model=model, wrapped=update.wrapped, held=update.held, task=task, task_calls=calls,
         optimizer=update.optimizer, schedule=update.schedule, precision=update.precision,
         parallel=context.parallel, ema=update.average,
         retry=retry, train=data.train, validation=data.validation, test=data.test, triggers=triggers,
         checkpoints=checkpoints, monitors=monitors, data_facts=data_sets.facts, phases=context.phases, step=step,
-        accumulate=choose_accumulation_function(retry, counting, workers), compile_log=compile_log,
-        counting=counting, hooks=hooks, positions=data.tokens.planned, optimizers=update.optimizers, own_step=own_step,
+        accumulate=choose_accumulation_function(retry, counting), compile_log=compile_log, counting=counting,
+        hooks=hooks, positions=data.tokens.planned, optimizers=update.optimizers, own_step=own_step,
         trained=TrainedParameters(model, update.held, update.optimizer), places=data.places,
         order=collect_order_settings(config, context.parallel.world_size, data_sets.drawn), base=base,
-        **({} if workers is None else {"close_workers": workers.close}),
     )  # fmt: skip
     calls.after_user_code = run.after_user_code
     for optimizer in update.optimizers.values():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from torch import nn
 from trainrun.config.schema import RunConfig
 from trainrun.interfaces import Batches, Counting, Parallel, Precision, has_count_method
 from trainrun.monitor.metric_logger import MetricLogger
-from trainrun.parallel.devices import choose_num_devices
 from trainrun.runtime.collector import freeze_new_objects
 from trainrun.timing.phases import COMPILE, PhaseTimer
 from trainrun.training.components import Accumulate, Step
@@ -27,12 +25,11 @@ from trainrun.training.task_calls import TaskCalls
 from trainrun.training.train_step import (
     CountedBefore,
     accumulate_gradients,
+    accumulate_with_retry,
     train_step,
-    with_retry,
 )
 
 if TYPE_CHECKING:
-    from trainrun.training.thread_workers import ThreadWorkers
     from trainrun.transform.compile_log import CompileLog
 
 
@@ -61,30 +58,12 @@ def choose_item_counting(
     return CountedAfter(task, model, parallel, phases, size)
 
 
-def build_workers(config: RunConfig) -> ThreadWorkers | None:
-    """Return the workers of `parallel=threads`; None for all others."""
-    parallel = config.parallel
-    if parallel.mode != "threads":
-        return None
-    from trainrun.training.thread_workers import ThreadWorkers
-
-    count, _ = choose_num_devices(parallel.mode, parallel.accelerator, parallel.devices)
-    return ThreadWorkers(count)
-
-
-def choose_accumulation_function(
-    retry: OomRetry, counting: Counting, workers: ThreadWorkers | None
-) -> Accumulate:
+def choose_accumulation_function(retry: OomRetry, counting: Counting) -> Accumulate:
     """Return the function that runs forward and backward of a step's micro-batches.
 
-    It runs slices in threads, repeats the micro-batches if memory runs out, and counts items from outputs, if the run
-    needs that.
+    It repeats them if memory runs out, and counts items from outputs, if the run needs that.
     """
-    accumulate: Accumulate = accumulate_gradients
-    if workers is not None:
-        accumulate = partial(accumulate_gradients, learn=workers.learn_slices)
-    if retry.acts:
-        accumulate = with_retry(accumulate)
+    accumulate = accumulate_with_retry if retry.acts else accumulate_gradients
     if isinstance(counting, CountedBefore):
         return accumulate
     return divide_by_output_counts(accumulate)

@@ -186,18 +186,6 @@ RULES = (
          lambda c: c.parallel.mode == "fsdp" and c.parallel.offload and c.parallel.accelerator in ("cpu", "mps"),
          "keeps shards of a GPU in host memory, and parallel.accelerator={c.parallel.accelerator} has no GPU",
          "use parallel.offload=false"),
-    Rule("parallel=threads",
-         lambda c: c.parallel.mode == "threads" and c.parallel.accelerator not in ("auto", "cpu"),
-         "computes on the CPU, and parallel.accelerator={c.parallel.accelerator} is another device",
-         "use parallel.accelerator=cpu, or parallel=single"),
-    Rule("parallel=threads", lambda c: c.parallel.mode == "threads" and (c.step or c.loop),
-         "cuts micro-batches in the default step; a step or loop of your own calls the model itself",
-         "use parallel=single"),
-    Rule("parallel=threads", lambda c: c.parallel.mode == "threads" and _is_compiled(c),
-         "calls copies of the modules, and compiled code calls the modules that it was made of",
-         "use trainer.compile.scope=off, or parallel=single"),
-    Rule("parallel=threads", lambda c: c.parallel.mode == "threads" and _uses_gradient_checkpointing(c),
-         "calls copies of the modules, and does not go with " + AGAIN, LEAVE_ONE),
     Rule("parallel.static_graph=true", lambda c: c.step and c.parallel.static_graph,
          "learns from the default step when gradients come", "a step of your own makes its own; leave it out"),
     Rule("trainer.benchmark=true", lambda c: c.trainer.deterministic and c.trainer.benchmark,
@@ -298,7 +286,7 @@ RULES = (
 )  # fmt: skip
 
 STEP_RULES = (  # what a step of one graph does not go with
-    Rule("parallel={c.parallel.mode}", lambda c: not c.parallel.is_one_process,
+    Rule("parallel={c.parallel.mode}", lambda c: c.parallel.mode != "single",
          "ranks exchange gradients in the step", f"{MODEL_SCOPE}, or parallel=single"),
     Rule("precision=16-mixed", lambda c: c.precision.mode == "16-mixed",
          "a graph does not scale its loss", "use precision=bf16-mixed, or trainer.compile.scope=model"),
@@ -408,7 +396,7 @@ def _iterate_optimizer_faults(config: RunConfig) -> Iterator[Fault]:
     for key, value, applies in (
         ("trainer.compile.scope", "step", config.trainer.compile.scope == "step"),
         ("trainer.cuda_graphs", "true", config.trainer.cuda_graphs),
-        ("parallel", config.parallel.mode, not config.parallel.is_one_process),
+        ("parallel", config.parallel.mode, config.parallel.mode != "single"),
     ):
         if applies:
             yield Fault(key, value, f"does not go with optimizers by name ({first}); leave one of them out")

@@ -48,7 +48,7 @@ OTHER_WORDS = {"32-true": "32 fp32 float32 no", "16-mixed": "16 fp16 float16 amp
 PRECISION_WORDS = {word: mode for mode, words in OTHER_WORDS.items() for word in words.split()}
 SAME = "same"  # of data.val_transform: that of data.transform
 NO_LIMIT = {"-1": "null"}
-PARALLELS = ("single", "threads", "ddp", "fsdp")
+PARALLELS = ("single", "ddp", "fsdp")
 DISTILLATION = "trainrun.task.distillation.Distillation"
 TrackerName = Literal["csv", "mlflow", "tensorboard", "trackio", "wandb"]
 Config = TypeVar("Config")
@@ -349,8 +349,7 @@ class ParallelConfig:
         aliases=("accelerator", "trainer.accelerator"), read_by="the launcher",
     )  # fmt: skip
     devices: Any = setting(
-        "auto",
-        "ranks on this machine, or the numbers of its GPUs as [0,1]; auto: every GPU, or two on a CPU",
+        "auto", "ranks on this machine, or the numbers of its GPUs as [0,1]; auto: every GPU, or two on a CPU",
         kind=Count | Auto | list[NotNegativeInt],
         aliases=("devices", "trainer.devices", "nproc_per_node"), words={"-1": "auto"}, read_by="the launcher",
     )  # fmt: skip
@@ -381,11 +380,6 @@ class ParallelConfig:
     max_restarts: int = setting(
         0, "restarts of the ranks after a failure", at_least=0, read_by="the launcher"
     )
-
-    @property
-    def is_one_process(self) -> bool:
-        """Return whether the run trains in the process that was started, without ranks."""
-        return self.mode in ("single", "threads")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def _read_gpu_name(path: Path) -> str:
 def describe_shapes(config: RunConfig) -> str:
     """Return the shape of a sample, and the samples of a step over all ranks and micro-batches."""
     data, parallel = config.data, config.parallel
-    world = 1 if parallel.is_one_process else parallel.devices
+    world = 1 if parallel.mode == "single" else parallel.devices
     world = len(world) if isinstance(world, list) else world
     if data.global_batch_size is not None:
         batch: Any = data.global_batch_size

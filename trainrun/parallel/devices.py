@@ -97,8 +97,6 @@ def choose_device(
     if not has_cuda and accelerator in ("auto", "cuda") and (count := count_gpus()):
         raise ConfigError(describe_unusable_gpus(accelerator, count, query_installed_gpus().driver))
     present = [name for name, there in (("cuda", has_cuda), ("mps", has_mps), ("cpu", True)) if there]
-    if mode == "threads":
-        return torch.device("cpu")
     if accelerator == "auto":
         accelerator = next(name for name in present if name != "mps" or mode == "single")
     if accelerator not in present:
@@ -261,13 +259,6 @@ def choose_num_devices(
                 f"parallel.devices={listed or devices}: parallel=single uses 1; say parallel=ddp for more"
             )
         return 1, "parallel=single is one process"
-    if mode == "threads":
-        cores = count_usable_cores()
-        count = cores if devices == "auto" else devices
-        return (
-            count,
-            f"a worker for each of {cores} core(s)" if devices == "auto" else f"parallel.devices={devices}",
-        )
     if accelerator == "mps":
         raise ConfigError(f"parallel.accelerator=mps: works with parallel=single only, not with {mode}")
     if accelerator == "cpu":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from operator import is_
 from typing import Any, TypeVar
 
@@ -106,8 +105,9 @@ class Update:
 
     def autocast(self) -> AbstractContextManager[Any]:
         context = self._context
-        # one object entered by several threads, or inside itself, would stay on when it is left
-        return copy(context) if isinstance(context, torch.autocast) else context
+        if isinstance(context, torch.autocast) and torch.is_autocast_enabled(context.device):
+            return nullcontext()  # one object entered inside itself would stay on when it is left
+        return context
 
     def backward(self, loss_sum: Tensor, share: float, params: Sequence[Tensor] = ()) -> None:
         """Compute gradients of `share * loss_sum`. params: the only parameters that get one; empty for all."""

@@ -208,7 +208,7 @@ def train(
     for note in composition.notes:
         if quantities and note.startswith(quantities):
             say(f"note: {note}", file=sys.stderr)
-    if objects and not composition.config.parallel.is_one_process:
+    if objects and composition.config.parallel.mode != "single":
         raise ConfigError(
             f"trainrun.train({next(iter(objects))}=...): an object is in this process alone, ranks are processes of "
             "their own; name its class in a file, as model=my_net.Net, or use parallel=single"

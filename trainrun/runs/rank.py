@@ -78,9 +78,7 @@ def train_in_this_process(
     run_dir: RunDir, config: RunConfig, order: LaunchSpec, flag: StopFlag, began: float
 ) -> int:
     """Train a run on one device, in this process. Return the exit code."""
-    device = choose_device(
-        config.parallel.accelerator, mode=config.parallel.mode, devices=config.parallel.devices
-    )
+    device = choose_device(config.parallel.accelerator, devices=config.parallel.devices)
     return train_rank(run_dir, config, order, Single(device), flag, PhaseTimer(began))
 
 
@@ -136,12 +134,12 @@ def train_until_rollback(
         closing.push(lambda kind, error, trace: finish_save_at_failure(run, kind))
         if run.compile_log is not None and run.config.trainer.compile.scope in ("model", "regional"):
             closing.callback(run.compile_log.listen())
-        closing.callback(run.close_workers)
         for stream in (run.train, *run.splits().values()):
             closing.callback(stream.close)
         for module in run.model.modules():
-            # it may do more than set modes, as keep norms from training
-            if type(module).train is not nn.Module.train:
+            if (
+                type(module).train is not nn.Module.train
+            ):  # it may do more than set modes, as keep norms from training
                 module.train(module.training)
         allocator, lines = set_allocator_rule(run)
         if allocator == "keep":  # a notebook goes on after the run
@@ -172,6 +170,7 @@ def train_until_rollback(
         run.checkpoints.start(run, state)  # asks for the states of hooks
         if not config.loop:  # or nobody would say that a step was made
             run.task_calls.watch(run)
+        if not config.loop:
             try_validation(run, state)
         if flag.raised:  # and swallowed by foreign code
             raise KeyboardInterrupt

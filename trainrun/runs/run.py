@@ -211,7 +211,7 @@ def train_in_ranks(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     if is_started_by_launcher():
         return int(import_torchrun().train_as_rank_zero(run, config, order))
     parallel = config.parallel
-    if parallel.is_one_process:
+    if parallel.mode == "single":
         # imported here: a library may swallow the interrupt of a run that has begun
         from trainrun.runs.rank import train_in_this_process
     else:
@@ -224,10 +224,10 @@ def train_in_ranks(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
             catch_signals(flag),
             run_status(run, config, order.resume, flag),
             limit_stop_duration(run, config)
-            if parallel.is_one_process
+            if parallel.mode == "single"
             else nullcontext(),  # `launch_ranks` has its own clock
         ):
-            if parallel.is_one_process:
+            if parallel.mode == "single":
                 code = train_in_this_process(run, config, order, flag, began)
                 if code == EXIT_DONE and flag.num_interrupts:  # it came after the last step
                     raise KeyboardInterrupt

@@ -37,7 +37,7 @@ def train_as_rank_zero(run: RunDir, config: RunConfig, order: LaunchSpec) -> int
     """Send folder and config to the other ranks, and train as rank 0. Return the exit code of this rank."""
     parallel = config.parallel
     fault = describe_local_ranks_fault(parallel.devices, parallel.accelerator)
-    if parallel.is_one_process:
+    if parallel.mode == "single":
         fault = f"parallel={parallel.mode}: this was started as several ranks; use parallel=ddp"
     if fault:
         dismiss_ranks(EXIT_USAGE)

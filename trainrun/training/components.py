@@ -92,7 +92,6 @@ class Components:
     own_step: Any = None
     order: Mapping[str, Any] = field(default_factory=dict)
     base: FrozenBase | None = None
-    close_workers: Callable[[], None] = lambda: None
 
     def agree(self, items: int) -> Agreed:
         """Exchange between all ranks the mean number of items in this step, and their stop, save and validation

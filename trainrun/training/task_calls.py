@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,15 +36,12 @@ class RunPosition:
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
         self._seed, self._rank, self.device = seed, rank, device
         self.step = self.epoch = self.batches = self.calls = 0
-        self.of_thread = threading.local()  # `info`, if set: for all calls of `step` in this thread
 
     def set_position(self, state: TrainState | RunPosition) -> None:
         self.step, self.epoch, self.batches, self.calls = state.step, state.epoch, state.batches, 0
 
     def build_info(self, hook: str = "") -> StepInfo:
         """Return the `StepInfo` for the next call of `step`, or for a hook."""
-        if not hook and (info := getattr(self.of_thread, "info", None)) is not None:
-            return cast(StepInfo, info)
         training, call = torch.is_grad_enabled(), self.calls
         self.calls += not hook
         at = (TRAINING, self.epoch, self.batches) if training else (EVALUATION,)
@@ -55,11 +51,6 @@ class RunPosition:
         )
         first = call == 0 and not (training and self.batches)
         return StepInfo(self.step, self.epoch, first, training, generator)
-
-    def build_slice_infos(self, count: int) -> list[StepInfo]:
-        """Return a `StepInfo` for each slice of one batch. They differ in their generators."""
-        info = self.build_info()
-        return [info, *(self.build_info()._replace(first=info.first) for _ in range(count - 1))]
 
 
 class StepWithInfo:

@@ -5,7 +5,6 @@ Every loss is a sum; it is divided once, by the count over the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +14,7 @@ from trainrun.errors import PluginError
 from trainrun.interfaces import Gradients, MicroBatch, StepOutput, StepReport
 from trainrun.sums import add_sums
 from trainrun.timing.phases import BACKWARD, FORWARD, RANKS
-from trainrun.training.components import Accumulate, Components
-
-# forward and backward of one micro-batch; see `learn_batch`
-Learn = Callable[[Components, MicroBatch, float, dict[str, Tensor]], tuple[Tensor, Any]]
+from trainrun.training.components import Components
 
 
 def train_step(run: Components, micro_batches: list[MicroBatch]) -> StepReport:
@@ -27,49 +23,36 @@ def train_step(run: Components, micro_batches: list[MicroBatch]) -> StepReport:
     return StepReport(*found, run.update())
 
 
-def accumulate_gradients(
-    run: Components, micro_batches: list[MicroBatch], learn: Learn | None = None
-) -> Gradients:
-    """Run forward and backward of every micro-batch. Only gradients, buffers and random states change.
-
-    learn: what runs a micro-batch; None for `learn_batch`.
-    """
-    task, parallel, learn = run.task, run.parallel, learn or learn_batch
+def accumulate_gradients(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
+    """Run forward and backward of every micro-batch. Only gradients, buffers and random states change."""
+    task, precision, parallel, counting, phase = (
+        run.task,
+        run.precision,
+        run.parallel,
+        run.counting,
+        run.phases.open,
+    )
     items = sum([batch.counted_by(task) for batch in micro_batches])
-    run.phases.open(RANKS)
+    phase(RANKS)
     agreed = run.agree(items)
-    # ranks average: items is a mean; 0 where no target counts, and then no loss does, or where it comes late
-    divisor = agreed.items or run.counting.expected
     losses: list[Tensor] = []
     sums: dict[str, Tensor] = {}
     for i, batch in enumerate(micro_batches):
         with parallel.sync_gradients(last=i == len(micro_batches) - 1):
-            loss, late_items = learn(run, batch, divisor, sums)
-        losses.append(loss)
-        items = items + late_items
+            phase(FORWARD)
+            with precision.autocast():
+                out = task.step(run.wrapped, batch.data)
+            if run.triggers.sums:  # on every rank, also where nothing counts; the backward may change weights
+                add_sums(sums, out.sums, task, counts=batch.real)
+            phase(BACKWARD)
+            loss = out.loss_sum
+            if not loss.requires_grad:
+                loss = build_zero_loss(run, loss)
+            # ranks average: items is a mean; 0 where no target counts, and then no loss does, or where it comes late
+            precision.backward(loss, batch.real / (agreed.items or counting.expected))
+        losses.append(out.loss_sum.detach() if batch.real else torch.zeros_like(out.loss_sum))
+        items = items + counting.read_output_count(out) * batch.real
     return Gradients(losses, items, agreed, sums)
-
-
-def learn_batch(
-    run: Components, batch: MicroBatch, divisor: float, sums: dict[str, Tensor]
-) -> tuple[Tensor, Any]:
-    """Run forward and backward of one micro-batch. Return its loss, and the items that only the output counts.
-
-    divisor: of the loss in the backward. sums: the metric sums of the step, which are added to in place.
-    """
-    phase, task, precision = run.phases.open, run.task, run.precision
-    phase(FORWARD)
-    with precision.autocast():
-        out = task.step(run.wrapped, batch.data)
-    if run.triggers.sums:  # on every rank, also where nothing counts; the backward may change weights
-        add_sums(sums, out.sums, task, counts=batch.real)
-    phase(BACKWARD)
-    loss = out.loss_sum
-    if not loss.requires_grad:
-        loss = build_zero_loss(run, loss)
-    precision.backward(loss, batch.real / divisor)
-    loss_sum = out.loss_sum.detach() if batch.real else torch.zeros_like(out.loss_sum)
-    return loss_sum, run.counting.read_output_count(out) * batch.real
 
 
 def build_zero_loss(run: Components, loss: Tensor) -> Tensor:
@@ -85,13 +68,9 @@ def build_zero_loss(run: Components, loss: Tensor) -> Tensor:
     return run.parallel.zero_loss(run.model)
 
 
-def with_retry(accumulate: Accumulate) -> Accumulate:
-    """Wrap `accumulate` so that a window is repeated with smaller micro-batches if memory runs out."""
-
-    def accumulate_or_repeat(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
-        return run.retry.run(micro_batches, lambda batches: accumulate(run, batches))
-
-    return accumulate_or_repeat
+def accumulate_with_retry(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
+    """Accumulate gradients. If memory runs out, repeat with smaller micro-batches."""
+    return run.retry.run(micro_batches, lambda batches: accumulate_gradients(run, batches))
 
 
 class CountedBefore:

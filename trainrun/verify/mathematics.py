@@ -101,7 +101,7 @@ def _run_exact(
             source = next(iter(named_nodes(config.data.train).values()), config.data.train)
             config = replace_values(config, {"data.train": first_samples_node(source, samples, "train")})
         if num_ranks > 1:
-            mode = "ddp" if config.parallel.is_one_process else config.parallel.mode
+            mode = "ddp" if config.parallel.mode == "single" else config.parallel.mode
             config = replace_values(config, {"parallel.mode": mode, "parallel.devices": num_ranks})
         return config
 
