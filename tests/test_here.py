@@ -15,6 +15,7 @@ import pytest
 import trainrun.here
 from trainrun.errors import PluginError
 from trainrun.instantiate import build_node, check_node_arguments, import_target, is_shadowed_module
+from trainrun.user_code import is_built_in
 
 NET = """
 class Net:
@@ -53,6 +54,13 @@ def test_the_working_directory_wins(folder: Path, name: str) -> None:
     assert build_node(node, "model")() == (f"trainrun.here.{name}", 3)
     assert sys.modules.get(name) is before  # the library's own imports go on as they were
     assert hasattr(sched, "scheduler")
+
+
+def test_a_task_whose_module_is_shadowed_is_not_built_in(folder: Path) -> None:
+    (folder / "here_common.py").write_text(NET)
+    node = {"_target_": "here_common.Net"}
+    assert not is_built_in(build_node(node, "task"))
+    assert is_built_in(build_node({"_target_": "trainrun.task.vae.Vae"}, "task"))
 
 
 def test_one_that_was_imported_already_wins_no_more(folder: Path) -> None:

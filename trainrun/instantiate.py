@@ -31,12 +31,11 @@ from trainrun.plugin_faults import (
     is_missing_module,
     suggest_name,
 )
-from trainrun.user_code import add_import_paths
+from trainrun.user_code import HERE, add_import_paths
 
 TARGET, ARGS, PARTIAL, CHECK = "_target_", "_args_", "_partial_", "_check_"
 WORDS = (TARGET, ARGS, PARTIAL, CHECK)
 CALLED = ("transform", "collate_fn", "loss")  # settings whose object is called with samples, or with outputs
-HERE = "trainrun.here."
 KEPT = ("trainrun", "torch")  # which the program itself is made of
 BUILT: set[str] = set()  # keys of the nodes that were built since a run began to be built
 REFUSED = ("builtins", "ctypes", "importlib", "marshal", "nt", "os", "pickle", "posix", "posixpath", "pty",

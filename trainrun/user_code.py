@@ -7,8 +7,10 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Any, Final
 
 _PACKAGE = str(Path(__file__).parent) + "/"
+HERE: Final = "trainrun.here."  # the prefix of modules of the working directory, see trainrun/here.py
 _LIBRARY = sysconfig.get_paths()["stdlib"] + "/"
 
 
@@ -57,6 +59,15 @@ def format_user_traceback(error: BaseException) -> str:
         return ""
     lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
     return "".join(lines).rstrip()
+
+
+def is_built_in(value: Any) -> bool:
+    """Return whether the class of a value is defined in this package.
+
+    A module of the working directory may be imported as `trainrun.here.NAME`. It is the user's.
+    """
+    module = type(value).__module__
+    return module.startswith("trainrun.") and not module.startswith(HERE)
 
 
 def is_users_class(kind: type) -> bool:

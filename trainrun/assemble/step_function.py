@@ -28,6 +28,7 @@ from trainrun.training.train_step import (
     accumulate_with_retry,
     train_step,
 )
+from trainrun.user_code import is_built_in
 
 if TYPE_CHECKING:
     from trainrun.transform.compile_log import CompileLog
@@ -88,7 +89,7 @@ def build_step(
 
 def add_first_step_check(step: Step, wanted: bool, *parts: Any) -> Step:
     """Return the step, with a check before its first call if the task or the model is the user's."""
-    if not wanted or all(type(part).__module__.startswith("trainrun.") for part in parts):
+    if not wanted or all(map(is_built_in, parts)):
         return step
     from trainrun.training.checks.first_step import FirstStepCheck
 
@@ -100,8 +101,7 @@ def check_task_before_sharding(
     note: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Make the checks of the first step on the first batch, while each rank still has the whole model."""
-    is_own = all(type(part).__module__.startswith("trainrun.") for part in (task, model))
-    if is_own or not getattr(train, "may_be_read_before", True):
+    if all(map(is_built_in, (task, model))) or not getattr(train, "may_be_read_before", True):
         return
     from trainrun.training.checks.contract import check_task
     from trainrun.training.checks.padding import check_padding
@@ -112,7 +112,7 @@ def check_task_before_sharding(
         precision=precision, counting=counting, own_step=None, monitors=SimpleNamespace(note=note),
     )  # fmt: skip
     data = read_first_batches(train)[0]
-    if not type(task).__module__.startswith("trainrun."):
+    if not is_built_in(task):
         check_task(run, data)
     check_padding(run, data)
 

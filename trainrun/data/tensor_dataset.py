@@ -19,6 +19,7 @@ from trainrun.data.readers.mapped_files import MappedFile, check_lengths, find_m
 from trainrun.errors import DataError
 from trainrun.instantiate import BUILT, build_node
 from trainrun.interfaces import choose_target_key
+from trainrun.user_code import is_built_in
 
 if TYPE_CHECKING:
     from trainrun.data.scale import Scale
@@ -338,7 +339,7 @@ def is_reader(dataset: Any) -> bool:
 
     In the user's own class a name such as `files`, `lengths` or `notice` may mean anything.
     """
-    return type(dataset).__module__.startswith("trainrun.")
+    return is_built_in(dataset)
 
 
 def find_reader_attribute(dataset: Any, name: str) -> Any:

@@ -29,6 +29,7 @@ from torch.optim import LBFGS, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from trainrun.runtime.memory_layout import copy_in_layout, has_same_strides, is_dense, lay_out_gradient
+from trainrun.user_code import is_built_in
 
 Step = Callable[[], Any]
 KERNEL: Any = getattr(torch, "_fused_adamw_", None)  # where a version has it no more: torch's own code
@@ -49,7 +50,7 @@ def build_plain_step(optimizer: Optimizer) -> Step:
 def joined_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers inside one that joins several named optimizers."""
     parts: list[Optimizer] = getattr(optimizer, "parts", [])
-    return parts if type(optimizer).__module__.startswith("trainrun.") else []
+    return parts if is_built_in(optimizer) else []
 
 
 def switching_optimizers(optimizer: Optimizer) -> list[Any]:

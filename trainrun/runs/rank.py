@@ -72,6 +72,7 @@ from trainrun.training.components import Components
 from trainrun.training.recovery.memory_report import write_memory_report
 from trainrun.training.recovery.oom import ONE_SAMPLE, describe_out_of_memory
 from trainrun.transform.compile import delete_truncated_library
+from trainrun.user_code import is_built_in
 
 
 def train_in_this_process(
@@ -396,7 +397,7 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
             f"data: the inputs are fractions, but the model reads tokens, whole numbers ({error}); for text: "
             "data=text task=language_modeling"
         )
-    if "must be Tensor, not dict" in str(error) and type(run.model).__module__.startswith("trainrun."):
+    if "must be Tensor, not dict" in str(error) and is_built_in(run.model):
         return DataError(
             "data: the inputs are several by name, but the model takes one tensor; name inputs of one kind, as "
             "data.train.inputs=[a,b], or use a model whose forward takes the dict"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trainrun.errors import PluginError, TrainingError
 from trainrun.task.batches import extract_output_tensor
 from trainrun.task.dict_batches import inspect_forward
+from trainrun.user_code import is_built_in
 
 NEAR = 1e-2  # of the largest logit: a cache that is another model's is further off
 
@@ -48,7 +49,7 @@ def generate_tokens(
     generator = torch.Generator().manual_seed(options.seed)
     tokens, start, seen = list(prompt), 0, 0
     cached = cached and "cache" in inspect_forward(type(model).forward)[0]
-    is_own = not type(model).__module__.startswith("trainrun.")
+    is_own = not is_built_in(model)
     cache: dict[Any, Any] = {}
     for _ in range(options.max_tokens):
         if context and len(tokens) - start > context:

@@ -6,6 +6,7 @@ from trainrun.interfaces import MicroBatch, StepReport
 from trainrun.training.checks.contract import check_task
 from trainrun.training.checks.padding import check_padding
 from trainrun.training.components import Components, Step
+from trainrun.user_code import is_built_in
 
 MOST_BATCHES = 16  # in which padding is looked for
 
@@ -19,7 +20,7 @@ class FirstStepCheck:
     def __call__(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
         if not self._checked:
             self._checked = True
-            if not type(run.task).__module__.startswith("trainrun."):
+            if not is_built_in(run.task):
                 check_task(run, micro_batches[0].data)
         if self._tries:
             self._tries = 0 if check_padding(run, micro_batches[0].data) else self._tries - 1
