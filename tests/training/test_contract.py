@@ -212,7 +212,7 @@ def test_a_mean_over_pairs_is_told() -> None:
     run, data, notes = parts_with(ContrastiveMean(), 64)
     check_task(run, data)
     (told,) = notes
-    assert "the loss of ContrastiveMean.step() does not double where a batch is given twice" in told
+    assert "the loss of ContrastiveMean.step() does not double if all rows are in the batch twice" in told
     assert "return StepOutput(loss_mean=loss, count=" in told
 
 
@@ -220,7 +220,7 @@ def test_a_count_that_does_not_grow_is_told() -> None:
     run, data, notes = parts_with(OneItem())
     check_task(run, data)
     (told,) = notes
-    assert "the count of OneItem is 1 where a batch is given once, and where it is given twice" in told
+    assert "the count of OneItem is 1 for a batch, and also for the same rows twice" in told
 
 
 @pytest.mark.parametrize(("kind", "name"), [(MeanInSums, "acc"), (MeanVector, "probabilities")])
@@ -234,7 +234,7 @@ def test_hits_among_the_samples_of_a_batch_are_told() -> None:
     run, data, notes = parts_with(Retrieval(), 16)
     check_task(run, data)
     told, _ = notes
-    assert "acc of Retrieval.step() stays the same where a batch is given twice" in told
+    assert "acc of Retrieval.step() stays the same if all rows are in the batch twice" in told
 
 
 def test_a_declared_mean_passes() -> None:
@@ -288,9 +288,7 @@ def test_a_loss_that_is_no_sum_over_its_rows_is_told_and_leaves_no_trace(kind: t
     check_task(run, data)
     (told,) = notes
     assert f"the loss of {kind.__name__}.step() is " in told
-    assert (
-        "for their halves together, so trainer.accumulate_grad_batches, ranks and data.val_batch_size" in told
-    )
+    assert "for their two halves, so trainer.accumulate_grad_batches, ranks and data.val_batch_size" in told
     assert all(map(torch.equal, before, run.model.state_dict().values()))
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -42,6 +42,7 @@ LEAST = 1e-12  # values below say nothing
 ERRORS = 3.0  # standard errors of a mean over the repeats
 LOSS = ""  # its place among the sums
 MEAN, UNCLEAR, SUM = "mean", "unclear", "sum"
+SAME_TWICE = "stays the same if all rows are in the batch twice"
 
 Pair = tuple[Tensor, Tensor]
 
@@ -77,48 +78,47 @@ def check_task(run: Components, data: Any) -> None:
     if hits := [key for key in means if key != LOSS and are_hits(looks, key)]:
         means = [key for key in means if key not in hits]
         run.monitors.note(
-            f"task: {', '.join(hits)} of {name}.step() stays the same where a batch is given twice, and it is divided "
-            "by the count: right for hits among the samples of a batch (of a contrastive loss), wrong for a mean"
+            f"task: {', '.join(hits)} of {name}.step() {SAME_TWICE}. That is right for hits among the samples of a "
+            "batch (of a contrastive loss). For a mean, give the pair (sum, its count)"
         )
-    way_out = "If that is meant, say trainer.check_task=false"
+    way_out = "If the value is right as it is, use trainer.check_task=false"
     if LOSS in means:
         raise PluginError(
-            f"task: the loss of {name}.step() is a mean: it stays the same where a batch is given twice, and it is "
-            'divided by the count once more. Return the sum (reduction="sum"), or StepOutput(loss_mean=loss, '
-            f"count=number of items). {way_out}"
+            f'task: the loss of {name}.step() is a mean: it {SAME_TWICE}. Return the sum (reduction="sum"), or '
+            f"StepOutput(loss_mean=loss, count=number_of_items). {way_out}"
         )
     if means:
         names = ", ".join(f'sums["{key}"]' for key in means)
         raise PluginError(
-            f"task: {names} of {name}.step() is a mean: it stays the same where a batch is given twice, and it is "
-            f"divided by the count once more. Give the sum, or the pair (sum, its own count). {way_out}"
+            f"task: {names} of {name}.step() is a mean: it {SAME_TWICE}. Return the sum, or the pair (sum, its count). "
+            f"{way_out}"
         )
     if find_loss_not_additive(looks) is None and (wrong := list_metrics_not_additive(looks, exempt=hits)):
         of_all, parts = (compute_metric(pairs, wrong[0]) for pairs in (looks.parts[:1], looks.parts[1:]))
         raise PluginError(
-            f'task: sums["{wrong[0]}"] of {name}.step() is {of_all:.6g} an item for some rows, and {parts:.6g} for '
-            "their halves together, so it depends on data.val_batch_size. Tensors of shapes (B, 1) and (B,) may have "
-            "been broadcast to (B, B): give both the same shape. A metric of a whole batch is the pair (value, 1); "
-            f"one that needs all rows at once is made by summarize() from StepOutput(rows=...). {way_out}"
+            f'task: sums["{wrong[0]}"] of {name}.step() is {of_all:.6g} per item for some rows, but {parts:.6g} for '
+            "their two halves, so it depends on data.val_batch_size. Tensors of shapes (B, 1) and (B,) may have been "
+            "broadcast to (B, B): give both the same shape. For a metric of the whole batch, return the pair "
+            "(value, 1). A metric that needs all rows is computed by summarize() from StepOutput(rows=...). "
+            f"{way_out}"
         )
     once, doubled = (float(seen[0][LOSS][1]) for seen in looks[:2])
     if 0 < once == doubled:
         run.monitors.note(
-            f"task: the count of {name} is {once:g} where a batch is given once, and where it is given twice: a small "
-            "last batch weighs as much as a full one; let it be the number of items, and the loss their sum"
+            f"task: the count of {name} is {once:g} for a batch, and also for the same rows twice, so a small last "
+            "batch weighs as much as a full one. Return the number of items as count, and the sum over them as loss"
         )
     elif classify_value(looks, LOSS) == UNCLEAR:
         run.monitors.note(
-            f"task: the loss of {name}.step() does not double where a batch is given twice, and it is divided by the "
-            "count: where it is a mean (of a contrastive loss, for instance), return StepOutput(loss_mean=loss, "
-            "count=number of items)"
+            f"task: the loss of {name}.step() does not double if all rows are in the batch twice. If it is a mean (of "
+            "a contrastive loss, for instance), return StepOutput(loss_mean=loss, count=number_of_items)"
         )
     elif (broken := find_loss_not_additive(looks)) is not None:
         run.monitors.note(
-            f"task: the loss of {name}.step() is {broken[0]:.6g} for some rows, and {broken[1]:.6g} for their halves "
-            "together, so trainer.accumulate_grad_batches, ranks and data.val_batch_size change it (`trainrun verify` "
-            "shows it). Let count be what a mean is over, and add a penalty times the count. A contrastive loss sees "
-            "the pairs of one micro-batch: with several ranks gather the embeddings"
+            f"task: the loss of {name}.step() is {broken[0]:.6g} for some rows, but {broken[1]:.6g} for their two "
+            "halves, so trainer.accumulate_grad_batches, ranks and data.val_batch_size change it (`trainrun verify` "
+            "shows it). Let count be the number that a mean was divided by, and multiply a penalty by the count. A "
+            "contrastive loss sees the pairs of one micro-batch: with several ranks gather the embeddings"
         )
 
 
