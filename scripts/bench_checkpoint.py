@@ -95,7 +95,7 @@ class Trainrun:
         root = folder / f"trainrun-{async_save}"
         self.durable_at, self._root, self._committed = 0.0, root, False
         self.keep = CheckpointManager(
-            root, "bench", options, Single(choose_device(training.device)), dict, print,
+            root, "bench", options, Single(choose_device(training.device)), {}, print,
             lambda: read_host_memory().free, FileLayer(self._heard),
         )  # fmt: skip
         self.keep.start(training, TrainState())

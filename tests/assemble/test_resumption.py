@@ -75,7 +75,7 @@ def test_what_another_place_changes(then: dict[str, Any], told: str) -> None:
     now = {"num_threads": 1, "precision": "32-true", "world_size": 1}
     notes: list[str] = []
     run: Any = SimpleNamespace(
-        checkpoints=SimpleNamespace(fingerprint=lambda: now), monitors=SimpleNamespace(note=notes.append),
+        checkpoints=SimpleNamespace(fingerprint=now), monitors=SimpleNamespace(note=notes.append),
         config=replace_values(RunConfig(), {"trainer.max_steps": None}),
     )  # fmt: skip
     loaded: Any = SimpleNamespace(manifest=SimpleNamespace(step=4, fingerprint=then), folder=Path("step-4"))

@@ -126,7 +126,7 @@ class Run:
             "run-1",
             KeepOptions(**defaults | options),
             self.parallel,
-            lambda: {"torch": torch.__version__},
+            {"torch": torch.__version__},
             self.notes.append,
             lambda: self.free_bytes,
             files=FileLayer(faults) if faults else None,

@@ -66,7 +66,7 @@ def fit(
 
 def save(run: Components, state: TrainState, folder: Path) -> CheckpointManager:
     options = replace(run.checkpoints.options, enabled=True)
-    manager = CheckpointManager(folder, "run", options, run.parallel, dict, print, lambda: 2**40)
+    manager = CheckpointManager(folder, "run", options, run.parallel, {}, print, lambda: 2**40)
     manager.save(run, state)
     manager.close()
     return manager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,11 @@ LIVE_AFTER_SECONDS = 30.0  # a shorter run has its page at its end
 
 
 class RunMonitors:
-    """All monitors of rank 0, which are opened and closed together. bus: sends every report to all of them."""
+    """All monitors of rank 0, which are opened and closed together.
+
+    bus: sends every report to all of them. sync_rows: writes the buffered rows and waits until they are on the disk;
+        None without a metrics file.
+    """
 
     def __init__(self, run: RunDir, config: RunConfig, phases: PhaseTimer) -> None:
         self._run, self._config, self._phases = run, config, phases
@@ -67,6 +72,7 @@ class RunMonitors:
             remove_incomplete_line(run.metrics)
             file = MetricsFile(run.metrics, check=partial(check_folder_exists, run))
         self._keeps_rows = bool(file or trackers)
+        self.sync_rows: Callable[[], None] | None = None if file is None else file.sync
         screens = [] if self._console is None else [self._console]
         self.bus = Bus(file, screens, trackers, phases if self._keeps_rows else None)
 

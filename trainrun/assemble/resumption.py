@@ -168,7 +168,7 @@ def note_resume(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
     Raise CheckpointError if the training data has changed.
     """
     step = loaded.manifest.step
-    then, now = loaded.manifest.fingerprint, run.checkpoints.fingerprint()
+    then, now = loaded.manifest.fingerprint, run.checkpoints.fingerprint
     changed = describe_environment_changes(then, now)
     if has_changed_data(run.config, then, now):
         raise CheckpointError(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from glob import iglob
 from itertools import chain, islice
 from pathlib import Path
@@ -34,8 +34,14 @@ from trainrun.limits import (
 )
 from trainrun.output import format_count
 from trainrun.task.metrics.directions import resolve_direction
-from trainrun.train_state import TrainState
-from trainrun.training.triggers import Intervals, Lengths, MetricTracker, RepeatInterval, RunLimits
+from trainrun.training.triggers import (
+    Intervals,
+    Lengths,
+    MetricTracker,
+    RepeatInterval,
+    RunLimits,
+    is_any_interval_end,
+)
 
 if TYPE_CHECKING:
     from trainrun.data.order.drawn import Drawn
@@ -277,12 +283,9 @@ def build_keep_options(config: RunConfig, default: str | None, lengths: Lengths,
             f"checkpoint.monitor={keep.monitor}: there is no validation data (data.val, trainer.limit_val_batches)"
         )
 
-    def is_due(state: TrainState) -> bool:
-        return any(distance.is_interval_end(state) for distance in distances)
-
     return KeepOptions(
         keep.enabled, metric, choose_metric_direction("checkpoint", metric, keep), keep.save_top_k,
-        keep.save_last, keep.keep_last, is_due,
+        keep.save_last, keep.keep_last, partial(is_any_interval_end, distances),
         parse_seconds(keep.train_time_interval), keep.async_save, keep.monitor is not None,
     )  # fmt: skip
 
@@ -328,8 +331,8 @@ def collect_order_settings(config: RunConfig, ranks: int, drawn: Drawn | None) -
 
 def build_fingerprint(
     config: RunConfig, parallel: Parallel, source: Any, drawn: Drawn | None = None
-) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns all that the results of a run depend on besides its config.
+) -> dict[str, Any]:
+    """Return all that the results of a run depend on besides its config.
 
     The data files are read here. source: the training samples; without an attribute `files`, the files at
     `data.train.path` are used.
@@ -339,7 +342,7 @@ def build_fingerprint(
     beside = "" if named else describe_data_files((config.data.train or {}).get("path"))
     data = ({DATA: description} if description else {}) | ({PLACE: beside} if beside else {})
     data |= {} if drawn is None else {DRAWN: drawn.mark}
-    return lambda: {
+    return {
         **describe_platform(parallel.device),
         "world_size": parallel.world_size,
         "num_threads": torch.get_num_threads(),
@@ -376,7 +379,7 @@ def describe_files(paths: Iterable[Path]) -> str:
     return f"{format_count(len(sizes), 'file')}, {sum(size for _, size in sizes):,} bytes, {mark}"
 
 
-@functools.cache
+@cache
 def describe_platform(device: torch.device) -> dict[str, str]:
     """Return the versions of libraries and the types of CPU and GPUs.
 

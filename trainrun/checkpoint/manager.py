@@ -174,7 +174,7 @@ class CheckpointManager:
     When to save follows from the state, which is the same on all ranks. Only the clock of rank 0 counts.
 
     Args:
-        fingerprint: returns the facts of the environment that decide over the bits of a resumed run.
+        fingerprint: the facts of the environment that decide over the bits of a resumed run.
         note: shows one line to the user.
         free_memory: returns the free bytes of the machine's memory.
         mirror: gets each committed checkpoint too, on rank 0.
@@ -183,7 +183,7 @@ class CheckpointManager:
 
     def __init__(
         self, folder: Path, run_id: str, options: KeepOptions, parallel: Parallel,
-        fingerprint: Callable[[], Mapping[str, Any]], note: Note, free_memory: Callable[[], int],
+        fingerprint: Mapping[str, Any], note: Note, free_memory: Callable[[], int],
         files: FileLayer | None = None, clock: Callable[[], float] = time.monotonic,
         before_commit: Callable[[], None] = lambda: None, mirror: Mirror | None = None,
     ) -> None:  # fmt: skip
@@ -365,7 +365,7 @@ class CheckpointManager:
             self._parallel.world_size,
             kind,
             metric,
-            self.fingerprint(),
+            self.fingerprint,
             {},
         )
         part = self._build_part(run, state)

@@ -46,7 +46,6 @@ from torch import Tensor, nn
 from trainrun.checkpoint.files import FileLayer, Written, explain_disk_errors, format_folder_name, set_aside
 from trainrun.errors import CheckpointError, SaveError
 from trainrun.interfaces import Parallel, TensorShard
-from trainrun.runtime.foreach_copy import copy_tensors
 
 FORMAT = 2
 MANIFEST = "MANIFEST.json"
@@ -423,9 +422,9 @@ class CopyMemory:
             memory = memory | _allocate_like(new)
         copies = {name: memory[name] for name in tensors}
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
-        if copies:
-            with torch.no_grad():
-                copy_tensors(list(copies.values()), list(tensors.values()), non_blocking=bool(devices))
+        with torch.no_grad():
+            for name, copy in copies.items():
+                copy.copy_(tensors[name], non_blocking=bool(devices))
         return HostCopy(copies, [_record_event(device) for device in devices])
 
     def give_back(self, tensors: dict[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -180,6 +180,24 @@ def record_has_checkpoint(run: RunDir, saved: bool = True) -> None:
     """Record in RUN.json whether a checkpoint was ever committed. The file is written only if that changed."""
     if has_recorded_checkpoint(run) != saved:
         write_identity(run, read_identity(run) | {SAVED: saved})
+
+
+def record_checkpoints(run: RunDir) -> None:
+    """Record in RUN.json that the run has checkpoints, if it has any."""
+    if next(run.checkpoints.glob("step-*"), None):
+        record_has_checkpoint(run)
+
+
+def prepare_commit(run: RunDir, sync_rows: Callable[[], None] | None) -> None:
+    """Write what a run needs to continue from the next checkpoint. Raise SaveError if the folder was removed.
+
+    sync_rows: writes the metric rows. A run that continues from the checkpoint has every row before it, also after a
+        power loss.
+    """
+    check_folder_exists(run)
+    if sync_rows is not None:
+        sync_rows()
+    record_checkpoints(run)
 
 
 def remove_new_folder(folder: Path, above: str) -> None:

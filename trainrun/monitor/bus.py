@@ -115,11 +115,6 @@ class Bus:
         if self._file is not None:
             self._file.flush()
 
-    def sync(self) -> None:
-        """Write the buffered rows and wait until they are on the disk."""
-        if self._file is not None:
-            self._file.sync()
-
     def faults(self) -> dict[str, int]:
         """Return the number of failed calls of each tracker that failed at all."""
         return {tracker.key: tracker.faults for tracker in self._trackers if tracker.faults}

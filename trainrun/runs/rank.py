@@ -10,6 +10,7 @@ import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ from trainrun.folder.run_folder import (
     LaunchSpec,
     RunDir,
     check_folder_exists,
+    prepare_commit,
     read_identity,
-    record_has_checkpoint,
+    record_checkpoints,
     write_identity,
 )
 from trainrun.folder.status import write_status
@@ -207,15 +209,9 @@ def build_run_context(
     if listeners is None:
         return site
 
-    def before_commit() -> None:
-        assert listeners is not None
-        check_folder_exists(run_dir)
-        listeners.bus.sync()  # a run that goes on from it has every row before it, also after a power loss
-        record_checkpoints(run_dir)
-
     return replace(
         site, monitors=listeners.monitors, on_position=listeners.on_position, on_log=listeners.on_log,
-        before_commit=before_commit, write=listeners.bus.write,
+        before_commit=partial(prepare_commit, run_dir, listeners.sync_rows), write=listeners.bus.write,
     )  # fmt: skip
 
 
@@ -299,12 +295,6 @@ def finish_training(
     write_status(run_dir, run.config.run_name, state=status, exit_code=code, message="", **summary)
     listeners.end(summary, rows, stopped=code != EXIT_DONE)
     return code
-
-
-def record_checkpoints(run_dir: RunDir) -> None:
-    """Record in RUN.json that the run has checkpoints, if it has any."""
-    if list_committed_steps(run_dir.checkpoints):
-        record_has_checkpoint(run_dir)
 
 
 def build_summary(run: Components, state: TrainState, facts: RunFacts) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,6 +77,11 @@ class RepeatInterval:
         if self.unit == "epoch" and (self.lengths.steps_per_epoch is None or state.step == 0):
             return state.epoch >= self.amount
         return state.step > 0 and self.lengths.measure_position(state, self.unit)[1] + 1e-9 >= self.amount
+
+
+def is_any_interval_end(intervals: Sequence[RepeatInterval], state: TrainState) -> bool:
+    """Return whether the last step ends one of the intervals."""
+    return any(interval.is_interval_end(state) for interval in intervals)
 
 
 @dataclass(frozen=True)
