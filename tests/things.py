@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import tarfile
 from collections.abc import Iterable
@@ -16,6 +17,20 @@ import pytest
 from trainrun.config.compose import compose_run
 from trainrun.data.readers.records.record import encode_sample
 from trainrun.errors import ConfigError
+
+
+class LateModule:
+    """A module that is imported at the first use of a name in it.
+
+    For packages that take a second to import and serve few tests: every process collects all tests, and each fork of
+    one that holds them takes longer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
 
 
 def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:

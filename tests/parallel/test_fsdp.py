@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 from exact_groups import BY_SETTINGS
 from exact_parts import composed, histograms_of, parts_of, result
 from test_exactness import LOSS_TOLERANCES, TOKENS, TOLERANCES, difference, same_rows
+from things import LateModule
 
 from trainrun.assemble.step_function import check_task_before_sharding
 from trainrun.checkpoint.files import format_folder_name
@@ -24,13 +25,13 @@ from trainrun.checkpoint.load import is_intact_checkpoint, read_checkpoint
 from trainrun.errors import ConfigError, PluginError
 from trainrun.folder.run_folder import RunDir, read_json, write_json
 from trainrun.interfaces import StepOutput
-from trainrun.parallel.fsdp import check_tied_weights, check_weights, find_blocks
 from trainrun.parallel.launch import launch_ranks
 from trainrun.train_state import TrainState
 from trainrun.training import loop
 from trainrun.training.recovery.restore import load_tree
 
 pytestmark = pytest.mark.process
+fsdp = LateModule("trainrun.parallel.fsdp")
 SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
 NUM_RANKS = int(os.environ.get("FSDP_RANKS", "2"))  # 4 in the long check
 ADAMW = ("optimizer=adamw", "optimizer.lr=0.03")
@@ -223,9 +224,9 @@ def test_a_pattern_names_whole_blocks(patterns: Any, expected: list[str]) -> Non
     layer = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 2, norm=torch.nn.LayerNorm(4))
     modules = dict(model.named_modules())
-    assert find_blocks(model, patterns) == [modules[name] for name in expected]
+    assert fsdp.find_blocks(model, patterns) == [modules[name] for name in expected]
     with pytest.raises(ConfigError, match=r"parallel.blocks=layers: .*layers\.\*"):
-        find_blocks(model, "layers")
+        fsdp.find_blocks(model, "layers")
 
 
 def layers_with(change: str) -> torch.nn.Module:
@@ -246,11 +247,11 @@ def layers_with(change: str) -> torch.nn.Module:
 )
 def test_a_weight_that_torch_cannot_divide_is_named(change: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        check_weights(layers_with(change))
+        fsdp.check_weights(layers_with(change))
 
 
 def test_a_weight_of_two_blocks_is_refused() -> None:
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     second.weight = first.weight
     with pytest.raises(ConfigError):
-        check_tied_weights(torch.nn.Sequential(first, second), [first, second])
+        fsdp.check_tied_weights(torch.nn.Sequential(first, second), [first, second])

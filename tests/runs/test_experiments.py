@@ -12,13 +12,14 @@ import torch
 from approved import refused
 from PIL import Image
 from quiet_runs import QUIET
-from sklearn.datasets import load_digits, load_wine
+from things import LateModule
 
 import trainrun
 from trainrun.config.argv import find_conf_dir
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
 
+sets = LateModule("sklearn.datasets")
 TEN_STEPS = ("trainer.max_epochs=null", "trainer.max_steps=10", "monitor.log_every_n_steps=1", *QUIET)
 EXPERIMENTS = {path.stem for path in (find_conf_dir() / "experiment").glob("*.yaml")} - {"none"}
 
@@ -34,7 +35,7 @@ def train(experiment: str, *words: str) -> Any:
 
 def write_wine(path: Path) -> None:
     """Write the UCI wines, chemical measures of 178 wines and their grower."""
-    wine = load_wine()
+    wine = sets.load_wine()
     with path.open("w", newline="") as opened:
         table = csv.writer(opened)
         table.writerow([*wine.feature_names, "grower"])
@@ -44,7 +45,7 @@ def write_wine(path: Path) -> None:
 
 def write_digits(folder: Path) -> None:
     """Write some of the digits as pictures in class folders."""
-    digits = load_digits()
+    digits = sets.load_digits()
     for index in range(100):
         path = folder / str(digits.target[index]) / f"{index}.png"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from approved import approve_error
 from quiet_runs import QUIET, weights
-from sklearn import metrics as sk
+from things import LateModule
 
 import trainrun as package
 from trainrun.cli.main import main
 
+sk = LateModule("sklearn.metrics")
 KAPPA = "{_target_: torchmetrics.CohenKappa, task: multiclass, num_classes: 10}"
 RANKED = "{tm_auroc: {_target_: torchmetrics.AUROC, task: multiclass, num_classes: 10}}"
 NAMES = (f"task.metrics=[f1,auroc,top3,balanced_accuracy,{KAPPA},{RANKED}]", "task.per_class=true", *QUIET)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from approved import refused
-from sklearn import metrics as sk
+from things import LateModule
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError
@@ -18,6 +18,8 @@ from trainrun.task.classification import Classification
 from trainrun.task.metrics.by_name import OF_CLASSES, OF_LABELS, OF_NUMBERS
 from trainrun.task.multilabel import MultiLabel
 from trainrun.task.regression import Regression
+
+sk = LateModule("sklearn.metrics")
 
 
 def evaluated(task: Any, outputs: Tensor, target: Tensor, *cuts: int) -> dict[str, float]:

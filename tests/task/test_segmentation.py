@@ -9,8 +9,8 @@ import pytest
 import torch
 from approved import approve_error, refused
 from quiet_runs import QUIET, train
-from sklearn.metrics import jaccard_score
 from test_metrics import evaluated
+from things import LateModule
 
 from trainrun.cli.main import main
 from trainrun.data.augment.crop import RandomCrop
@@ -19,6 +19,7 @@ from trainrun.data.augment.flip import AlternatingFlip, RandomFlip
 from trainrun.errors import ConfigError, DataError
 from trainrun.task.segmentation import Segmentation
 
+sk = LateModule("sklearn.metrics")
 pytestmark = pytest.mark.train
 MAPS = """
 import torch
@@ -57,7 +58,7 @@ def test_iou_is_that_of_all_pixels_that_count() -> None:
     target[torch.rand(9, 4, 5, generator=draws) < 0.3] = 255
     found = evaluated(Segmentation(ignore_index=255), logits, target, 2, 3)
     real = target != 255
-    each = jaccard_score(target[real], logits.argmax(1)[real], average=None)
+    each = sk.jaccard_score(target[real], logits.argmax(1)[real], average=None)
     assert [found[f"iou/{i}"] for i in range(3)] == pytest.approx(list(each))
     assert found["iou"] == pytest.approx(each.mean())
     assert found["acc"] == pytest.approx(float((logits.argmax(1) == target)[real].double().mean()))

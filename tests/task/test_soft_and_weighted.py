@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 from approved import refused
-from sklearn.utils.class_weight import compute_class_weight
+from things import LateModule
 from torch import Tensor, nn
 
 from trainrun.data.facts import describe_source
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.task.classification import Classification
 from trainrun.task.losses import compute_balanced_weights
+
+class_weight = LateModule("sklearn.utils.class_weight")
 
 
 class Same(nn.Module):
@@ -55,7 +57,7 @@ def test_balanced_is_scikit_learns(as_array: bool) -> None:
     target: Any = labels if as_array else torch.tensor(labels)
     counts = describe_source((some(10, 2), target)).class_counts
     assert counts == (3, 2, 5)
-    wanted = compute_class_weight("balanced", classes=np.arange(3), y=labels)
+    wanted = class_weight.compute_class_weight("balanced", classes=np.arange(3), y=labels)
     assert compute_balanced_weights(counts) == pytest.approx(list(wanted))
 
 

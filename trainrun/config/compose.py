@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from trainrun.config.aliases import resolve_value_alias
@@ -32,7 +32,7 @@ from trainrun.config.argv import (
 from trainrun.config.messages import describe_unread_files, explain_broken_reference
 from trainrun.config.overrides import check_override, compose_overrides, move_trackers, parse_override
 from trainrun.config.rules import check_data_path
-from trainrun.config.saved_values import add_references, build_values_to_save, expand_home_folder
+from trainrun.config.saved_values import LOADER, add_references, build_values_to_save, expand_home_folder
 from trainrun.config.schema import RunConfig, list_setting_fields, read_value, replace_values, settings
 from trainrun.config.tuned_settings import describe_stale_preset
 from trainrun.config.validate import check_config, check_target_arguments
@@ -201,7 +201,8 @@ def is_task_undecided(config: RunConfig, overrides: list[str], folders: list[Pat
 
     folders: of configs, the user's first.
     """
-    usual = yaml.safe_load((folders[-1] / "task/classification.yaml").read_text(encoding="utf-8"))
+    text = (folders[-1] / "task/classification.yaml").read_text(encoding="utf-8")
+    usual = yaml.load(text, Loader=LOADER)
     has_own = any((folder / name).is_file() for folder in folders[:-1] for name in FILES_OF_TASK)
     if has_own or config.task != usual:
         return False
@@ -294,6 +295,8 @@ def build_run_config(cfg: DictConfig) -> RunConfig:
                 **{item.name: _convert_to_object(cfg[item.name]) for item in list_setting_fields(RunConfig)}
             )
         )
+        with open_dict(cfg):
+            del cfg["hydra"]  # half of all values, none of them a run's
         return add_references(cfg, expand_home_folder(config))
     except MissingMandatoryValue as error:
         missing = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))

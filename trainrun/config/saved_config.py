@@ -39,6 +39,7 @@ from trainrun.config.saved_values import (
     Any_,
     FromEnvironment,
     add_references,
+    build_config_loader,
     expand_home_folder,
     read_yaml_text,
     resolve_references,
@@ -177,14 +178,12 @@ def load_saved_values(path: Path) -> dict[str, Any]:
     """
     text = read_yaml_text(path)
     try:
-        container = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError) as error:
+        parsed = yaml.load(text, Loader=build_config_loader())
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(f"{path}: not a config of a run ({first_line_of_error(error)})") from error
-    except AssertionError:  # OmegaConf's answer to a single number
-        container = None
-    if not isinstance(container, dict) or not container.get("model"):
+    if not isinstance(parsed, dict) or not parsed.get("model"):
         raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
-    values = {str(name): value for name, value in container.items()}
+    values = {str(name): value for name, value in parsed.items()}
     try:
         resolve_references(values)
     except ValueError as error:
@@ -218,11 +217,11 @@ def apply_overrides(found: dict[str, Any], path: Path, overrides: list[str], mea
         with contextlib.suppress(OSError, ValueError):
             secrets = read_json(RunDir(path.parent).secrets)
         saved = OmegaConf.create(fill_secrets(found, secrets))
-        cfg = OmegaConf.merge(build_schema_node(), saved)
+        cfg = build_schema_node()
+        cfg.merge_with(saved)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", None) or "config")
         raise ConfigError(f"{path}: not a config of a run ({key}: {first_line_of_error(error)})") from error
-    assert isinstance(cfg, DictConfig)
     words = parse_saved_overrides([*keep_saved_mode(saved, overrides), *overrides])
     faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
     wrong = {word: fault for word in words.overrides if (fault := check_override(word))}

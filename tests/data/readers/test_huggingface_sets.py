@@ -3,6 +3,7 @@ import io
 import json
 import pickle
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pytest
 import torch
 from approved import refused
 from PIL import Image
+from things import LateModule
 
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers import column_store
@@ -22,9 +24,12 @@ from trainrun.data.sequences.fields import Cut, list_fields
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
-datasets = pytest.importorskip("datasets", reason="needs the extra datasets")
+datasets = LateModule("datasets")
 
-pytestmark = pytest.mark.usefixtures("quiet_datasets")
+pytestmark = [
+    pytest.mark.skipif(find_spec("datasets") is None, reason="needs the extra datasets"),
+    pytest.mark.usefixtures("quiet_datasets"),
+]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ UCI Machine Learning Repository, doi 10.24432/C50P49, CC BY 4.0), in the order o
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -26,13 +27,18 @@ def load(val_fraction: BelowOne = 0.2, seed: int = 0) -> Splits:
     seed: of the division into the two parts, apart from the run's seed.
     """
 
-    def build(split: str) -> Arrays:
-        check_split(split, ("train", "val"))
+    @cache
+    def read_splits() -> dict[str, Arrays]:
         pixels, labels = _read(Path(__file__).with_name("digits.npz"))
         images = (pixels.double() / LARGEST_PIXEL).float().unsqueeze(1)
-        train, val = hold_out(labels, val_fraction, seed)
-        chosen = train if split == "train" else val
-        return Arrays((images[chosen], labels[chosen]), tuple("0123456789"), 10)
+        rows = zip(("train", "val"), hold_out(labels, val_fraction, seed), strict=True)
+        return {
+            split: Arrays((images[chosen], labels[chosen]), tuple("0123456789"), 10) for split, chosen in rows
+        }
+
+    def build(split: str) -> Arrays:
+        check_split(split, ("train", "val"))
+        return read_splits()[split]
 
     return Splits(build)
 
