@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,16 +34,19 @@ import lanes  # noqa: E402  # imports torch, which reads the environment
 import matplotlib.font_manager  # noqa: E402, F401  # without a cache of fonts it starts a process
 import torch  # noqa: E402
 from faults.forks import start_forked  # noqa: E402
-from omegaconf import DictConfig  # noqa: E402
+from omegaconf import DictConfig, OmegaConf  # noqa: E402
+from PIL import Image  # noqa: E402
 
 from trainrun.cli.main import main  # noqa: E402
 from trainrun.config import overrides  # noqa: E402
 from trainrun.parallel import launch  # noqa: E402
-from trainrun.plots import draw  # noqa: E402
+from trainrun.plots import canvas, draw  # noqa: E402
 from trainrun.runs import rank  # noqa: E402
 from trainrun.runtime import collector  # noqa: E402
 
 REAL_START = launch.start_rank
+USUAL, THRESHOLDS = gc.get_threshold(), (collector.BETWEEN, 10, 10)  # of Python's garbage collector
+MANY_MODULES = 30  # imported by one test: what they hold is not garbage either
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 watch = lanes.Watch()
@@ -90,9 +94,21 @@ def own_threads() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _draw_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run draws its pictures before it ends, so that no process outlives a test."""
+def _draw_in_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """A run draws its pictures before it ends, so that no process outlives a test. They are built, and of one pixel
+    but in a test that asks for `pictures`: to paint them takes longer than the rest of a short run."""
     monkeypatch.setattr(draw, "start_drawing_process", lambda run: draw.draw_all_plots(run))
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(canvas, "save_figure", save_one_pixel)
+
+
+def save_one_pixel(_: object, path: Path) -> Path:
+    return canvas.write_image_atomically(path, lambda file: Image.new("L", (1, 1)).save(file, format="png"))
+
+
+@pytest.fixture
+def pictures() -> None:
+    """The pictures of runs are painted: `_draw_in_process`."""
 
 
 @pytest.fixture(autouse=True)
@@ -112,11 +128,14 @@ def forget_imports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     sys.path = path
     path[:] = places
     written = f"{tmp_path_factory.getbasetemp()}{os.sep}"
-    for name in sys.modules.keys() - not_written:
+    new = sys.modules.keys() - not_written
+    for name in new:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(written):
             del sys.modules[name]
         else:
             not_written.add(name)
+    if len(new) > MANY_MODULES and gc.get_threshold() == THRESHOLDS:
+        freeze_what_stays()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -157,10 +176,22 @@ def disk_is_not_waited_for() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def composed_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Hydra composes each choice of options of ours once; all processes of these tests read copies later (95 ms and 1
-    ms). The working directory in it is that of the first, and nothing of ours reads it."""
+    ms). The working directory in it is that of the first, and nothing of ours reads it. Each of our files is parsed
+    once, too: a choice that is new reads twenty."""
     compose, folder = overrides._compose_with_hydra, session_folder(tmp_path_factory) / "composed"
     folder.mkdir(exist_ok=True)
     kept: dict[str, bytes] = {}
+    ours, load = f"{overrides.find_conf_dir()}{os.sep}", OmegaConf.load
+
+    def parsed(file: Any) -> Any:
+        name = str(getattr(file, "name", file))
+        if not name.startswith(ours):
+            return load(file)
+        if name not in kept:
+            kept[name] = pickle.dumps(load(file))
+        return pickle.loads(kept[name])
+
+    OmegaConf.load = parsed  # type: ignore[method-assign]
 
     def copied(words: list[str], user_dirs: list[Path]) -> DictConfig:
         if user_dirs:
@@ -183,9 +214,14 @@ def composed_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 def frozen_once() -> None:
     """What is there now stays: no collection of garbage walks through it (0.3 s each, and several a run), and no
     forked process copies the pages that it lies in. Runs leave the collector to the tests: `real_collector`."""
+    freeze_what_stays()
+    gc.set_threshold(*THRESHOLDS)
+    rank.collect_between_steps = lambda: None
+
+
+def freeze_what_stays() -> None:
     gc.collect()
     gc.freeze()
-    rank.collect_between_steps = lambda: None
 
 
 @pytest.fixture
@@ -194,9 +230,10 @@ def real_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(rank, "collect_between_steps", collector.collect_between_steps)
     gc.unfreeze()
     gc.collect()
+    gc.set_threshold(*USUAL)
     yield
-    gc.collect()
-    gc.freeze()
+    freeze_what_stays()
+    gc.set_threshold(*THRESHOLDS)
 
 
 @pytest.fixture

@@ -157,6 +157,7 @@ def test_a_collapse_can_end_the_run(workdir: Path) -> None:
         train("run", 300, *COLLAPSING, "hook.vae.on_collapse=raise", "hook.vae.fast=true")
 
 
+@pytest.mark.usefixtures("pictures")
 def test_its_time_is_in_the_account_and_its_pictures_in_the_folder(workdir: Path) -> None:
     run = train("run", 30, *OFTEN, "monitor.plots=true")
     seconds = rows_of(run, "ledger")[-1]["seconds"]["hooks"]

@@ -72,6 +72,11 @@ def write_run(
     return run
 
 
+@pytest.fixture(autouse=True)
+def _painted(pictures: None) -> None:
+    """What is painted is what is tested here."""
+
+
 @pytest.fixture
 def make_run() -> MakeRun:
     return write_run

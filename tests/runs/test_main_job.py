@@ -79,6 +79,7 @@ def test_a_precision_trains_on_two_ranks(workdir: Path, mode: str) -> None:
     assert "x 2 ranks = 64" in (run.folder / "run.log").read_text()
 
 
+@pytest.mark.usefixtures("pictures")
 def test_evaluate_predict_and_report_work_on_a_finished_run(workdir: Path) -> None:
     run = package.train("trainer.max_epochs=2", "output_dir=run", *QUIET)
     assert main(["evaluate", "run", "--which", "best"]) == 0

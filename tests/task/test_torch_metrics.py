@@ -127,11 +127,15 @@ def test_numbers_of_numpy_are_numbers() -> None:
         (["f1", {"f1": Curve()}], ""),
         (["f2", Curve()], ""),
         ([Curve()], "task.metrics.curve"),
-        pytest.param(lambda: [tm.classification.MulticlassAccuracy(7)], "task.metrics.accuracy", id="more classes"),
+        pytest.param(
+            lambda: [tm.classification.MulticlassAccuracy(7)], "task.metrics.accuracy", id="more classes"
+        ),
         pytest.param(lambda: [tm.MeanSquaredError()], "task.metrics.mean_squared_error", id="numbers"),
     ],
 )
 def test_a_mistake_is_named(metrics: Any, key: str) -> None:
     logits, target = of_classes(0)
     with refused((ConfigError, PluginError), key):
-        Classification(metrics=metrics() if callable(metrics) else metrics).step(nn.Identity(), (logits, target))
+        Classification(metrics=metrics() if callable(metrics) else metrics).step(
+            nn.Identity(), (logits, target)
+        )
