@@ -52,6 +52,11 @@ def format_user_line(error: BaseException) -> str:
     return f" ({frames[-1].filename} line {frames[-1].lineno})" if frames else ""
 
 
+def format_error_with_line(error: BaseException) -> str:
+    """Return `KeyError: 'label' (/home/you/model.py line 11)`, with the innermost line of the user's code."""
+    return f"{type(error).__name__}: {error}{format_user_line(error)}"
+
+
 def format_user_traceback(error: BaseException) -> str:
     """Return a traceback with the user's lines only; "" if the user's code took no part."""
     frames = list_user_frames(error)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from approved import refused
 
 from trainrun.benchmark.diagnose.ablations import ABLATIONS
@@ -151,6 +152,20 @@ def test_a_run_that_cannot_start_says_why(pool: WorkerPool) -> None:
         pool.start(compose_run([*linear, "seed=1"]).config)
     with refused(ConfigError):
         pool.start(compose_run(["loop._target_=my.fit", "seed=1"]).config)
+
+
+class FailingNet(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        raise KeyError("scale")
+
+
+def test_an_error_of_user_code_names_file_and_line(pool: WorkerPool) -> None:
+    line = FailingNet.forward.__code__.co_firstlineno + 1
+    with pytest.raises(WorkerFailed, match=rf"KeyError: 'scale' \(.*test_worker_process.py line {line}\)"):
+        pool.start(compose_run(["model=test_worker_process.FailingNet", "seed=1"]).config).train(1)
 
 
 def test_a_run_that_dies_says_so_and_others_go_on(pool: WorkerPool, worker: WorkerProcess) -> None:

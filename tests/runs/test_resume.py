@@ -306,6 +306,8 @@ def test_words_that_a_run_cannot_go_on_with_are_forgotten_and_those_of_a_mistake
     refuses([*words, "hook.fails.kind=plugin"])
     assert (own / "run" / "config.yaml").read_text() == config
     assert main([*words, "hook.fails.kind=key", "trainer.max_epochs=2"]) == 1
+    message = json.loads((own / "run" / "status.json").read_text())["message"]
+    assert message == f"KeyError: 'square' ({own}/fails.py line 6)"  # as sweeps and lists of runs show it
     (own / "fails.py").write_text(
         "class Fails:\n    def __init__(self, kind): ...\n    def on_end(self, run, state): ...\n"
     )

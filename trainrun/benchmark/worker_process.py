@@ -36,6 +36,7 @@ from trainrun.folder.run_folder import LaunchSpec
 from trainrun.runs.run import create_run, train_in_ranks
 from trainrun.runtime.machine import signal_at_parent_exit
 from trainrun.runtime.signals import QUIET_SECONDS, catch_stops
+from trainrun.user_code import format_error_with_line
 
 START_SECONDS: Final = 120.0  # the longest that a run may take to its first step
 REPLY_SECONDS: Final = 120.0
@@ -254,3 +255,6 @@ def run_worker(config: RunConfig, folder: Path, paths: list[str], memory: int | 
     except TrainrunError as error:
         (folder / ERROR_FILE).write_text(str(error), encoding="utf-8")
         sys.exit(error.exit_code)
+    except Exception as error:
+        (folder / ERROR_FILE).write_text(format_error_with_line(error), encoding="utf-8")
+        raise

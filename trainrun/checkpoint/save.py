@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from trainrun.checkpoint.files import FileLayer, Written, explain_disk_errors, format_folder_name, set_aside
 from trainrun.errors import CheckpointError, SaveError
 from trainrun.interfaces import Parallel, TensorShard
+from trainrun.user_code import format_error_with_line
 
 FORMAT = 2
 MANIFEST = "MANIFEST.json"
@@ -521,4 +522,4 @@ def run_action(action: Callable[[], Any]) -> tuple[Answer, Exception | None]:
     except CheckpointError as error:
         return (None, str(error), isinstance(error, SaveError)), error
     except Exception as error:  # a bug, raised again on this rank: the other ranks must not wait for it
-        return (None, f"{type(error).__name__}: {error}", False), error
+        return (None, format_error_with_line(error), False), error

@@ -20,7 +20,7 @@ from trainrun.data.readers.reader_protocol import ReaderDataset
 from trainrun.data.readers.records.values import PICTURE_MAGICS
 from trainrun.data.tensor_dataset import Columns, find_columns, measure_length
 from trainrun.errors import DataError, TrainrunError
-from trainrun.user_code import format_user_line
+from trainrun.user_code import format_error_with_line
 
 MAX_BLOCK = 256
 BLOCK_BYTES = 4 * 2**20
@@ -127,7 +127,7 @@ class Samples:
         except Exception as error:
             raise DataError(
                 f"{self.key}: sample {number} of {type(self.source).__name__} cannot be read: "
-                f"{type(error).__name__}: {error}{format_user_line(error)}"
+                f"{format_error_with_line(error)}"
             ) from error
 
 

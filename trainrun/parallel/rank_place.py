@@ -25,7 +25,7 @@ from trainrun.errors import (
 from trainrun.folder.run_folder import RunDir, read_json, write_json
 from trainrun.output import say
 from trainrun.runtime.signals import STOP_INTERRUPTED, StopFlag
-from trainrun.user_code import format_user_line
+from trainrun.user_code import format_error_with_line
 
 WATCH_SECONDS = 0.5
 SAVE_SECONDS = 30.0
@@ -108,7 +108,7 @@ def end_with_error(run_dir: RunDir, rank: int, error: Exception, flag: StopFlag)
 def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
     """Write the error file of this rank."""
     text = "".join(traceback.format_exception(error))
-    message = f"{type(error).__name__}: {error}{format_user_line(error)}"
+    message = format_error_with_line(error)
     failure = Failure(rank, time.time(), EXIT_FAILED, "bug", message, text)
     if isinstance(error, TrainrunError):
         failure = replace(failure, kind="fault", message=str(error), exit_code=error.exit_code)

@@ -38,7 +38,7 @@ from trainrun.parallel.devices import is_started_by_launcher
 from trainrun.parallel.rank_place import report_failure
 from trainrun.runtime.signals import StopFlag, limit_stop_time
 from trainrun.timing.phases import RANKS
-from trainrun.user_code import describe_system_error
+from trainrun.user_code import describe_system_error, format_error_with_line
 
 if TYPE_CHECKING:  # a launcher of ranks imports no torch
     from trainrun.interfaces import Parallel
@@ -108,7 +108,7 @@ def note_failure(run: RunDir, config: RunConfig, error: Exception) -> None:
         state = "stopped" if error.exit_code > 128 else "failed"  # 128 + n: signal n was the reason
         write_status(run, config.run_name, state=state, exit_code=error.exit_code, message=str(error))
         return
-    text = f"{type(error).__name__}: {error}"
+    text = format_error_with_line(error)
     write_status(run, config.run_name, state="failed", exit_code=EXIT_FAILED, message=text)
     with run.log.open("a", encoding="utf-8") as log:
         traceback.print_exception(error, file=log)

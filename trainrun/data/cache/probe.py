@@ -16,7 +16,7 @@ from trainrun.data.engines.generators import has_parameter, read_generator_state
 from trainrun.data.tensor_dataset import list_parts
 from trainrun.errors import DataError
 from trainrun.runtime.child_process import report_progress
-from trainrun.user_code import format_user_line
+from trainrun.user_code import format_error_with_line
 
 NUM_PROBES = 9
 RANDOM = ("and a cache would keep one draw for ever; move what is random to data.transform, which comes after the "
@@ -72,7 +72,7 @@ def probe_samples(source: Any, where: str) -> Probe:
         assert fault is not None
         raise DataError(
             f"{where}: none of the samples {', '.join(map(str, rows))} of {type(source).__name__} can be read: "
-            f"{type(fault).__name__}: {fault}{format_user_line(fault)}"
+            f"{format_error_with_line(fault)}"
         ) from fault
     seconds = (time.perf_counter() - began) / (2 * len(rows))
     form, leaves, *_ = looks[0]

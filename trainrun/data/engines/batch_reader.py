@@ -34,7 +34,7 @@ from trainrun.data.stream_options import Collate
 from trainrun.data.tensor_dataset import Columns, list_parts
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import MicroBatch
-from trainrun.user_code import format_user_line
+from trainrun.user_code import format_error_with_line
 
 TRANSFORM, COLLATE = 1, 2  # their numbers do not depend on how many the reading drew before
 FILLERS_TRIED = 100
@@ -145,7 +145,7 @@ class Transform:
             place = describe(self._dataset, row)
             raise DataError(
                 f"{recipe.transform_key}: sample {row}{place} of {recipe.key} cannot be transformed: "
-                f"{type(error).__name__}: {error}{format_user_line(error)}{hint_at_whole_sample(sample, error)}"
+                f"{format_error_with_line(error)}{hint_at_whole_sample(sample, error)}"
             ) from error
 
 
@@ -368,7 +368,7 @@ class BatchReader:
     def _build_error(self, which: str, place: str, error: BaseException) -> DataError:
         return DataError(
             f"{self.recipe.key}: {which}{place} of {name_of(self.dataset)} cannot be read: "
-            f"{type(error).__name__}: {error}{format_user_line(error)}"
+            f"{format_error_with_line(error)}"
         )
 
 
@@ -393,6 +393,6 @@ def collate_samples(samples: list[Any], recipe: Recipe) -> Any:
         return preparation.batch(stack_samples(samples))
     except ANY_FAULT as error:
         raise DataError(
-            f"{recipe.key}: its samples do not form a batch: {type(error).__name__}: {error}; "
+            f"{recipe.key}: its samples do not form a batch: {format_error_with_line(error)}; "
             f"give them one shape, or a function of your own as data.collate_fn"
         ) from error

@@ -33,7 +33,7 @@ from trainrun.data.same_samples import check_same, digest_of
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
 from trainrun.runtime.child_process import ChildTimeout, can_fork_safely, end_pipes_and_sockets, run_in_child
-from trainrun.user_code import format_user_line
+from trainrun.user_code import format_error_with_line
 
 PASS_SAMPLES = 32  # of each of two passes that are compared
 PASS_SECONDS = 10.0  # for the first samples of two passes in a child process
@@ -230,7 +230,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         except ANY_FAULT as error:
             raise DataError(
                 f"{self.recipe.key}: sample {position} of {self._name(part)} cannot be read: "
-                f"{type(error).__name__}: {error}{format_user_line(error)}"
+                f"{format_error_with_line(error)}"
             ) from error
         if self.num_samples not in (None, position):
             raise DataError(

@@ -25,7 +25,7 @@ from trainrun.data.sequences.fields import (
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 from trainrun.runtime.child_process import report_progress
-from trainrun.user_code import format_user_line
+from trainrun.user_code import format_error_with_line
 
 PROBES = 8  # samples that show which fields are sequences
 ESTIMATE_SAMPLES = 1000
@@ -186,7 +186,7 @@ def _read(source: Any, index: int, key: str, seed: int, indices: list[int] | Non
     except Exception as error:
         raise DataError(
             f"{key}: sample {index} of {type(source).__name__} cannot be read: "
-            f"{type(error).__name__}: {error}{format_user_line(error)}"
+            f"{format_error_with_line(error)}"
         ) from error
 
 

@@ -28,7 +28,7 @@ from trainrun.training.components import Components
 from trainrun.training.evaluate import compute_sums
 from trainrun.training.loop import iterate_windows
 from trainrun.training.without_trace import run_trial
-from trainrun.user_code import format_user_line, is_users_class
+from trainrun.user_code import format_error_with_line, is_users_class
 
 LIMIT_SECONDS: Final = 60.0
 OF_USERS = (ConfigError, DataError, PluginError)  # what the first validation would end with
@@ -141,10 +141,6 @@ def validate_after_step(run: Components, state: TrainState) -> str:
     try:
         evaluate_one_batch(run)
     except Exception as error:
-        message = (
-            str(error)
-            if isinstance(error, TrainrunError)
-            else f"{type(error).__name__}: {error}{format_user_line(error)}"
-        )
+        message = str(error) if isinstance(error, TrainrunError) else format_error_with_line(error)
         return f"task: the first validation would fail: {message}"
     return ""

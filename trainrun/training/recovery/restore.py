@@ -27,7 +27,7 @@ from trainrun.training.components import Components
 from trainrun.training.named_optimizers import load_optimizer_states
 from trainrun.training.recovery.oom import describe_out_of_memory
 from trainrun.training.task_calls import map_tensors
-from trainrun.user_code import format_user_line
+from trainrun.user_code import format_error_with_line
 
 KINDS = {item.name: str(item.type) for item in fields(TrainState) if item.name not in OF_THIS_SESSION}
 NOTHING_READ: dict[str, Any] = {"losses": None, "logged_items": 0, "sums": {}, "sum_items": {}}
@@ -172,8 +172,7 @@ def load_owner_state(place: str, owner: KeepsState, kept: Mapping[str, Any], dev
         owner.load_state_dict(map_tensors(kept["state"], (), move_to_device))
     except Exception as error:  # of code of the user's
         raise CheckpointError(
-            f"checkpoint {place}: {type(owner).__name__}.load_state_dict failed: {type(error).__name__}: {error}"
-            f"{format_user_line(error)}"
+            f"checkpoint {place}: {type(owner).__name__}.load_state_dict failed: {format_error_with_line(error)}"
         ) from error
 
 
