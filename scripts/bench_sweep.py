@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from trainrun.sweep.jobs import load_sweep  # noqa: E402
-from trainrun.sweep.points import SweepPoint  # noqa: E402
+from trainrun.sweep.points import SweepPoint, format_differences  # noqa: E402
 
 UNITS = 27  # validations of a whole job: asha and hyperband compare at 1, 3, 9 and 27 of them
 GRID = ["optimizer.lr=1e-4,3e-4,1e-3,3e-3,1e-2,3e-2", "model.hidden=[32],[128],[256,128]"]
@@ -97,10 +97,8 @@ def compare_points(folder: Path, fixed: list[str], best: list[str], other: list[
     points = load_sweep(folder).points()
     first = point_with(points, [word for word in best if word not in other])
     second = point_with(points, [word for word in other if word not in best])
-    difference = second.difference_from(first)
-    assert difference is not None
-    mean, half = difference
-    return f"{mean:+.4f} ± {half:.4f} beside the grid's best, over {num_seeds} seeds"
+    differences = format_differences(second.differences_from(first))
+    return f"{differences} beside the grid's best, over {num_seeds} seeds"
 
 
 def point_with(points: list[SweepPoint], words: list[str]) -> SweepPoint:

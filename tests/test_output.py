@@ -12,8 +12,7 @@ import trainrun
 from trainrun.cli.main import main
 from trainrun.errors import TrainrunError
 from trainrun.monitor.console import Console
-from trainrun.output import make_printable, redraw_line, say
-from trainrun.sweep.table import print_table
+from trainrun.output import format_table, make_printable, redraw_line, say
 
 HOSTILE = "a\x1b]0;owned\x07b\x9b2J\r\u202eevil\tc\nd"
 SHOWN = "a\\x1b]0;owned\\x07b\\x9b2J\\r\\u202eevil\tc\nd"
@@ -35,8 +34,6 @@ def test_every_way_to_the_screen_goes_through_it(capsys: pytest.CaptureFixture[s
     log = io.StringIO()
     Console(False, stream=log).on_note(HOSTILE)
     assert log.getvalue() == f"{SHOWN}\n"
-    print_table(["num", "state", "error"], [["0", "failed", HOSTILE]])
-    assert "\x1b]" not in capsys.readouterr().out
 
 
 @pytest.mark.train
@@ -76,3 +73,33 @@ def test_nothing_of_the_package_prints_past_it() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     }
     assert found == {"output.py", "parallel/launch.py"}
+
+
+HEAD = ["job", "state", "val/acc", "", "settings"]
+ROWS = [
+    ["0", "done", "0.91", "", "optimizer.lr=0.01 model.hidden=[256,128]"],
+    ["1", "failed", "-", "", "optimizer.lr=0.03 model.hidden=[64]"],
+    ["2", "done", "0.89", "", "optimizer.lr=0.1 model.hidden=[64]"],
+]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width", "text"),
+    [
+        (2, 80, "job  state   val/acc  settings\n"
+                "0    done    0.91     optimizer.lr=0.01 model.hidden=[256,128]\n"
+                "1    failed  -        optimizer.lr=0.03 model.hidden=[64]"),
+        (1, 56, "job       0\nstate     done\nval/acc   0.91\nsettings  optimizer.lr=0.01 model.hidden=[256,128]"),
+        (3, 44, "0\n  state: done  val/acc: 0.91\n  settings: optimizer.lr=0.01\n    model.hidden=[256,128]\n"
+                "1\n  state: failed\n  settings: optimizer.lr=0.03\n    model.hidden=[64]\n"
+                "2\n  state: done  val/acc: 0.89\n  settings: optimizer.lr=0.1\n    model.hidden=[64]"),
+    ],
+    ids=["rows", "columns", "paragraphs"],
+)  # fmt: skip
+def test_a_table_fits_the_window_and_loses_nothing(num_rows: int, width: int, text: str) -> None:
+    assert format_table(HEAD, ROWS[:num_rows], width) == text
+    assert max(map(len, text.split("\n"))) <= width
+
+
+def test_a_table_without_rows_is_its_head() -> None:
+    assert format_table(HEAD, [], 80) == "job  state  val/acc    settings"

@@ -123,6 +123,51 @@ def print_encodable(text: str, file: IO[str] | None = None, end: str = "\n", flu
     print(make_encodable(text, getattr(out, "encoding", None) or "utf-8"), file=out, end=end, flush=flush)
 
 
+def table_width(otherwise: int = sys.maxsize) -> int:
+    """Return the width of the terminal that standard output goes to; `otherwise` if it goes to a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else otherwise
+
+
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Return a table as text that fits `width` characters (default: the terminal). Columns without a text are left out.
+
+    If the aligned rows do not fit, rows and columns are swapped. If that does not fit either, each row becomes a
+    paragraph, in which only a name that is longer than the window runs over.
+    """
+    width = table_width() if width is None else width
+    columns = [number for number in range(len(head)) if not rows or any(row[number] for row in rows)]
+    lines = [[row[number] for number in columns] for row in (head, *rows)]
+    for table in (lines, list(zip(*lines, strict=True))):
+        text = align_columns(table)
+        if max(map(len, text.split("\n"))) <= width:
+            return text
+    return "\n".join(format_row(lines[0], line, width) for line in lines[1:])
+
+
+def align_columns(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def format_row(head: Sequence[str], row: Sequence[str], width: int) -> str:
+    """Return a row of a table as its first cell, and below it the other cells as `name: text`."""
+    lines = [row[0]]
+    room = 0  # left in the last line
+    for name, cell in zip(head[1:], row[1:], strict=True):
+        if cell in ("", "-"):
+            continue
+        text = f"{name}: {cell}" if name else cell
+        if len(text) + 2 <= room:
+            lines[-1] += f"  {text}"
+        else:
+            lines += textwrap.wrap(
+                text, width, initial_indent="  ", subsequent_indent="    ",
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+        room = width - len(lines[-1]) if not lines[-1].startswith("    ") else 0
+    return "\n".join(lines)
+
+
 def redraw_line(text: str = "") -> None:
     """Replace the last line of the terminal by a text."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"

@@ -67,18 +67,20 @@ def test_points_that_were_searched_are_dots_without_lines(tmp_path: Path) -> Non
 
 
 def test_points_are_means_over_seeds_with_intervals_a_line_for_each_other_setting(tmp_path: Path) -> None:
-    values = [0.9, 0.7, 0.5, 0.5, 0.8, 0.8, 0.4, 0.2]
-    sweep = sweep_of(tmp_path / "s", ["lr=1,2", "model=mlp,cnn", "seed=1,2"], values)
+    values = [number for pair in ([0.9, 0.7], [0.5, 0.5], [0.8, 0.8], [0.4, 0.2]) for number in 2 * pair]
+    sweep = sweep_of(tmp_path / "s", ["lr=1,2", "model=mlp,cnn", "seed=range(4)"], values)
     over_lr, over_model = charts_of(sweep)[:2]
     lines = {line["name"]: line for line in over_lr["series"]}
     assert lines["model=mlp"]["y"] == [0.8, 0.8]
     assert lines["model=cnn"]["y"] == [0.5, 0.3]
-    student = 12.7062 * 0.1414214 / 2**0.5
+    student = 3.182446 * 0.1154701 / 4**0.5
     assert lines["model=mlp"]["half"] == [pytest.approx(student, rel=1e-4), 0.0]
     assert not over_lr["logX"]
     assert over_model["names"] == ["mlp", "cnn"]
     assert {tuple(line["x"]["model"]) for line in over_model["series"]} == {(0.0, 1.0)}
     assert all(line["dots"] for line in over_model["series"])  # nothing lies between two names
+    (line,) = charts_of(sweep_of(tmp_path / "two", ["lr=1,2", "seed=1,2"], [0.9, 0.7, 0.5, 0.5]))[0]["series"]
+    assert line["half"] == [None, None]  # of two seeds it would hold about everything
 
 
 def test_many_combinations_are_points_and_seeds_alone_have_a_chart(tmp_path: Path) -> None:

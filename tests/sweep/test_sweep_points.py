@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from approved import approve
 
 from trainrun.sweep.jobs import Sweep
-from trainrun.sweep.points import best_job
+from trainrun.sweep.points import best_job, format_differences, format_mean
 from trainrun.sweep.results import Job, Result
 from trainrun.sweep.space import expand_grid
-from trainrun.sweep.table import CLOSE, point_table, points_csv
+from trainrun.sweep.table import UNCLEAR, WORSE, point_table, points_csv, print_tables
 
 
 def sweep_of(words: list[str], values: Sequence[float | None], mode: str = "max") -> Sweep:
@@ -53,11 +54,22 @@ def test_differences_are_paired_by_seed() -> None:
     close, apart = [0.1, 0.5, 0.9], [0.0, 0.41, 0.79]
     sweep = sweep_of(["lr=1,2,3", "seed=1,2,3"], [*close, *apart, 0.11, 0.45, 0.93])
     points = sweep.points()
-    mean, half = points[2].difference_from(points[0]) or (0.0, 0.0)
-    assert mean == pytest.approx(-0.1)
-    assert half == pytest.approx(4.302653 * 0.01 / 3**0.5, rel=1e-4)
+    assert points[2].differences_from(points[0]) == pytest.approx([-0.11, -0.09, -0.1])
     _, rows = point_table(points)
-    assert [(row[0], row[-1]) for row in rows] == [("lr=1", ""), ("lr=3", CLOSE), ("lr=2", "")]
+    assert [(row[0], row[-1]) for row in rows] == [("lr=1", ""), ("lr=3", UNCLEAR), ("lr=2", WORSE)]
+
+
+def test_few_seeds_are_listed_and_advised_against(capsys: pytest.CaptureFixture[str]) -> None:
+    """The interval of two values is seven times as wide as that of five, and holds about everything."""
+    values = [0.94, 0.95, 0.93, 0.96]
+    assert format_mean(values[:2]) == "0.945 (0.94 to 0.95)"
+    assert format_mean(values) == "0.945 ± 0.021"
+    assert format_differences([-0.01, 0.02]) == "-0.01, +0.02"
+    assert format_differences([-0.01, 0.02, 0.0, -0.01]) == "+0 ± 0.023"
+    for seeds in (2, 4):
+        sweep = sweep_of(["lr=1,2", f"seed=range({seeds})"], [*values[:seeds], *values[-seeds:][::-1]])
+        print_tables(sweep)
+        approve(capsys.readouterr().out)
 
 
 def test_the_table_shows_short_numbers_and_the_file_whole_ones() -> None:

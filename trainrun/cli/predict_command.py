@@ -19,7 +19,7 @@ from trainrun.cli.run_arguments import (
 )
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.run_folder import RunDir, write_json
-from trainrun.output import format_count, report_result, say
+from trainrun.output import format_count, format_table, report_result, say
 from trainrun.runs.new_samples import SHOWN_CLASSES, predict_new
 from trainrun.runs.predictions import predict_batches
 from trainrun.runs.restore_config import choose_saved_checkpoint, load_parts
@@ -91,11 +91,9 @@ def main(argv: list[str]) -> int:
 
 def print_rows(columns: dict[str, list[Any]]) -> None:
     """Print the first predictions as a table."""
-    from trainrun.plots.compare import format_text_table
-
     rows = list(zip(*columns.values(), strict=True))[:MOST_ROWS]
     cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
-    say(format_text_table(list(columns)[:MOST_COLUMNS], [row[:MOST_COLUMNS] for row in cells]))
+    say(format_table(list(columns)[:MOST_COLUMNS], [row[:MOST_COLUMNS] for row in cells]))
 
 
 def collect_predictions(

@@ -13,14 +13,21 @@ from typing import Any
 from trainrun.checkpoint.load import read_manifest
 from trainrun.errors import CheckpointError, ConfigError
 from trainrun.folder.run_folder import RunDir, read_identity, write_text
-from trainrun.output import find_throughput, format_duration, format_number, format_quantity
+from trainrun.output import (
+    find_throughput,
+    format_duration,
+    format_number,
+    format_quantity,
+    format_table,
+    table_width,
+)
 from trainrun.plots import page
 from trainrun.plots.chart import UNITS, Chart, Curve, build_curve, charts_html
 from trainrun.plots.history import History, flatten_dict, read_config, read_environment, read_history
 from trainrun.plots.report import format_setting
 from trainrun.plots.series import collect_curves, column_names
 
-MOST_WIDE = 160  # letters of a line of the table, for the terminal
+MOST_WIDE = 160  # characters of a line of the table in a file or a pipe
 PACKAGES = "packages that others have not"
 UNEQUAL_ALWAYS = ("run_name",)  # differs without saying anything about the training
 
@@ -47,15 +54,15 @@ def compare_runs(runs: list[RunDir], out: Path) -> RunComparison:
     same = describe_loss_difference(histories)
     charts = charts_html(comparison_charts(histories))
     parts = [page.heading(title, level=1), page.html_table(head, rows), page.paragraph(same), charts]
-    texts = [same]
+    texts, width = [same], table_width(MOST_WIDE)
     for name, facts in {"environment": environment_facts, "data": data_facts}.items():
         found = difference_table({run: flatten_dict(facts(history)) for run, history in histories.items()})
         parts += [page.heading(f"{name}: what differs"), page.html_table(*found)] if found[1] else []
-        texts.append(f"{name}:\n{format_text_table(*found)}" if found[1] else f"{name}: nothing differs")
+        texts.append(f"{name}:\n{format_table(*found, width)}" if found[1] else f"{name}: nothing differs")
     file = out / "compare.html"
     out.mkdir(parents=True, exist_ok=True)
     write_text(file, page.html_page(title, parts))
-    table = format_text_table(head, rows)
+    table = format_table(head, rows, width)
     columns = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
     return RunComparison(file, table, "\n\n".join(filter(None, texts)), columns)
 
@@ -172,19 +179,6 @@ def differing_keys(configs: Sequence[dict[str, Any]]) -> list[str]:
     return [
         key for key in keys if any(config.get(key, ...) != configs[0].get(key, ...) for config in configs)
     ]
-
-
-def format_text_table(head: Sequence[str], rows: Sequence[Sequence[str]], most_wide: int = MOST_WIDE) -> str:
-    """Return a table as text. If it is wider than `most_wide` characters, rows and columns are swapped."""
-    lines = [head, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    if sum(widths) > most_wide:
-        lines = list(zip(*lines, strict=True))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
 
 
 def comparison_charts(histories: dict[str, History]) -> list[Chart]:

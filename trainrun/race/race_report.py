@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from trainrun.config.tuned_settings import describe_machine
 from trainrun.folder.run_folder import write_text
-from trainrun.output import format_number, say
+from trainrun.output import format_table, say
 from trainrun.plots import page
 from trainrun.plots.chart import Chart, Curve, charts_html
 from trainrun.race.racers import Racer, Variation
 from trainrun.race.standings import Equivalence, RaceResults, RaceRun, Standing
 from trainrun.race.turns import Race
-from trainrun.sweep.points import half_of_mean
-from trainrun.sweep.table import format_csv, print_table
+from trainrun.sweep.points import format_mean
+from trainrun.sweep.table import format_csv
 from trainrun.timing.paired import Ratio
 
 Table = tuple[list[str], list[list[str]]]
@@ -60,7 +59,7 @@ def standing_cells(standing: Standing) -> list[str]:
     ratios = [ratio_text(ratio, standing.bound) for ratio in (standing.ratio, standing.training_ratio)]
     return [
         arrived, seconds_text(standing.seconds), ratios[0], seconds_text(standing.training_seconds), ratios[1],
-        mean_text(standing.ends), equivalence_text(standing.equivalence), memory_text(standing.peak_bytes),
+        format_mean(standing.ends) or "-", equivalence_text(standing.equivalence), memory_text(standing.peak_bytes),
     ]  # fmt: skip
 
 
@@ -71,13 +70,6 @@ def seconds_text(seconds: float) -> str:
 def ratio_text(ratio: Ratio | None, bound: str) -> str:
     """Return `2.02x (1.90 to 2.14)`, or `at most 2.02x (...)` if some runs did not arrive."""
     return "" if ratio is None else f"{bound} {ratio}".strip()
-
-
-def mean_text(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    half = half_of_mean(values)
-    return format_number(fmean(values)) if half is None else f"{format_number(fmean(values))} ± {half:.2g}"
 
 
 def equivalence_text(equivalence: Equivalence | None) -> str:
@@ -138,9 +130,9 @@ def notes_of(race: Race, results: RaceResults) -> list[str]:
 
 def print_report(race: Race, changes: Sequence[Variation]) -> None:
     results = race.results()
-    print_table(*race_table(race, results))
+    say(format_table(*race_table(race, results)))
     if changes:
-        print_table(*variation_table(results, race.racers[0].name, race.racers[1].name, changes))
+        say(format_table(*variation_table(results, race.racers[0].name, race.racers[1].name, changes)))
     for line in notes_of(race, results):
         say(line)
 

@@ -35,9 +35,8 @@ from trainrun.folder.run_folder import (
     write_identity,
 )
 from trainrun.folder.status import write_status
-from trainrun.output import format_quantity, report_result, say
+from trainrun.output import format_quantity, format_table, report_result, say
 from trainrun.parallel.single import Single
-from trainrun.plots.compare import format_text_table
 from trainrun.runs.restore_config import (
     choose_saved_checkpoint,
     load_parts,
@@ -258,7 +257,7 @@ def print_comparison(before: Measurement, after: Measurement, parts: Components)
         rows += measure_speeds(before, after, parts)
     except Exception as error:  # of the task, or of the model, which may take no other batches than those
         untimed = " ".join(str(error).split())[:200]
-    say(format_text_table(("", "before", "after", ""), rows))
+    say(format_table(("", "before", "after", ""), rows))
     if untimed:
         say(f"without speeds: {untimed}")
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
+from trainrun.output import format_number
 from trainrun.sweep.results import Job, short_numbers
-from trainrun.timing.paired import half_interval
+from trainrun.timing.paired import LEAST_REPLICATES, half_interval
 
 REPEATED = ("data.fold", "seed")  # settings that make no other way to train
 
@@ -42,19 +43,15 @@ class SweepPoint:
     def label(self) -> str:
         return " ".join(f"{key}={short_numbers(value)}" for key, value in self.settings.items()) or "all jobs"
 
-    def difference_from(self, other: SweepPoint) -> tuple[float, float] | None:
-        """Return the mean difference of values with equal seed and fold, and half of its 95 % interval.
-
-        None if fewer than two jobs of the points pair up.
-        """
+    def differences_from(self, other: SweepPoint) -> list[float]:
+        """Return the differences of values with equal seed and fold."""
         there = {repetition_of(job): job.result.value for job in other.jobs if job.result.state == "done"}
         differences = []
         for job in self.jobs:
             value = there.get(repetition_of(job))
             if job.result.state == "done" and job.result.value is not None and value is not None:
                 differences.append(job.result.value - value)
-        half = half_of_mean(differences)
-        return None if half is None else (fmean(differences), half)
+        return differences
 
 
 def half_of_mean(values: Sequence[float]) -> float | None:
@@ -63,6 +60,35 @@ def half_of_mean(values: Sequence[float]) -> float | None:
         return None
     mean = fmean(values)
     return half_interval([value - mean for value in values]) / len(values)
+
+
+def format_mean(values: Sequence[float]) -> str:
+    """Return `0.912 ± 0.004`, the mean with its 95 % interval.
+
+    Fewer than four values get their range, `0.912 (0.909 to 0.915)`: the interval would be many times as wide.
+    """
+    if not values:
+        return ""
+    mean, half = fmean(values), half_of_mean(values)
+    if half is None:
+        return format_number(mean)
+    if len(values) < LEAST_REPLICATES:
+        return f"{format_number(mean)} ({format_number(min(values))} to {format_number(max(values))})"
+    return f"{format_number(mean)} ± {half:.2g}"
+
+
+def format_differences(differences: Sequence[float]) -> str:
+    """Return the mean difference with its 95 % interval, `-0.012 ± 0.004`; fewer than four are listed."""
+    half = half_of_mean(differences)
+    if half is None or len(differences) < LEAST_REPLICATES:
+        return ", ".join(f"{difference:+.2g}" for difference in differences)
+    return f"{fmean(differences):+.3g} ± {half:.2g}"
+
+
+def are_clear(differences: Sequence[float]) -> bool:
+    """Return whether the 95 % interval of the mean difference does not hold 0."""
+    half = half_of_mean(differences)
+    return half is not None and abs(fmean(differences)) > half
 
 
 def repetition_of(job: Job) -> tuple[str | None, ...]:

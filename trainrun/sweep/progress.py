@@ -27,9 +27,9 @@ from trainrun.live.run_table import (
 from trainrun.output import choose_fitting_fields, format_duration, format_number, say
 from trainrun.output import format_clock_time as clock_text
 from trainrun.sweep.jobs import Sweep
-from trainrun.sweep.points import best_job
+from trainrun.sweep.points import best_job, format_mean
 from trainrun.sweep.results import Job, Result
-from trainrun.sweep.table import format_mean, format_result
+from trainrun.sweep.table import format_result
 
 REDRAW_SECONDS: Final = 0.5
 BAR_WIDTH: Final = 20
@@ -117,7 +117,7 @@ class SweepProgress:
                 continue
             about = result.error
             if is_best and len(points[0].jobs) > 1:
-                about = f"mean {format_mean(points[0])} of {len(points[0].values)} jobs"
+                about = f"mean {format_mean(points[0].values)} of {len(points[0].values)} jobs"
             value_text = "" if result.value is None else format_number(result.value)
             rows.append(RunRow(job.folder, result.state, is_best, value=value_text, about=about))
         return rows

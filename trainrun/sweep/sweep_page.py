@@ -19,10 +19,11 @@ from trainrun.plots.chart import UNITS, Chart, Curve, build_curve, charts_html
 from trainrun.plots.history import read_config, read_history
 from trainrun.plots.series import collect_curves
 from trainrun.sweep.jobs import Sweep
-from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_jobs
+from trainrun.sweep.points import REPEATED, SweepPoint, best_job, format_mean, ranked_jobs
 from trainrun.sweep.results import Job, parse_number
 from trainrun.sweep.search_charts import point_charts
 from trainrun.sweep.table import job_table, point_table, repeated_keys
+from trainrun.timing.paired import LEAST_REPLICATES
 
 PAGE = "sweep.html"
 MOST_LINES = 8  # of a chart of one setting; with more combinations of the others it has dots alone
@@ -75,8 +76,8 @@ def page_parts(sweep: Sweep) -> list[str]:
 def describe_best(point: SweepPoint, job: Job) -> str:
     """Return `lr=0.1: val/acc 0.97 (mean 0.965 ± 0.004 of 3 jobs)`."""
     mean = ""
-    if len(point.values) > 1 and point.mean is not None and point.half is not None:
-        mean = f" (mean {format_number(point.mean)} ± {point.half:.2g} of {format_count(len(point.values), 'job')})"
+    if len(point.values) > 1:
+        mean = f" (mean {format_mean(point.values)} of {format_count(len(point.values), 'job')})"
     return f"{job.folder}: {job.result.monitor} {format_number(job.result.value)}{mean}"
 
 
@@ -99,7 +100,11 @@ def describe_charts(sweep: Sweep) -> str:
     """Return a sentence on what the points of the charts are, and which values are better."""
     over = repeated_keys(sweep)
     others = [key for key in sweep.swept_keys() if key not in over]
-    each = f"a mean over {' and '.join(over)}, with its 95 % interval" if over and others else "a job"
+    each = (
+        f"a mean over {' and '.join(over)}, with its 95 % interval from four jobs on"
+        if over and others
+        else "a job"
+    )
     return f"Each point is {each}; {BETTER.get(sweep.points()[0].jobs[0].result.mode, '')}."
 
 
@@ -161,7 +166,7 @@ def setting_curve(
     """Return means over the values of one setting, with the halves of their intervals."""
     x = np.asarray([places[point.settings[key]] for point in points])
     means = np.asarray([point.mean for point in points], dtype=np.float64)
-    halves = np.asarray([np.nan if point.half is None else point.half for point in points])
+    halves = np.asarray([point.half if len(point.values) >= LEAST_REPLICATES else np.nan for point in points])
     return Curve(name, {key: x}, means, is_dots, halves)
 
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from trainrun.output import mask_arguments, say
+from trainrun.output import format_table, mask_arguments, say
 from trainrun.sweep.jobs import Sweep
-from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_jobs
+from trainrun.sweep.points import (
+    REPEATED,
+    SweepPoint,
+    are_clear,
+    best_job,
+    format_differences,
+    format_mean,
+    ranked_jobs,
+)
 from trainrun.sweep.results import Job, Result
+from trainrun.timing.paired import LEAST_REPLICATES, student_quantile
 
 MEANS = "sweep-means.csv"
-CLOSE = "like the best"  # of a point whose difference from the best has an interval that holds 0
+WORSE, UNCLEAR = "worse", "no clear difference"  # from the best, by the 95 % interval of the difference
+SEEDS = 5  # of which intervals begin to say something
 
 
 def format_result(result: Result) -> str:
@@ -64,36 +75,36 @@ def point_table(points: Sequence[SweepPoint]) -> tuple[list[str], list[list[str]
     rows = []
     for point in points:
         num_jobs = f"{len(point.values)} of {len(point.jobs)}"
-        difference = None if point is points[0] else point.difference_from(points[0])
-        mark = CLOSE if difference is not None and abs(difference[0]) <= difference[1] else ""
-        difference_text = "" if difference is None else f"{difference[0]:+.3g} ± {difference[1]:.2g}"
-        rows.append([point.label, format_mean(point), num_jobs, difference_text, mark])
+        differences = [] if point is points[0] else point.differences_from(points[0])
+        verdict = "" if not differences else WORSE if are_clear(differences) else UNCLEAR
+        rows.append([
+            point.label, format_mean(point.values), num_jobs, format_differences(differences), verdict,
+        ])  # fmt: skip
     return head, rows
-
-
-def format_mean(point: SweepPoint) -> str:
-    """Return `0.912 ± 0.004`."""
-    if point.mean is None:
-        return ""
-    return f"{point.mean:.5g}" if point.half is None else f"{point.mean:.5g} ± {point.half:.2g}"
 
 
 def print_tables(sweep: Sweep) -> None:
     """Print the table of jobs. If points are means of several jobs, print the points and the unfinished jobs."""
     jobs = ranked_jobs(list(sweep.jobs.values()))
     if repeated_keys(sweep):
-        print_table(*point_table(sweep.points()))
+        head, rows = point_table(sweep.points())
+        say(format_table(head, rows))
+        if any(row[-1] == UNCLEAR for row in rows):
+            say_advice_on_seeds(len(sweep.points()[0].values))
         jobs = [job for job in jobs if job.result.state != "done"]
     if jobs:
-        print_table(*job_table(jobs, sweep.swept_keys()))
+        say(format_table(*job_table(jobs, sweep.swept_keys())))
 
 
-def print_table(head: list[str], rows: list[list[str]]) -> None:
-    """Print aligned columns without frames. Columns without a text are left out; nothing is cut."""
-    columns = [place for place in range(len(head)) if not rows or any(row[place] for row in rows)]
-    widths = {place: max(len(row[place]) for row in [head, *rows]) for place in columns}
-    for row in [head, *rows]:
-        say("  ".join(row[place].ljust(width) for place, width in widths.items()).rstrip())
+def say_advice_on_seeds(num_jobs: int) -> None:
+    """Print that more seeds would tell more, if a point has only a few jobs."""
+    if 2 <= num_jobs < LEAST_REPLICATES:
+        widths = [student_quantile(0.95, count - 1) / math.sqrt(count) for count in (num_jobs, SEEDS)]
+        gain = widths[0] / widths[1]
+        say(
+            f"note: {num_jobs} jobs a point tell little. With seed=range({SEEDS}) the intervals are about {gain:.1g} "
+            "times as narrow"
+        )
 
 
 def jobs_csv(sweep: Sweep) -> str:

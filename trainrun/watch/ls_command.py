@@ -5,8 +5,6 @@ from __future__ import annotations
 import operator
 import os
 import re
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,9 +17,17 @@ from trainrun.errors import EXIT_DONE, ConfigError, DataError
 from trainrun.folder.run_folder import RunDir, resolve_folder, write_text
 from trainrun.folder.status import is_sweep, read_status
 from trainrun.live.follow import is_writer_alive
-from trainrun.output import format_count, format_duration, format_number, report_result, say
+from trainrun.output import (
+    format_count,
+    format_duration,
+    format_number,
+    format_table,
+    report_result,
+    say,
+    table_width,
+)
 from trainrun.plots import page
-from trainrun.plots.compare import differing_keys, format_text_table
+from trainrun.plots.compare import differing_keys
 from trainrun.plots.history import flatten_dict, read_config
 from trainrun.sweep.jobs import load_sweep
 from trainrun.sweep.sweep_page import PAGE as PAGE_OF_SWEEP
@@ -29,6 +35,7 @@ from trainrun.watch.screen import settings_by_key
 
 MOST_DEEP = 4  # folders below the one that is listed
 PAGE = "runs.html"
+SHORTEST_SETTINGS = 24  # characters that the settings are not cut below
 COLUMNS = ("name", "state", "age", "best", "what differs", "time")
 FILTER = re.compile(r"(?P<key>[\w./]+)(?P<sign><=|>=|!=|==?|<|>)(?P<value>.+)")
 SIGNS: dict[str, Callable[[Any, Any], bool]] = {
@@ -130,8 +137,7 @@ def main(argv: list[str]) -> int:
         say(f"no run is below {folder}" + (" that passes the filter" if filters else ""))
         return EXIT_DONE
     rows = table_rows(listed)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    say(format_text_table(COLUMNS, shorten_to_width(rows, width), most_wide=sys.maxsize))
+    say(format_table(COLUMNS, shorten_settings(rows, table_width())))
     if words.html:
         say(write_run_list(folder, listed, rows))
     return EXIT_DONE
@@ -273,15 +279,15 @@ def format_age(seconds: float) -> str:
     return "now"
 
 
-def shorten_to_width(rows: list[list[str]], width: int | None) -> list[list[str]]:
-    """Return the rows with the settings shortened so that each line fits the window."""
-    if width is None:
-        return rows
+def shorten_settings(rows: list[list[str]], width: int) -> list[list[str]]:
+    """Return the rows with the settings shortened so that each line fits the window, if the other columns do."""
     place = COLUMNS.index("what differs")
     others = sum(
         max(len(row[i]) for row in [list(COLUMNS), *rows]) + 2 for i in range(len(COLUMNS)) if i != place
     )
-    room = max(width - others, len(COLUMNS[place]))
+    room = width - others
+    if room < SHORTEST_SETTINGS:
+        return rows
     return [
         [cell if i != place or len(cell) <= room else cell[: room - 3] + "..." for i, cell in enumerate(row)]
         for row in rows

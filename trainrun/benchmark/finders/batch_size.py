@@ -27,9 +27,8 @@ from trainrun.benchmark.run_overrides import (
 )
 from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerProcess
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainingError
-from trainrun.output import format_quantity, say
+from trainrun.output import format_quantity, format_table, say
 from trainrun.parallel.devices import count_gpus
-from trainrun.plots.compare import format_text_table
 from trainrun.runtime.machine import read_host_memory
 from trainrun.scheduler.build_schedule import scale_learning_rate
 from trainrun.timing.paired import PROCESS_SPREAD, Comparison, StoppingRules, compare_in_turns
@@ -167,7 +166,7 @@ def main(wish: Namespace, words: list[str], budget: float) -> int:
         stopped = finder.search()
         speeds = finder.compare_speeds()
     base, tried = finder.config.data.batch_size, sorted(finder.tried, key=lambda attempt: attempt.size)
-    say(format_text_table(HEAD, [format_attempt(finder, speeds, attempt) for attempt in tried]))
+    say(format_table(HEAD, [format_attempt(finder, speeds, attempt) for attempt in tried]))
     fastest, largest = speeds.best(PROCESS_SPREAD, 0.95) or str(base), finder.sizes()[-1]
     limit = next((attempt.why for attempt in tried if attempt.size > largest), stopped)
     say(f"largest that fits: data.batch_size={largest}" + (f" (above: {limit})" if limit else ""))

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from trainrun.benchmark.tune.techniques import Row, TechniqueTable, is_skipped_for_time
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuning
-from trainrun.output import format_quantity
-from trainrun.plots.compare import format_text_table
+from trainrun.output import format_quantity, format_table
 from trainrun.timing.paired import PROCESS_SPREAD, Ratio
 
 TABLE_HEAD: Final = ("technique", "alone", "its turns", "helps?", "memory", "training", "settings")
@@ -57,7 +56,7 @@ def trial_line(trial: Trial) -> str:
 
 def table_lines(table: TechniqueTable) -> list[str]:
     lines = [f"your settings: {format_quantity(table.speed)} {table.unit}/s"]
-    lines.append(format_text_table(TABLE_HEAD, [technique_row(row) for row in table.rows]))
+    lines.append(format_table(TABLE_HEAD, [technique_row(row) for row in table.rows]))
     reasons = {row.trial.cause: row.trial.reason for row in table.rows}
     lines += [f"{title}: {reason}" for title, reason in reasons.items() if len(reason) > LONGEST_REASON]
     late = sum(map(is_skipped_for_time, table.rows))
