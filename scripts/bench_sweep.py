@@ -68,7 +68,7 @@ def run_sweep(folder: Path, words: list[str]) -> tuple[dict[str, Any], float]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
-    return json.loads(done.stdout), time.monotonic() - began
+    return json.loads(done.stdout)["result"], time.monotonic() - began
 
 
 def settings_of_best(table: dict[str, Any]) -> list[str]:

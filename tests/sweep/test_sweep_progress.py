@@ -81,7 +81,7 @@ def test_the_table_shows_the_best_then_what_runs_then_what_failed(tmp_path: Path
     assert lines[0] == "######--------------  4/16 done  1 pruned  1 failed  2 running  0:00 < 0:00"
     assert lines[1].split() == ["run", "state", "step", "best", "val/acc"]
     rows = [" ".join(line.split()) for line in lines[2:]]
-    assert rows[0] == "* 2-lr=2-seed=0 done 0.7 mean 0.65 ± 0.64 of 2 jobs"
+    assert rows[0] == "* 2-lr=2-seed=0 done 0.7 mean 0.65 (0.6 to 0.7) of 2 jobs"
     assert rows[1] == "6-lr=4-seed=0 running 50/100 50 %"
     assert rows[2] == "7-lr=4-seed=1 running 50/100 50 %"
     assert rows[3] == "4-lr=3-seed=0 failed the loss is not finite"

@@ -181,7 +181,15 @@ def test_a_new_sweep_of_which_every_job_is_refused_leaves_no_folder(tmp_path: Pa
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("words", [["sweep.per_device=2"], ["sweep=optuna", "sweep.trials=2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sweep.per_device=2"],
+        ["sweep=optuna", "sweep.trials=2"],
+        ["sweep.jobs=2", "parallel=ddp", "parallel.devices=1,3"],
+    ],
+    ids=" ".join,
+)
 def test_a_sweep_that_is_refused_before_its_first_job_leaves_no_folder(
     words: list[str], tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ):

@@ -78,7 +78,7 @@ class Job:
         """Return the settings of the keys that vary; all words where none does."""
         settings = self.settings
         shown = [f"{key}={short_numbers(settings[key])}" for key in keys if key in settings]
-        return " ".join(shown or mask_arguments(self.words))
+        return " ".join(shown or map(short_numbers, mask_arguments(self.words)))
 
 
 def short_numbers(text: str) -> str:

@@ -27,7 +27,14 @@ from trainrun.sweep.forked_job import import_what_jobs_need
 from trainrun.sweep.job_queue import Command, JobQueue, StopRelay, job_command
 from trainrun.sweep.jobs import Sweep, calls_to_resume, open_sweep
 from trainrun.sweep.options import AUTO, SweepOptions, read_options, split_options, translate_hydra_words
-from trainrun.sweep.places.leases import DevicePlace, Leases, core_numbers, find_places, gpu_names
+from trainrun.sweep.places.leases import (
+    DevicePlace,
+    Leases,
+    core_numbers,
+    find_places,
+    gpu_names,
+    most_devices,
+)
 from trainrun.sweep.points import best_job
 from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import Job
@@ -149,6 +156,7 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
             import_what_jobs_need()
         num_jobs, devices_of = sweep.num_jobs, devices_by_words()
         places, about = places_of_jobs(sweep, options, devices_of, forks)
+        check_devices(calls, options, places, devices_of)
         study = SweepStudy(sweep, options) if sweep.search or options.pruner != "none" else None
         sweep.revive(options.revive)
         notes = [*notes_on_points(calls), *notes_on_pruner(sweep, options, max(len(places), 1))]
@@ -275,6 +283,22 @@ def devices_by_words() -> Callable[[Job], int]:
         return choose_num_devices(parallel.mode, parallel.accelerator, parallel.devices)[0]
 
     return lambda job: devices(tuple(word for word in job.words if word.startswith(PARALLEL_WORDS)))
+
+
+def check_devices(
+    calls: list[list[str]],
+    options: SweepOptions,
+    places: Sequence[DevicePlace],
+    devices_of: Callable[[Job], int],
+) -> None:
+    """Raise ConfigError if a job needs more devices than one job can have. places: empty for the whole machine."""
+    for words in itertools.chain.from_iterable(map(words_to_check, calls)) if places else ():
+        count, most = devices_of(Job(0, words, "")), most_devices(places)
+        if count > most:
+            raise ConfigError(
+                f"sweep.jobs={options.jobs or AUTO}: a job on {count} devices needs as many places, and "
+                f"there are {most}; set sweep.jobs={count}, or fewer parallel.devices"
+            )
 
 
 def places_of_jobs(

@@ -74,10 +74,6 @@ class Leases:
 
         All are locked or none, so no two jobs wait for each other.
         """
-        if count > self.most_at_once:
-            raise ConfigError(
-                f"sweep.jobs: a job needs {count} devices, and can have {format_count(self.most_at_once, 'place')}"
-            )
         lease = Lease([], [])
         for place in self.places:
             if len(lease.places) == count:
@@ -91,12 +87,6 @@ class Leases:
             return lease
         lease.release()
         return None
-
-    @property
-    def most_at_once(self) -> int:
-        """The number of places that one job can have."""
-        gpus = {place.gpu for place in self.places if place.gpu}
-        return len(gpus) or len(self.places)
 
     def _lock(self, place: DevicePlace) -> list[int]:
         """Return the open files of all locks of a place; none if one of them is taken."""
@@ -146,6 +136,11 @@ def find_places(
     each = max(len(cores) // count, 1)
     about = format_count(each, "core") + (" each" if count > 1 else "")
     return core_places(cores, count), f"{format_count(count, 'job')} side by side, {about}{reason}"
+
+
+def most_devices(places: Sequence[DevicePlace]) -> int:
+    """Return the number of places that one job can have: a share of each GPU, or all groups of cores."""
+    return len({place.gpu for place in places if place.gpu}) or len(places)
 
 
 def gpu_names() -> list[str]:
