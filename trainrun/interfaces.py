@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
-from trainrun.errors import PluginError
+from trainrun.errors import PluginError, TrainrunError
 
 if TYPE_CHECKING:
     import torch
@@ -479,6 +479,9 @@ class Parallel(Protocol):
 
     def exchange(self) -> None:
         """Average the gradients over the ranks. A second call changes nothing."""
+
+    def explain_error(self, error: RuntimeError) -> TrainrunError | None:
+        """Return an error with advice for an error of torch that this backend causes; None for any other."""
 
     def agree(self, items: int, stop: int, save: int) -> Agreed:
         """Exchange the state of a step between ranks, on the host, without waiting for the device."""

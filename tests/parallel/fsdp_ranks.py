@@ -14,7 +14,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 
-from exact_parts import histograms_of, parts_of, result
+from exact_parts import FEATURES, histograms_of, parts_of, result
 
 from trainrun.checkpoint.load import Loaded
 from trainrun.checkpoint.manager import CheckpointManager
@@ -136,6 +136,32 @@ def use_weights_outside_of_the_model(parallel: Fsdp) -> None:
         raise explained from error
 
 
+def differentiate_a_gradient(parallel: Fsdp) -> None:
+    """Make a backward through a gradient; raise the error that a user sees."""
+    run = parts_of((), parallel=another(parallel), batch_size=2)
+    inputs = torch.ones(1, FEATURES, requires_grad=True)
+    try:
+        (gradient,) = torch.autograd.grad(run.model(inputs).square().sum(), inputs, create_graph=True)
+        gradient.square().sum().backward()
+    except RuntimeError as error:
+        explained = explain_error(run, TrainState(), error)
+        assert explained is not None
+        raise explained from error
+
+
+KEPT = "model=unusual_weights.Kept"
+CHANGED = "model=unusual_weights.Changed"
+UNUSUAL: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    **{name: ((KEPT, f"model.owner={name}"), {})
+       for name in ("list", "object", "function", "view", "buffer", "parameter")},
+    **{f"{name}, without memory": ((KEPT, f"model.owner={name}"), {"meta_device": True})
+       for name in ("list", "view")},
+    "changed in the forward": ((CHANGED, "model.through_data=false"), {}),
+    "changed through data": ((CHANGED, "model.through_data=true"), {}),
+    "post-accumulate hook": (("model=unusual_weights.Hooked",), {}),
+}  # fmt: skip
+
+
 def work(parallel: Parallel, flag: StopFlag) -> int:
     assert isinstance(parallel, Fsdp)
     folder = Path(sys.argv[1])
@@ -159,6 +185,10 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
     seen["offload"] = fault_of(lambda: another(parallel, offload=True))
     seen["sparse"] = fault_of(lambda: another(parallel).wrap(torch.nn.Embedding(4, 2, sparse=True)))
     seen["a part of the model"] = fault_of(lambda: use_weights_outside_of_the_model(parallel))
+    seen["a gradient of a gradient"] = fault_of(lambda: differentiate_a_gradient(parallel))
+    seen["max_norm"] = fault_of(lambda: another(parallel).wrap(torch.nn.Embedding(4, 2, max_norm=1.0)))
+    for name, (words, options) in UNUSUAL.items():
+        seen[name] = fault_of(lambda w=words, o=options: result(w, another(parallel, **o), batch_size=2))
     seen["histograms"] = histograms_of(another(parallel), BATCH // parallel.world_size)
     if parallel.rank == 0:
         write_text(folder / "results.json", json.dumps(seen))

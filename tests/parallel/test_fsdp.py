@@ -65,6 +65,8 @@ SCENARIOS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
                                        {"blocks": "auto", "meta_device": True}),
     "built without memory": ((DOUBLE, *ADAMW, "data.train.count=27", "ema=true", "transform=lora",
                               "transform.lora.target=layers.2"), {"meta_device": True}),
+    "hooks and attributes of weights": ((DOUBLE, "model=unusual_weights.Marked", "data.train.count=27",
+                                         "trainer.accumulate_grad_batches=3"), {}),
     "float32": ((*TOKENS, *ADAMW, "data.train.count=27"), {}),
     "bf16-mixed": (("precision=bf16-mixed", *TOKENS, "data.train.count=27"), {}),
 }  # fmt: skip
@@ -177,7 +179,16 @@ def test_a_flipped_bit_in_any_file_is_found(file: str, seen: dict[str, Any]) -> 
     [("no blocks", "ConfigError", "parallel.blocks="), ("replicate", "ConfigError", "parallel.replicate=3"),
      ("muon", "PluginError", "optimizer: Muon"), ("lbfgs", "PluginError", "LBFGS"),
      ("offload", "ConfigError", "parallel.offload=true"), ("sparse", "ConfigError", "sparse=False"),
-     ("a part of the model", "PluginError", "parallel=ddp")],
+     ("a part of the model", "PluginError", "parallel=ddp"),
+     ("a gradient of a gradient", "PluginError", "create_graph=True"),
+     ("list", "PluginError", "layers.0.weight"), ("object", "PluginError", "layers.0.weight"),
+     ("function", "PluginError", "layers.0.weight"), ("view", "PluginError", "layers.0.weight (by kept)"),
+     ("buffer", "ConfigError", "kept"), ("parameter", "ConfigError", "kept"),
+     ("list, without memory", "PluginError", "layers.0.weight"),
+     ("view, without memory", "PluginError", "layers.0.weight (by kept)"),
+     ("changed in the forward", "PluginError", "layers.2.weight"),
+     ("changed through data", "PluginError", "layers.2.weight"),
+     ("post-accumulate hook", "ConfigError", "layers.0.weight"), ("max_norm", "PluginError", "max_norm=1")],
 )  # fmt: skip
 def test_what_shards_cannot_do_is_refused(name: str, error: str, key: str, seen: dict[str, Any]) -> None:
     assert seen[name][0] == error

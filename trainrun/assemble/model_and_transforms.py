@@ -71,7 +71,7 @@ def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn
     make_dense(model)
     if "init" in words:
         initialize(model, words["init"])
-    return convert_to_precision(model.to(device), config)
+    return convert_to_precision(move_to_device(model, device), config)
 
 
 def initialize_lazy_layers(model: nn.Module, shape: Sequence[int] | None) -> None:
@@ -170,6 +170,12 @@ def check_is_module(model: object, key: str, way_out: str = "") -> nn.Module:
     return model
 
 
+def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return the model on the device. Tensors that are there keep their memory, with or without values."""
+    is_there = all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
+    return model if is_there else model.to(device)
+
+
 def convert_to_precision(model: nn.Module, config: RunConfig) -> nn.Module:
     """Convert the model to the number type of the run. Layers with a bug in torch's convolutions are guarded."""
     prepare_model(model, config.precision.mode)
@@ -188,7 +194,7 @@ def apply_transforms(
             build_node(node, key, model), f"{key}._target_={node['_target_']}", "; return the model"
         )
         make_dense(changed)
-        model = convert_to_precision(changed.to(device), config)
+        model = convert_to_precision(move_to_device(changed, device), config)
         if notes is not None:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             notes.append(f"{key}: {format_count(trained, 'parameter')} trained")

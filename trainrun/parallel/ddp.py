@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from trainrun.errors import ConfigError, PluginError
+from trainrun.errors import ConfigError, PluginError, TrainrunError
 from trainrun.parallel.group import (
     Exchanges,
     Group,
@@ -173,6 +173,9 @@ class Ddp:
             run_backward_of_zeros(self._ddp, there)
             self._broadcast_buffers()
 
+    def explain_error(self, error: RuntimeError) -> TrainrunError | None:
+        return None  # `_explain_ddp_errors` has done so
+
     def close(self) -> None:
         destroy_group()
 
@@ -254,6 +257,12 @@ def check_parameters(model: nn.Module, mode: str = "ddp") -> None:
             f"model: {name} has sparse buffers, which the ranks cannot exchange; keep their indices and values as "
             "plain buffers, or use parallel=single"
         )
+    for module_name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise PluginError(
+                f"model: max_norm={module.max_norm:g} of {module_name or name} changes in each forward the rows of "
+                "a rank's own batch, so the ranks would differ; leave out max_norm, or use parallel=single"
+            )
     if not any(parameter.requires_grad for parameter in parameters):
         raise PluginError(f"model: no parameter of {name} needs a gradient, so there is nothing to train")
 

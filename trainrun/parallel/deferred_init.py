@@ -157,13 +157,17 @@ class DeferredInit(TorchDispatchMode):
             ) from error
 
     def build_other_tensors(self, model: nn.Module, device: torch.device) -> None:
-        """Give memory to what is no parameter: buffers, and tensors in attributes of modules, lists and dicts."""
+        """Give memory to what is no parameter: buffers, and tensors in attributes of modules, lists and dicts.
+
+        A parameter in an attribute, or a view of one, stays without memory. It would not follow the training.
+        """
         for tensor in (*model.parameters(), *model.buffers()):
             check_memory(tensor)
         built: dict[int, Tensor] = {}
+        weights = {param.untyped_storage()._cdata for param in model.parameters()}
 
         def with_memory(leaf: Any) -> Any:
-            if not is_deferred(leaf):
+            if not is_deferred(leaf) or leaf.untyped_storage()._cdata in weights:
                 return leaf
             if id(leaf) not in built:
                 built[id(leaf)] = self.build_tensor(leaf).to(device)

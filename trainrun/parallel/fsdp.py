@@ -23,11 +23,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainrun.errors import ConfigError, PluginError
+from trainrun.errors import ConfigError, PluginError, TrainrunError
 from trainrun.interfaces import TensorShard
 from trainrun.parallel.ddp import check_parameters
 from trainrun.parallel.deferred_init import DeferredInit, is_deferred
-from trainrun.parallel.group import Exchanges, Group, destroy_group, explain_lost_contact, spread_tensors
+from trainrun.parallel.divided_weights import check_shared_memory, find_views, retire_tensor, spoil_memory
+from trainrun.parallel.group import (
+    Exchanges,
+    Group,
+    destroy_group,
+    explain_failed_exchange,
+    explain_lost_contact,
+    is_lost_contact,
+    spread_tensors,
+)
 from trainrun.patterns import match_names
 from trainrun.tensors import WHOLE_SHAPE, StoredTensor
 from trainrun.transform.blocks import model_blocks
@@ -35,18 +44,31 @@ from trainrun.transform.blocks import model_blocks
 AUTO = "auto"
 VIEW_WARNING = "FSDP2-wrapped module"  # how torch's warning begins; `protect_block_output` raises an error
 NOTHING: AbstractContextManager[Any] = nullcontext()
+Place = tuple[int, str]  # of a parameter: the identity of its module, and its name there
 
 
 class LocalShard(NamedTuple):
     """The rows of a parameter that this rank holds.
 
-    whole: the DTensor parameter of torch. local: a plain parameter with the rows of this rank, in the same memory.
-    start: the first of these rows in the whole parameter.
+    name: of the parameter in the model. whole: the DTensor parameter of torch. local: a plain parameter with the rows
+    of this rank, in the same memory. start: the first of these rows in the whole parameter.
     """
 
+    name: str
     whole: nn.Parameter
     local: nn.Parameter
     start: int
+
+
+class Extras(NamedTuple):
+    """What user code has added to a parameter: attributes, and hooks of its gradient."""
+
+    attributes: dict[str, Any]
+    hooks: Any
+
+    @classmethod
+    def of(cls, param: nn.Parameter) -> Extras:
+        return cls(dict(vars(param)), param._backward_hooks)
 
 
 class Fsdp:
@@ -101,6 +123,7 @@ class Fsdp:
     def wrap(self, model: nn.Module) -> nn.Module:
         check_parameters(model, "fsdp")
         check_weights(model)
+        check_shared_memory(model)
         blocks = find_blocks(model, self._blocks)
         check_tied_weights(model, blocks)
         deferred = {name: param for name, param in model.named_parameters() if is_deferred(param)}
@@ -110,10 +133,10 @@ class Fsdp:
         with explain_lost_contact():
             spread_tensors([tensor for tensor in tensors if not is_deferred(tensor)], self._host)
             classes = {id(module): type(module) for module in model.modules()}
+            extras = {place: Extras.of(param) for place, param in parameters_by_place(model).items()}
             self._sharded_modules = self._shard_modules(model, blocks)
             for part in self._sharded_modules:
-                part.unshard()  # torch lays out the shards anew in the first forward otherwise
-                part.reshard()
+                self._prepare_forward(part, extras)
         for part in self._sharded_modules:
             copy_class_name(type(part), classes[id(part)])
         self._model = model
@@ -123,6 +146,20 @@ class Fsdp:
         model.register_forward_hook(self._handle_forward)
         return model
 
+    def _prepare_forward(self, part: Any, extras: Mapping[Place, Extras]) -> None:
+        """Gather the weights of a sharded module once, and give them what user code had added to the parameters."""
+        shards = {shard.whole: shard for shard in self._shards}
+        sharded = parameters_by_place(part)
+        part.unshard()  # torch lays out the shards anew in the first forward otherwise
+        weights: list[tuple[nn.Parameter, LocalShard]] = []
+        for place, gathered in parameters_by_place(part).items():
+            if gathered is not sharded[place]:
+                shard = shards[sharded[place]]
+                copy_extras(extras[place], gathered, shard)
+                weights.append((gathered, shard))
+        refuse_writes(part, weights)
+        part.reshard()
+
     def _fill_shards(self, deferred: Mapping[str, nn.Parameter]) -> None:
         """Write the first values into the shards of weights that were built without memory, one weight at a time."""
         if self._recording is None:
@@ -131,6 +168,7 @@ class Fsdp:
             shard = self._by_name[name]
             rows = self._recording.build_rows(param, shard.start, shard.start + len(shard.local))
             shard.local.detach().copy_(rows)
+            retire_tensor(param, name)
         self._recording = None
 
     def held(self, model: nn.Module) -> nn.Module:
@@ -187,6 +225,22 @@ class Fsdp:
         assert self._model is not None, "wrap comes first"
         spread_tensors(list(self._model.buffers()), self._host)
 
+    def explain_error(self, error: RuntimeError) -> TrainrunError | None:
+        if is_lost_contact(error):
+            return explain_failed_exchange(error)
+        text = str(error)
+        if "torch.Tensor and DTensor" in text:
+            return PluginError(
+                "task or model: computes with weights outside of a call of their module, where each rank has only rows "
+                "of them; call the module, as model(...), or use parallel=ddp"
+            )
+        if "for storage of size 0" in text:  # a backward found weights that were released again
+            return PluginError(
+                "task or model: differentiates a gradient (create_graph=True), for which parallel=fsdp does not gather "
+                "the weights again; use parallel=ddp"
+            )
+        return None
+
     def close(self) -> None:
         destroy_group()
 
@@ -219,13 +273,20 @@ class Fsdp:
             mesh = init_device_mesh(kind, (groups,))
         policy = CPUOffloadPolicy() if self._offload else OffloadPolicy()
         warnings.filterwarnings("ignore", VIEW_WARNING)
+        names = {param: name for name, param in model.named_parameters()}
+        for view, what in find_views(model):
+            retire_tensor(view, what)
         for module in [*blocks, model]:
             module.register_forward_hook(protect_block_output)
-            prepare_weights(module, self.device)
+            memory = prepare_weights(module, self.device)
             fully_shard(module, mesh=mesh, reshard_after_forward=self._reshard, offload_policy=policy)
+            for param, before in memory.items():
+                retire_tensor(param, names[param])
+                spoil_memory(before)
         rank_in_group = mesh.get_local_rank("shard") if self._replicate > 1 else mesh.get_local_rank()
         self._shards = [
-            LocalShard(whole, *view_local_rows(whole, groups, rank_in_group)) for whole in model.parameters()
+            LocalShard(name, whole, *view_local_rows(whole, groups, rank_in_group))
+            for name, whole in model.named_parameters()
         ]
         return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -329,6 +390,11 @@ def check_weights(model: nn.Module) -> None:
             raise ConfigError(
                 f"parallel=fsdp: {name} is a single number without rows; give it the shape (1,)"
             )
+        if param._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"parallel=fsdp: {name} has a register_post_accumulate_grad_hook, and each rank has only rows of the "
+                "gradient; use register_hook, or parallel=ddp"
+            )
         if param.is_complex():
             raise ConfigError(f"parallel=fsdp: {name} is complex; use two real tensors, or parallel=ddp")
     trained = {param.dtype for param in model.parameters() if param.requires_grad}
@@ -362,9 +428,13 @@ def check_tied_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
                 )
 
 
-def prepare_weights(module: nn.Module, device: torch.device) -> None:
-    """Make the weights of a module contiguous, and allocate those without memory. Sharded weights do not change."""
+def prepare_weights(module: nn.Module, device: torch.device) -> dict[nn.Parameter, Tensor]:
+    """Make the weights of a module contiguous, and allocate those without memory. Sharded weights do not change.
+
+    Return the memory that each weight had.
+    """
     changed: dict[nn.Parameter, nn.Parameter] = {}
+    memory: dict[nn.Parameter, Tensor] = {}
     for part in module.modules():
         for name, param in part._parameters.items():
             if param is None or isinstance(param, DTensor):
@@ -374,8 +444,10 @@ def prepare_weights(module: nn.Module, device: torch.device) -> None:
                     empty = torch.empty(param.shape, dtype=param.dtype, device=device)
                     changed[param] = nn.Parameter(empty, requires_grad=param.requires_grad)
                 part._parameters[name] = changed[param]
-            elif not param.is_contiguous():
+            elif param not in memory:
+                memory[param] = param.detach()
                 param.data = param.data.contiguous()
+    return memory
 
 
 def view_local_rows(whole: Any, num_parts: int, part: int) -> tuple[nn.Parameter, int]:
@@ -384,6 +456,52 @@ def view_local_rows(whole: Any, num_parts: int, part: int) -> tuple[nn.Parameter
     setattr(local, WHOLE_SHAPE, tuple(whole.shape))
     size = -(-whole.shape[0] // num_parts)  # torch.chunk: all but the last parts are of this size
     return local, min(part * size, whole.shape[0])
+
+
+def parameters_by_place(model: nn.Module) -> dict[Place, nn.Parameter]:
+    """Return the parameters by the identity of their module and their name there."""
+    return {
+        (id(module), name): param
+        for module in model.modules()
+        for name, param in module._parameters.items()
+        if param is not None
+    }
+
+
+def copy_extras(extras: Extras, gathered: nn.Parameter, shard: LocalShard) -> None:
+    """Give the parameter that a forward sees the gradient hooks, and each of the three parameters the attributes."""
+    # the same object, so that the handle of a hook removes it here too
+    gathered._backward_hooks = extras.hooks
+    for param in (gathered, shard.whole, shard.local):
+        vars(param).update(extras.attributes)
+
+
+def refuse_writes(part: nn.Module, weights: Sequence[tuple[nn.Parameter, LocalShard]]) -> None:
+    """Let a forward of a sharded module that changes one of its gathered weights raise PluginError.
+
+    Torch counts the writes, but not those into `weight.data`. Therefore the first forward compares the values too.
+    """
+    versions = [param._version for param, _ in weights]
+    is_first = True
+
+    def check_unchanged(part: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal is_first
+        for version, (param, shard) in zip(versions, weights, strict=True):
+            if param._version != version or (is_first and not has_rows(param, shard)):
+                raise PluginError(
+                    f"model: the forward of {type(part).__name__} changes its weight {shard.name}, and parallel=fsdp "
+                    "would lose the change; compute the changed weight as a new tensor, or use parallel=ddp"
+                )
+        is_first = False
+
+    part.register_forward_hook(check_unchanged, prepend=True)
+
+
+def has_rows(gathered: nn.Parameter, shard: LocalShard) -> bool:
+    """Return whether a gathered parameter has the values of the shard in its rows, or NaN for NaN."""
+    rows = gathered.detach()[shard.start : shard.start + len(shard.local)]
+    local = shard.local.detach().to(rows.device)
+    return bool(((rows == local) | (rows != rows) & (local != local)).all())
 
 
 def copy_class_name(kind: type, original: type) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainrun.errors import TrainrunError
 from trainrun.interfaces import Agreed
 from trainrun.tensors import zero_loss
 
@@ -60,6 +61,9 @@ class Single:
         return zero_loss(model, [param for param in model.parameters() if param.requires_grad])
 
     def exchange(self) -> None: ...
+
+    def explain_error(self, error: RuntimeError) -> TrainrunError | None:
+        return None
 
     def agree(self, items: int, stop: int, save: int) -> Agreed:
         return Agreed(float(items), stop, save)

@@ -339,11 +339,8 @@ FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scal
 
 def explain_error(run: Components, state: TrainState, error: Exception) -> TrainrunError | None:
     """Return an error with advice for a known cause; None for an unknown one."""
-    if run.parallel.forward_is_collective and isinstance(error, RuntimeError):
-        from trainrun.parallel.group import explain_failed_exchange, is_lost_contact
-
-        if is_lost_contact(error):
-            return explain_failed_exchange(error)
+    if isinstance(error, RuntimeError) and (explained := run.parallel.explain_error(error)) is not None:
+        return explained
     task = type(run.task).__name__
     if isinstance(error, AttributeError):
         if error.name not in ("loss_sum", "sums", "count"):
@@ -351,11 +348,6 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
         return PluginError(
             f"task: {task}.step() gave a {type(error.obj).__name__}; it must return "
             "trainrun.interfaces.StepOutput(loss_sum, {...})"
-        )
-    if run.parallel.forward_is_collective and "torch.Tensor and DTensor" in str(error):
-        return PluginError(
-            f"task: {task}.step() computes with weights of the model outside of model(...), where each rank has only "
-            "rows of them; move that into the model's forward, or use parallel=ddp"
         )
     if text := describe_out_of_memory(error):
         return TrainingError(explain_out_of_memory(run, text) + report_memory(run))

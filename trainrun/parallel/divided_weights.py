@@ -1,0 +1,151 @@
+"""Make a weight that was divided over the ranks unusable for all who still refer to the whole one.
+
+What: `fully_shard` replaces the parameters in the modules. A list, a function or a view that refers to an old
+    parameter would go on with values that are never trained. Here each use of them is an error.
+How: the old parameter and its views in the attributes of modules become a `DividedWeight`, wherever they are referred
+    to. Its memory is filled with NaN before it is released, so that a view elsewhere makes the loss NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainrun.errors import ConfigError, PluginError
+from trainrun.parallel.deferred_init import is_deferred
+from trainrun.tensors import map_tree_leaves
+
+OF_TORCH = frozenset(vars(nn.Module()))  # attributes of each module
+
+
+class DividedWeight(Tensor):
+    """A tensor of which each rank has only rows now. It has its shape and type, and every other use is an error.
+
+    what: the name of the weight, and of the attribute that holds a view of it.
+    """
+
+    what: str
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ == "__get__":
+            with torch._C.DisableTorchFunctionSubclass():
+                value = function(*args, **(kwargs or {}))
+            if not isinstance(value, Tensor):
+                return value
+        names: list[str] = []
+        map_tree_leaves(
+            (args, kwargs), lambda leaf: names.append(leaf.what) if isinstance(leaf, cls) else None
+        )
+        raise PluginError(
+            f"model: {names[0]} is read from a variable that was set before parallel=fsdp divided the weights; read "
+            "the weight from its module in each forward, or use parallel=ddp"
+        )
+
+
+class MemoryRange(NamedTuple):
+    """Where a tensor lies: its storage, and the bytes from `start` to `stop`."""
+
+    storage: int
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> MemoryRange:
+        storage, start = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
+        address = storage.data_ptr() or storage._cdata  # no two tensors without memory have one address
+        return cls(address, start, start + tensor.nbytes)
+
+    def overlaps(self, other: MemoryRange) -> bool:
+        return self.storage == other.storage and max(self.start, other.start) < min(self.stop, other.stop)
+
+
+def check_shared_memory(model: nn.Module) -> None:
+    """Raise ConfigError for a parameter whose memory is also that of another parameter or of a buffer."""
+    params = dict(model.named_parameters())
+    by_storage = defaultdict(list)
+    for name, tensor in (params | dict(model.named_buffers())).items():
+        place = MemoryRange.of(tensor)
+        by_storage[place.storage].append((name, place))
+    pairs = (pair for places in by_storage.values() for pair in combinations(places, 2))
+    for (name, place), (other, other_place) in pairs:
+        if place.overlaps(other_place) and (name in params or other in params):
+            raise ConfigError(
+                f"parallel=fsdp: {name} and {other} are two tensors in the same memory, which would be divided "
+                "separately; use one parameter for both, or parallel=ddp"
+            )
+
+
+def find_views(model: nn.Module) -> list[tuple[Tensor, str]]:
+    """Return the tensors in attributes of modules that share the memory of a parameter, each with its description."""
+    params = {id(param) for param in model.parameters()}
+    weights = defaultdict(list)
+    for name, param in model.named_parameters():
+        weights[MemoryRange.of(param).storage].append((name, MemoryRange.of(param)))
+    views: list[tuple[Tensor, str]] = []
+    for module_name, module in model.named_modules():
+        attributes = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
+        for attribute, value in attributes.items():
+            for tensor in iterate_tensors(value):
+                if id(tensor) in params or tensor.layout is not torch.strided:
+                    continue
+                place = MemoryRange.of(tensor)
+                for name, of_weight in weights[place.storage]:
+                    if place.overlaps(of_weight):
+                        views.append((tensor, f"{name} (by {f'{module_name}.{attribute}'.lstrip('.')})"))
+    return views
+
+
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a value holds: in containers, objects and functions, but not in modules."""
+    waiting, seen = [value], set()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen or isinstance(part, nn.Module | type | types.ModuleType):
+            continue
+        seen.add(id(part))
+        if isinstance(part, Tensor):
+            yield part
+            continue
+        waiting += held_objects(part)
+
+
+def held_objects(value: Any) -> Iterable[Any]:
+    """Return the objects that a container, an object or a function refers to."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ or ()
+    if isinstance(value, types.CellType):
+        return [value.cell_contents] if value != types.CellType() else ()
+    if isinstance(value, Collection) and not isinstance(value, str | bytes):
+        return value
+    return getattr(value, "__dict__", {}).values()
+
+
+@torch.no_grad()
+def retire_tensor(tensor: Tensor, what: str) -> None:
+    """Release the memory of a tensor, and make each use of the tensor an error."""
+    if not is_deferred(tensor):
+        value = torch.nan if tensor.is_floating_point() else 0
+        tensor.data = tensor.new_full((), value).expand(tensor.shape)
+    tensor.__class__ = DividedWeight
+    tensor.what = what  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def spoil_memory(memory: Tensor) -> None:
+    """Fill memory with NaN. Memory that is not torch's own, as of a file or of numpy, does not change."""
+    if memory.is_floating_point() and memory.untyped_storage().resizable():
+        memory.fill_(torch.nan)
