@@ -1,8 +1,8 @@
 """`data.on_error=skip`: samples that cannot be read are left out, counted and reported.
 
-A batch comes without them, shorter; nothing stands in for them, so no sample is seen twice and a resume
-finds every other one where it was. How many may be missing is held against the samples of the epoch up to
-the same place, but against a thousand (or the whole epoch, where it is shorter) before there are so many.
+The batch is then shorter, and no other sample replaces the missing one. So no sample is used twice, and a resume
+finds every other sample at its position. The fraction of missing samples is computed from the samples of the epoch so
+far, but at least from a thousand or the whole epoch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ LEAST_SAMPLES = 1000  # that a share is held against: two faults in the first ba
 
 
 class Skips:
-    """Counts for one stream, in the main process. total: since it was opened.
+    """The counts of skipped samples of one stream, in the main process. total: since the stream was opened.
 
-    samples, batches: in an epoch, of this rank.
+    samples, batches: of this rank in an epoch.
     """
 
     def __init__(self, key: str, max_share: float, report: Report, samples: float, batches: int) -> None:
@@ -33,7 +33,7 @@ class Skips:
         self.total = 0
 
     def begin(self, epoch: int, start: int) -> None:
-        """start: batches of the epoch before its first; above 0 after a resume."""
+        """Begin an epoch. start: the number of batches that are skipped at its beginning; above 0 after a resume."""
         self.end()
         self._epoch, self._seen = epoch, start * self._per_batch
 
@@ -56,7 +56,7 @@ class Skips:
             raise DataError(message)
 
     def end(self) -> None:
-        """Report once what the epoch left out."""
+        """Report once which samples of the epoch were left out."""
         if self._number:
             plural = "sample was" if self._number == 1 else "samples were"
             self._report(

@@ -21,7 +21,7 @@ UNSIGNED = "uint64 is not supported; convert it to int64"
 
 
 class LeafWithFields(NamedTuple):
-    """A tensor and the fields that lie beside it, where the tensor itself cannot carry them: between processes."""
+    """A tensor with its fields, for the way between processes, where the tensor itself cannot carry fields."""
 
     leaf: Any
     fields: dict[str, Any]
@@ -42,10 +42,10 @@ class RaggedRows:
         return RaggedRows(self.values, begins, lengths)
 
     def padded(self, width: int, fill: float, dtype: Any) -> Tensor:
-        """Copy the rows into a tensor (rows, width) of a NumPy type, with `fill` behind their ends.
+        """Copy the rows into a tensor (rows, width) of a NumPy type, filled with `fill` after the end of each row.
 
-        Slices of memoryviews take 29 us for 64 rows of 264 values, slices of arrays 43, one call of `numpy.take` and
-        `numpy.copyto` 70.
+        Slices of memoryviews take 29 us for 64 rows of 264 values. Slices of arrays take 43, and one call of
+        `numpy.take` and `numpy.copyto` 70.
         """
         out = np.full(len(self.begins) * width, fill, dtype)
         is_copy = self.values.dtype == out.dtype
@@ -62,7 +62,7 @@ class RaggedRows:
 class RaggedBatch(NamedTuple):
     """The fields of several samples, by name: columns (samples, ...), and rows that have to be padded.
 
-    pack: puts the values of all fields, in their order, into the container of a sample.
+    pack: builds the container of a sample from the values of all fields, in their order.
     """
 
     fields: dict[str, Tensor | RaggedRows]
@@ -76,7 +76,7 @@ def is_container(data: Any) -> bool:
 def map_parts(data: Any, change: Callable[[Any], Any]) -> Any:
     """Return the same container with `change` applied to each of its parts.
 
-    The lengths of a packed sequence stay what they are: torch wants them on the host.
+    The lengths of a packed sequence are not changed, because torch needs them on the host.
     """
     if isinstance(data, PackedSequence):
         order = [
@@ -94,9 +94,10 @@ def map_parts(data: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def map_leaves(data: Any, function: Callable[[Any], Any], first: Callable[[Any], Any] | None = None) -> Any:
-    """Return the same containers with `function` applied to all that is no tuple, list or mapping.
+    """Return the same containers with `function` applied to everything that is no tuple, list or mapping.
 
-    The fields beside a tensor (see `attach_fields`) are leaves too. first: applied before to each part, a list too.
+    The fields of a tensor (see `attach_fields`) are leaves too. first: applied to each part, including lists, before
+    `function`.
     """
 
     def change(part: Any) -> Any:
@@ -114,7 +115,7 @@ def map_leaves(data: Any, function: Callable[[Any], Any], first: Callable[[Any],
 
 
 def join_leaf_and_fields(leaf: Any, fields: dict[str, Any]) -> Any:
-    """Return the leaf with the fields beside it: a tensor carries them, of anything else they are a second part."""
+    """Return the leaf with its fields. A tensor carries them as an attribute. Any other leaf becomes a pair."""
     if not isinstance(leaf, Tensor):
         return LeafWithFields(leaf, fields)
     setattr(leaf, FIELDS_BESIDE, fields)
@@ -122,9 +123,11 @@ def join_leaf_and_fields(leaf: Any, fields: dict[str, Any]) -> Any:
 
 
 def attach_fields(batch: Any, fields: dict[str, Any]) -> Any:
-    """Return the batch with named fields: further entries of a mapping; of any other, beside its first tensor.
+    """Return the batch with named fields: as further entries of a mapping, or attached to the first tensor of another
+    container.
 
-    So the batch keeps the structure of its samples. `batch_fields` finds them. An entry that a mapping has stays.
+    So the batch keeps the structure of its samples. `batch_fields` finds the fields. An existing entry of a mapping
+    stays.
     """
     if isinstance(batch, MutableMapping):
         clone = copy.copy(batch)
@@ -146,7 +149,9 @@ def attach_fields(batch: Any, fields: dict[str, Any]) -> Any:
 
 
 def detach_fields(data: Any) -> Any:
-    """Return the batch in a form that keeps its fields on the way to another process; `reattach_fields` undoes it."""
+    """Return the batch in a form that keeps its fields when it is sent to another process. `reattach_fields` reverses
+    this.
+    """
     if isinstance(data, Tensor):
         fields = getattr(data, FIELDS_BESIDE, None)
         return LeafWithFields(data, fields) if fields else data
@@ -160,12 +165,12 @@ def reattach_fields(data: Any) -> Any:
 
 
 def is_numbers(value: Any) -> bool:
-    """Return whether it is a list of plain numbers, as readers of JSON give token ids."""
+    """Return whether a value is a list of plain numbers, such as token ids from JSON."""
     return isinstance(value, list) and all(type(item) in (int, float) for item in value)
 
 
 def convert_numbers(value: Any) -> Any:
-    """Convert a list of plain numbers to a tensor; return anything else as it is."""
+    """Convert a list of plain numbers to a tensor. Return any other value unchanged."""
     if not is_numbers(value):
         return value
     tensor = torch.tensor(value, dtype=None if value else torch.int64)
@@ -177,9 +182,8 @@ def convert_numbers(value: Any) -> Any:
 def convert_to_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
     """Convert to a tensor that torch can index: uint16 and uint32 become signed and wider.
 
-    Memory is shared if type and layout allow it. Raise TypeError for values that are not numbers, and for uint64, half
-    of whose
-    range torch cannot hold.
+    Memory is shared if type and layout allow it. Raise TypeError for values that are not numbers, and for uint64,
+    because torch cannot represent half of its range.
     """
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(_convert_for_torch(value))
@@ -189,7 +193,7 @@ def convert_to_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
 
 
 def _convert_for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the array in a type, byte order and layout that torch takes without a warning."""
+    """Return the array in a type, byte order and layout that torch accepts without a warning."""
     if array.dtype.kind not in "biufc":
         held = "words" if array.dtype.kind in "US" else "objects"
         raise TypeError(f"an array of {held} (dtype {array.dtype}) has no numbers")
@@ -207,12 +211,11 @@ NO_DECIMALS_FROM = 2**53  # of float64
 def mask_changed_integers(
     values: np.ndarray[Any, Any], narrow: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return a mask of the whole numbers that change in float32, where several become one. narrow: the values in their
-    new type.
+    """Return a mask of the whole numbers that change in float32, so that different ones become equal. narrow: the
+    values in float32.
 
-    Reals count if their column (the places of one sample are columns) has no decimals, like ids with gaps, and if they
-    are below
-    2^53: above it no real has decimals. float64 is never checked.
+    Floats count if their column has no decimals, like ids with gaps, and if they are below 2^53: no larger float has
+    decimals. For a single sample, its values are the columns. float64 is never checked.
     """
     changed = np.zeros(values.shape, np.bool_)
     if narrow.dtype != np.float32 or values.size == 0 or values.dtype.kind not in "iuf":
@@ -260,24 +263,24 @@ def is_integer(value: Any) -> bool:
 
 
 def is_tokens(value: Any) -> bool:
-    """Return whether a tensor, an array or a list is 1-D and holds integers or bools, as tokenizers return."""
+    """Return whether a tensor, an array or a list is 1-D and has integers or bools, as tokenizers return."""
     listed = isinstance(value, list) and all(isinstance(item, int) for item in value)
     return listed or (is_integer(value) and value.ndim == 1)
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What every engine does alike to the user's data.
+    """The conversion that every engine applies to the user's data.
 
-    Floating-point tensors become `float_dtype`; integers and bools keep their type. Sequences (`is_tokens`
-    of a sample, 2-D in a batch), inputs and targets alike, are cut to their first `max_sequence_length` positions.
+    Floating-point tensors become `float_dtype`. Integers and bools keep their type. Sequences (`is_tokens` of a
+    sample, 2-D in a batch) are cut to their first `max_sequence_length` positions, inputs and targets alike.
     """
 
     float_dtype: torch.dtype = torch.float32
     max_sequence_length: int | None = None
 
     def column(self, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
-        """Prepare rows of many samples as they are in a batch."""
+        """Convert rows of many samples as in a batch."""
         if rows.ndim == 2 and is_integer(rows):
             rows = rows[:, : self.max_sequence_length]
         tensor = convert_to_tensor(rows)
@@ -296,11 +299,11 @@ class Preparation:
         return tensor.to(self.float_dtype)
 
     def sample(self, sample: Any) -> Any:
-        """Cut a sample before it is collated, so that samples of unequal length may fit."""
+        """Cut a sample before it is collated, so that samples of unequal length may become equally long."""
         return sample if self.max_sequence_length is None else map_leaves([sample], self._cut, self._cut)[0]
 
     def batch(self, batch: Any) -> Any:
-        """Prepare a collated batch."""
+        """Convert a collated batch."""
         return map_leaves(batch, self._cast)
 
     def _cut(self, leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a data set says of itself before a stream is opened: shapes, classes, labels."""
+"""Facts that a data set provides before a stream is opened: shapes, classes, labels."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PLAUSIBLE_CLASSES = 10_000  # of more, and many more than labels, one may be a s
 
 @dataclass(frozen=True)
 class Labels:
-    """Which labels are classes. said_by: the setting that gives their number; empty if the training data does.
-    ignored: labels that count nothing.
+    """The labels that are classes. said_by: the setting that gives the number of classes; empty if it comes from the
+    training data. ignored: labels that do not count.
     """
 
     num_classes: int
@@ -39,8 +39,9 @@ class Labels:
 
 
 class SharedRows(NamedTuple):
-    """How many of the compared rows are in the training data. repeated: the share of training rows that are there
-    more than once. is_whole: all training rows were compared."""
+    """The number of compared rows that are in the training data. repeated: the fraction of training rows that occur
+    more than once. is_whole: whether all training rows were compared.
+    """
 
     shared: int
     compared: int
@@ -49,11 +50,11 @@ class SharedRows(NamedTuple):
 
 
 def describe_source(source: Any, key: str = "data.train", options: StreamOptions | None = None) -> DataFacts:
-    """Return what can be learnt without reading all of it: in-memory data, or its attributes and first sample.
+    """Return the facts that need no full read: from data in memory, or from attributes and the first sample.
 
-    The input is the first element of a sample, as the transform gives it. An IterableDataset is not read:
-    a sample taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`),
-    and `targets`, a label of each sample. options: how its samples are read, with the look at them if it was made.
+    The input is the first element of a sample, after the transform. An IterableDataset is not read, because a sample
+    taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`), and `targets`,
+    the label of each sample. options: how the samples are read, and the facts of a `Look` if there is one.
     """
     options = StreamOptions(key, True, 1, 0) if options is None else options
     names, inputs = find_class_names(source), list_input_columns(source)
@@ -96,7 +97,7 @@ def _find_num_classes(source: Any) -> int | None:
 
 
 def list_input_columns(source: Any) -> dict[str, str]:
-    """Return the names of the input columns of a table, or of a mapping in memory, and what each holds."""
+    """Return the names of the input columns of a table, or of a mapping in memory, with the kind of each."""
     columns = find_attribute(source, "input_columns")
     if columns is None and isinstance(source, Mapping):
         inputs = {str(name): value for name, value in source.items() if name not in TARGET_KEYS}
@@ -105,9 +106,10 @@ def list_input_columns(source: Any) -> dict[str, str]:
 
 
 def describe_classes(facts: DataFacts) -> str:
-    """Return `3: cat (40), dog (38), owl (41)`, the training samples of each class; "" if the targets are no classes.
+    """Return `3: cat (40), dog (38), owl (41)`, the training samples of each class; "" if the targets are not
+    classes.
 
-    Of many classes the first are named, and the rarest one.
+    If there are many classes, the first ones and the rarest one are named.
     """
     counts, names = facts.class_counts, facts.class_names or tuple(map(str, range(len(facts.class_counts))))
     if not counts or len(names) != len(counts):
@@ -122,13 +124,15 @@ def describe_classes(facts: DataFacts) -> str:
 
 
 def facts_of_all(sources: Mapping[str, Any], options: StreamOptions) -> DataFacts:
-    """Collect the facts of a run's sources; shape and classes are its training data's, which `options` are of."""
+    """Collect the facts of all sources of a run. Shape and classes are those of the training data, to which `options`
+    belong.
+    """
     facts = describe_source(sources["train"], options.key, options)
     return replace(facts, bytes_per_token=bytes_per_token(sources.values()))
 
 
 def bytes_per_token(sources: Iterable[Any]) -> float | None:
-    """Return the attribute of that name if all sources agree on it, as parts of one text do; else None."""
+    """Return the attribute `bytes_per_token` if all sources have the same value, as parts of one text do; else None."""
     found: list[Any] = [find_attribute(source, "bytes_per_token") for source in sources if source is not None]
     numbers = {float(one) if type(one) in (int, float) else math.nan for one in found}
     one = numbers.pop() if len(numbers) == 1 else math.nan
@@ -136,7 +140,9 @@ def bytes_per_token(sources: Iterable[Any]) -> float | None:
 
 
 def _count_classes(columns: Columns) -> int | None:
-    """Return the largest label plus one, or how many real numbers each target has; None if it is neither."""
+    """Return the largest label plus one, or the number of real numbers in each target; None if the targets are
+    neither.
+    """
     target = columns.target()
     if target is None or len(target) == 0 or target.dtype in (torch.bool, np.bool_):
         return None
@@ -147,7 +153,7 @@ def _count_classes(columns: Columns) -> int | None:
 
 
 def _count_samples_by_class(target: Any, num_classes: int | None) -> tuple[int, ...]:
-    """Return how many samples each class has; empty if the targets are no list of labels."""
+    """Return the number of samples of each class; empty if the targets are not a list of labels."""
     if target is None or not num_classes or num_classes > PLAUSIBLE_CLASSES:
         return ()
     try:
@@ -161,7 +167,7 @@ def _count_samples_by_class(target: Any, num_classes: int | None) -> tuple[int, 
 
 
 def find_labels(source: Any, key: str) -> Any:
-    """Return the integer targets that a source has in memory, one row for each sample; None for others."""
+    """Return the integer targets of a source in memory, one row for each sample; None for other sources."""
     columns = None if isinstance(source, IterableDataset) else find_columns(source, key)
     if columns is not None:
         target = columns.target()
@@ -174,7 +180,7 @@ def find_labels(source: Any, key: str) -> Any:
 
 
 def check_targets_are_classes(source: Any, key: str, is_table: bool) -> None:
-    """Refuse targets in memory that are one real number a sample; class probabilities (N, C) are targets.
+    """Raise DataError if targets in memory are one real number per sample. Class probabilities (N, C) are allowed.
 
     is_table: whether the source has the setting `target_dtype`.
     """
@@ -191,7 +197,9 @@ def check_targets_are_classes(source: Any, key: str, is_table: bool) -> None:
 
 
 def count_quantities(targets: np.ndarray[Any, Any]) -> int:
-    """Return how many different numbers the targets (N,) are; 0 if they may be classes or ids, which are whole."""
+    """Return how many different numbers the targets (N,) have; 0 if they may be classes or ids, which are whole
+    numbers.
+    """
     if targets.dtype.kind != "f":
         return 0
     values = np.unique(targets[np.isfinite(targets)])
@@ -200,9 +208,9 @@ def count_quantities(targets: np.ndarray[Any, Any]) -> int:
 
 
 def describe_many_labels(source: Any, key: str, is_table: bool) -> str:
-    """Return a line if labels may be ids or amounts: most belong to one sample, or a table has many whole numbers.
+    """Return a line if labels may be ids or amounts: most occur once, or a table has many different whole numbers.
 
-    "" if they are classes. is_table: whether the source has the setting `target`.
+    Return "" if they are classes. is_table: whether the source has the setting `target`.
     """
     target = find_labels(source, key)
     if target is None or target.ndim != 1 or len(target) < LEAST_IDS:
@@ -225,7 +233,7 @@ def describe_many_labels(source: Any, key: str, is_table: bool) -> str:
 
 
 def check_labels(source: Any, key: str, allowed: Labels) -> None:
-    """Refuse labels in memory that are no class; other sources cannot be checked ahead."""
+    """Raise DataError if labels in memory are not classes. Other sources cannot be checked in advance."""
     target = find_labels(source, key)
     if target is None:
         return

@@ -1,12 +1,12 @@
-"""All that must be learnt about a source before the training, by one look in a child process that is thrown away.
+"""Learn facts about a source before the training, by reading a few samples in a child process.
 
-what: the child is a fork of this process. It reads a few samples, each of them twice, and sends back plain values: kind
-    and shape of the first input, seconds and bytes of a sample, lengths, and what is random. What the data set opens,
-    moves or remembers while it is read ends with the child, so a data set is used for the first time by who reads it in
-    the training: the main process or the loader workers, and never by both (`choice.py`).
-when: the source runs code for a sample. Of tensors and arrays everything is known.
-when not: a fork is not safe. That is on systems without it, after CUDA was started, or next to threads of the user's,
-    where the main process is to read the source anyway. Then it is looked at there, which is its first real use.
+what: the child is a fork of this process. It reads a few samples, each of them twice, and returns plain values: kind
+    and shape of the first input, seconds and bytes of a sample, lengths, and which calls are random. Everything that
+    the data set opens or changes while it is read ends with the child. So the process that reads in the training (the
+    main process or the loader workers, never both, see `choice.py`) is the first one to use the data set.
+when: the source runs code for a sample. All facts about tensors and arrays are known already.
+when not: a fork is not safe: on systems without it, after CUDA was started, or beside threads of the user. There the
+    main process reads in the training anyway, so it reads these samples too.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ READ_SECONDS = 0.5  # after so long no further row is begun
 
 
 def look_at(source: Any, options: StreamOptions) -> Look:
-    """Learn what the start of a run needs to know of a source that can be indexed; of others nothing is read."""
+    """Read a few samples of a source that can be indexed, and return their facts. No other source is read."""
     if isinstance(source, IterableDataset):
         return Look()
     columns = find_columns(source, options.key)
@@ -72,16 +72,18 @@ def look_at(source: Any, options: StreamOptions) -> Look:
 
 
 def find_kind_of_input(source: Any, options: StreamOptions) -> str:
-    """Return the kind of the first input, as in `FirstInput`; "" if no sample can be read, which is told elsewhere."""
+    """Return the kind of the first input, as in `FirstInput`; "" if no sample can be read, which is reported
+    elsewhere.
+    """
     look = look_at(source, options) if options.look is None else options.look
     return "" if look.first is None else look.first.kind
 
 
 def find_sequences(source: Any, options: StreamOptions) -> Measured:
-    """Return what sequences a source has: as the look at it says, or all lengths if `options` need them.
+    """Return the sequences of a source, from its `Look`, or with all lengths if `options` need them.
 
-    The same on every rank, except for `seen`. DataError: a sample cannot be read, or all lengths are needed of samples
-    in which fields cannot be told apart.
+    The result is the same on every rank, except for `seen`. Raise DataError if a sample cannot be read, or if all
+    lengths are needed and the fields of a sample are unknown.
     """
     needs_all = options.needs_lengths
     if len(source) == 0:
@@ -98,7 +100,7 @@ def find_sequences(source: Any, options: StreamOptions) -> Measured:
 
 
 def _run_on_one_rank(work: Callable[[], T], options: StreamOptions) -> T:
-    """Return on every rank what rank 0 computes; raise the DataError that it raises."""
+    """Compute a value on rank 0 and return it on every rank. Raise the DataError of rank 0 on every rank."""
     if options.gather is None:
         return work()
     answer: T | DataError | None = None
@@ -115,10 +117,10 @@ def _run_on_one_rank(work: Callable[[], T], options: StreamOptions) -> T:
 
 
 def in_child(work: Callable[[], T], options: StreamOptions) -> T:
-    """Return what `work` returns, which reads a source: computed in a child process where a fork is safe.
+    """Return the result of `work`, which reads a source. Run it in a child process if a fork is safe.
 
-    DataError: a fault in it, or the child ended. It must not stand still for `data.worker_timeout_seconds`, unless the
-    main process is to read the source in the training, too: then it reads it now.
+    Raise DataError for a fault in it, or if the child ended. The child must make progress within
+    `data.worker_timeout_seconds`. Without a child, the main process reads the source.
     """
     if not uses_fork(options):
         with restore_random_state():
@@ -147,9 +149,9 @@ def in_child(work: Callable[[], T], options: StreamOptions) -> T:
 
 
 def uses_fork(options: StreamOptions) -> bool:
-    """Return whether a source is looked at in a fork.
+    """Return whether a source is read in a fork before the training.
 
-    Loader workers are forked in the same way, so what they will read may always be read so.
+    Loader workers are forked in the same way, so their sources can always be read in a fork.
     """
     if sys.platform != "linux":
         return False
@@ -159,7 +161,7 @@ def uses_fork(options: StreamOptions) -> bool:
 
 
 def build_recipe(options: StreamOptions, scale: Scale | None = None) -> Recipe:
-    """Return what is done to samples whose form is not known yet."""
+    """Return the steps that are applied to samples whose form is not known yet."""
     return Recipe(Preparation(options.float_dtype, options.max_sequence_length), options.seed, options.key,
                   options.transform, options.collate_fn, options.on_error == "skip", options.training, scale,
                   options.transform_key)  # fmt: skip
@@ -185,7 +187,7 @@ def _look(dataset: Any, options: StreamOptions) -> Look:
 
 
 class _SampleReads:
-    """Reads samples in three ways, and compares: seeded, seeded in the same way again, and with other seeds."""
+    """Reads of samples in three ways, for a comparison: seeded, seeded again in the same way, and with other seeds."""
 
     def __init__(self, dataset: Any, recipe: Recipe, batch_size: int) -> None:
         self._draws = RecordDraws()
@@ -204,7 +206,7 @@ class _SampleReads:
         return self._draws.seconds
 
     def read(self, row: int) -> None:
-        """Read one sample; a fault is left to the training, where `data.on_error` decides."""
+        """Read one sample. A fault is left to the training, where `data.on_error` decides."""
         self._rows.append(row)
         before = self._draws.seconds, self._draws.busy_seconds, self._draws.pauses
         try:
@@ -225,7 +227,9 @@ class _SampleReads:
             self._depends = self._depends or (first != other and not self._draws.moved)
 
     def read_batch(self) -> None:
-        """Read these samples as a batch, for its size, and for what functions of a whole batch draw."""
+        """Read these samples as a batch, to measure its size and to detect random numbers in functions of whole
+        batches.
+        """
         rows = self._rows
         try:
             data = self._reader.read(Key(0, rows[:1], True, False)).data
@@ -249,16 +253,16 @@ class _SampleReads:
 
 
 def _digest_sample(reader: BatchReader, row: int) -> tuple[str, str]:
-    """Read a sample. Returns digests of it as the data set and as the transform gives it."""
+    """Read a sample. Return its digests before and after the transform."""
     sample = reader.read_sample(0, row)
     raw = digest_of([sample])
     return raw, digest_of([reader.transform_sample(sample, 0, row)])
 
 
 def _read_first_input(reader: BatchReader, skips: bool) -> tuple[FirstInput | None, str]:
-    """Return the input of the first sample that can be read, or why there is none.
+    """Return the input of the first sample that can be read, or the reason why there is none.
 
-    skips: samples that cannot be read are left out.
+    skips: whether samples that cannot be read are left out.
     """
     fault = ""
     for index in range(min(reader.number, FILLERS_TRIED) if skips else 1):
@@ -272,7 +276,7 @@ def _read_first_input(reader: BatchReader, skips: bool) -> tuple[FirstInput | No
 
 
 def describe_first_input(sample: Any) -> FirstInput:
-    """Return kind and shape of the first part of a sample that is no target."""
+    """Return kind and shape of the first part of a sample that is not a target."""
     sample = map_leaves(sample, lambda leaf: leaf, convert_numbers)
     while isinstance(sample, tuple | list | dict) and sample:
         fields = sample if isinstance(sample, dict) else dict(enumerate(sample))

@@ -1,4 +1,4 @@
-"""How a map-style data set can be read, behind Subset and ConcatDataset too: many samples at once, from threads."""
+"""How a map-style data set can be read, also inside Subset and ConcatDataset: many samples at once, or from threads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trainrun.data.tensor_dataset import Columns, find_reader_attribute, list_pa
 
 
 def find_batch_method(dataset: Any, collate: Any = None) -> Callable[[list[int]], Any] | None:
-    """Return a function from indices to the batch that collating the samples gives; it returns None if it cannot.
+    """Return a function from indices to the collated batch, which returns None if it cannot build one.
 
-    It raises DataError if a sample cannot be read. None: there is no such function. Only data sets of this package are
-    asked: elsewhere the names may mean anything.
+    The function raises DataError if a sample cannot be read. None: there is no such function. Only data sets of this
+    package have one, because in other data sets a method of this name may mean anything.
     """
     if collate is None:
         read_batch: Callable[[list[int]], Any] | None = find_reader_attribute(dataset, "read_batch")
@@ -36,7 +36,7 @@ def read_and_pad(
 
 
 def reads_at_once(dataset: Any) -> bool:
-    """Return whether a data set has `__getitems__` of its own; a Subset merely passes the call on."""
+    """Return whether a data set has its own `__getitems__`. A Subset only forwards the call."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
@@ -54,17 +54,17 @@ def find_innermost(dataset: Any, index: int) -> tuple[Any, int]:
 
 
 def choose_spread_indices(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return at most `most` of `count` indices, evenly spread, the first and the last among them."""
+    """Return at most `most` of `count` indices, evenly spread, including the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
 def name_of(dataset: Any) -> str:
-    """Return the name of its class, for messages; for a cache, that of the data set it reads."""
+    """Return the class name of a data set, for messages. For a cache, return that of its source."""
     return str(find_reader_attribute(dataset, "name_of_source") or type(dataset).__name__)
 
 
 def copy_shallow(dataset: Any) -> Any:
-    """Return a copy that shares the data, but not the attributes that reading may set."""
+    """Return a copy that shares the data, but not the attributes that a read may set."""
     if isinstance(dataset, Columns | list | tuple | dict):
         return dataset
     try:
@@ -85,7 +85,7 @@ def describe(dataset: Any, index: int) -> str:
 
 
 def find_description(dataset: Any, index: int) -> str:
-    """Return what the data set says about a sample, as `file.csv, line 3`; "" if it says nothing."""
+    """Return the description of a sample by its data set, such as `file.csv, line 3`; "" without one."""
     base, position = find_innermost(dataset, index)
     describe_sample = getattr(base, "describe", None)
     if not callable(describe_sample):

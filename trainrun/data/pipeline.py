@@ -1,4 +1,4 @@
-"""The door of this room: from a user's data to a stream of micro-batches."""
+"""Build a stream of micro-batches from a user's data. This is the entry of the package `data`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def open_batches(source: Any, options: StreamOptions) -> tuple[OpenedStream, str]:
-    """Return the stream, and a line about it: the engine that was chosen and why, and the lengths."""
+    """Return the stream, and a line about the chosen engine, the reason, and the lengths."""
     check_options(options)
     if isinstance(source, IterableDataset):
         from trainrun.data.engines.build_engine import open_iterable
@@ -61,7 +61,7 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[OpenedStream, str
 
 
 def add_look(source: Any, options: StreamOptions) -> StreamOptions:
-    """Return options with a look at the samples, where reading them runs code."""
+    """Return options with the facts of a few samples, if reading samples runs code."""
     quiet = options.transform is None and options.collate_fn is None
     if options.look is not None or (quiet and find_columns(source, options.key) is not None):
         return options
@@ -109,7 +109,7 @@ def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
 
 
 def joins_only(collate: Collate | None) -> bool:
-    """Return whether samples of one shape are joined, and nothing is padded."""
+    """Return whether samples of one shape are only joined, without padding."""
     if collate is None:
         return True
     from trainrun.data.sequences.collate import Padded
@@ -118,7 +118,7 @@ def joins_only(collate: Collate | None) -> bool:
 
 
 def _find_sample_setting(options: StreamOptions, collate: Collate | None) -> str:
-    """Return the setting because of which whole columns cannot be gathered; empty if there is none."""
+    """Return the setting that prevents whole columns from being gathered; empty if there is none."""
     if options.transform is not None:
         return options.transform_key
     if options.collate_fn is not None:
@@ -129,7 +129,7 @@ def _find_sample_setting(options: StreamOptions, collate: Collate | None) -> str
 def _finish_batches(
     options: StreamOptions, collate: Collate | None, scale: Scale | None, samples: Any, batches: Batches
 ) -> Batches:
-    """Return what is done to the batches of every engine, on the device."""
+    """Return the function that is applied to batches on the device, the same for every engine."""
     if options.tally is not None and collate is not None:
         from trainrun.data.sequences.token_counter import count_tokens
 
@@ -152,7 +152,7 @@ def _finish_batches(
 
 
 def _plan_sequences(dataset: Any, base: Plan, options: StreamOptions) -> SequencePlan | None:
-    """Return None if rows in memory are to stay as they are, or `plan_sequences` has nothing to do."""
+    """Return the result of `plan_sequences`; None if rows in memory stay as they are."""
     words = (options.padding, options.truncate, options.max_sequence_length, options.max_tokens,
              options.pad_multiple)  # fmt: skip
     if isinstance(dataset, Columns) and words == ("longest", "right", None, None, None):

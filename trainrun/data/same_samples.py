@@ -1,4 +1,4 @@
-"""Whether ranks that each take a share of a stream's batches read the same samples: otherwise some are lost."""
+"""Check that ranks which divide the batches of a stream read the same samples. Otherwise some samples are lost."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ DIVIDED = (
 
 
 def digest_of(samples: Sequence[Any]) -> str:
-    """Digest tensors, arrays, numbers, text and whatever has `tobytes`; of other values only the type.
+    """Return a digest of tensors, arrays, numbers, text and objects with `tobytes`. Other values count by their type
+    only.
 
-    An array of objects counts by its shape: its bytes are addresses, which differ between processes.
+    An array of objects counts by its shape. Its bytes are addresses, which differ between processes.
     """
     digest = hashlib.blake2b(digest_size=16)
 
@@ -44,7 +45,7 @@ def digest_of(samples: Sequence[Any]) -> str:
 def check_same(digests: Sequence[str], key: str) -> None:
     """Raise DataError on every rank if the ranks read different samples.
 
-    digests: of one batch, by rank; "" if a rank has none to compare.
+    digests: of one batch, by rank; "" if a rank has no batch to compare.
     """
     if len(set(digests) - {""}) > 1:
         raise DataError(f"{key}: the ranks read different samples of it, and some would be lost; {DIVIDED}")

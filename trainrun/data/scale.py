@@ -1,9 +1,9 @@
-"""Pictures stay bytes until their batch is on the device; there they become the numbers of the data set.
+"""Pictures stay bytes until their batch is on the device, where they are converted to floats.
 
-What: a data set of pictures whose samples are float32 keeps (and hands on) uint8 with a `Scale`; code of the user's
-that sees single samples gets the float32 numbers. When: `data=image_folder` with dtype=float32, `data=fashion_mnist`.
-When not: other formats, which give what they hold. Source: FFCV and DALI normalise on the device alike.
-Gain: a quarter of the memory, of caches and of copies; scaling 128 pictures of 28x28 takes 0.05 ms.
+What: a data set of pictures with float32 samples stores uint8 with a `Scale`. Code of the user that receives single
+samples gets float32. When: `data=image_folder` with dtype=float32, `data=fashion_mnist`. When not: other formats.
+Source: FFCV and DALI also normalise on the device.
+Gain: a quarter of the memory, of caches and of copies. Scaling 128 pictures of 28x28 takes 0.05 ms.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainrun.interfaces import Batches, MicroBatch
 
 @dataclass(frozen=True)
 class Scale:
-    """(byte / 255 - mean) / std in float32: the same bits for one sample and for a batch."""
+    """The scale (byte / 255 - mean) / std in float32. Its bits are the same for one sample and for a batch."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -31,12 +31,12 @@ class Scale:
         return numbers if (self.mean, self.std) == (0.0, 1.0) else numbers.sub_(self.mean).div_(self.std)
 
     def scale_first(self, sample: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A sample or a batch, pictures first, with these scaled."""
+        """Scale the pictures of a sample or a batch. They are its first part."""
         return (self(sample[0]), *sample[1:])
 
 
 class Scaled(Around):
-    """Fills `Batches`: the stream with its pictures scaled, on the device, in the type of the run."""
+    """A stream whose pictures are scaled on the device, in the type of the run. It implements `Batches`."""
 
     def __init__(self, batches: Batches, scale: Scale, float_dtype: torch.dtype) -> None:
         super().__init__(batches)

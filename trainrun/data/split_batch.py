@@ -1,4 +1,4 @@
-"""A batch on the device, cut along its samples: views, no copies."""
+"""Split a batch on the device along its samples, into views without copies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from trainrun.interfaces import FIELDS_BESIDE, MicroBatch
 
 
 def count_rows(data: Any) -> int:
-    """Return the samples (or packed rows) of a batch: the first dimension of its first tensor. Raise ValueError
-    without one.
+    """Return the number of samples (or packed rows) of a batch: the first dimension of its first tensor.
+
+    Raise ValueError if the batch has no tensor.
     """
     for leaf in list_tensors(data):
         if leaf.ndim:
@@ -30,15 +31,17 @@ def list_tensors(data: Any) -> list[Tensor]:
 
 
 def select_rows(data: Any, first: int, end: int, count: int) -> Any:
-    """Return rows `first` to `end` of a batch of `count`. Raise ValueError if a part of it has another number of
-    rows.
+    """Return rows `first` to `end` of a batch with `count` rows.
+
+    Raise ValueError if a part of the batch has another number of rows.
     """
     return _change_rows(data, count, lambda part: part[first:end])
 
 
 def repeat_rows(data: Any, count: int) -> Any:
-    """Return a batch with its `count` rows repeated once. Raise ValueError if a part of it has another number of
-    rows.
+    """Return a batch with its `count` rows repeated once.
+
+    Raise ValueError if a part of the batch has another number of rows.
     """
     return _change_rows(
         data, count, lambda part: torch.cat([part, part]) if isinstance(part, Tensor) else part + part
@@ -46,7 +49,9 @@ def repeat_rows(data: Any, count: int) -> Any:
 
 
 def _change_rows(data: Any, count: int, change: Callable[[Any], Any]) -> Any:
-    """Return the same containers, with what lists `count` rows changed, the fields beside a tensor too."""
+    """Return the same containers with `change` applied to all parts that have `count` rows, including attached
+    fields.
+    """
     if isinstance(data, Tensor):
         if data.ndim and data.shape[0] == count:
             changed = change(data)

@@ -1,4 +1,4 @@
-"""How one stream is read: every word of `data` that concerns it, its plan, and who is told of it."""
+"""The options of one stream: its settings of `data`, its plan, and the functions that receive its reports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Report = Callable[[str], None]
 
 
 def report_to(listeners: Sequence[Report]) -> Report:
-    """Return a function that sends a line to all listeners; to stderr if there are none, as on most ranks."""
+    """Return a function that sends a line to all listeners, or to stderr if there are none, as on most ranks."""
 
     def report(text: str) -> None:
         for listener in listeners or (say_note,):
@@ -49,8 +49,9 @@ def report_to(listeners: Sequence[Report]) -> Report:
 
 
 class TokenCounter:
-    """Positions since the last look, of this rank. counts: whether any stream is counted by it. planned: positions
-    of a batch, as in `SequencePlan`."""
+    """A counter of useful positions on this rank since the last read. counts: whether it counts any stream. planned:
+    positions of a batch, as in `SequencePlan`.
+    """
 
     def __init__(self) -> None:
         self.counts = False
@@ -67,9 +68,9 @@ class TokenCounter:
 
 
 class SourceStates:
-    """Where the source of the training stood at its last batches, as it says itself: kept for a resume.
+    """States that an iterable training source reported after its last batches, for a resume.
 
-    parts: among so many readers, each with one of its own, it is divided.
+    parts: the number of readers among which the source is divided.
     """
 
     KEPT = 256  # batches read ahead of the training, and those of one step, at most
@@ -79,7 +80,7 @@ class SourceStates:
         self._known: dict[tuple[int, int], Any] = {}
 
     def store(self, epoch: int, batch: int, state: Any) -> None:
-        """Store the state of the source after a batch. Drop the oldest one above `KEPT`."""
+        """Store the state of the source after a batch. Drop the oldest state if there are more than `KEPT`."""
         self._known[epoch, batch] = state
         if len(self._known) > self.KEPT:
             del self._known[next(iter(self._known))]
@@ -98,13 +99,13 @@ class FirstInput(NamedTuple):
 
 @dataclass(frozen=True)
 class Look:
-    """What is known of the samples of a source.
+    """Facts about the samples of a source, from reading a few of them.
 
-    first: None if no sample can be read; then fault says why. seconds, busy_seconds: to read and transform a sample, on
-    the clock and of the processor. sample_bytes: of a sample in a batch; 0 if that is not known. drawn_from: the
-    global generators that the user's code draws from. draws: which calls do. changes: the calls that give another
-    sample each time, though all global generators are seeded alike. sequences: which parts of a sample are, as far as a
-    few samples tell; None if only all of them do, or nobody asks.
+    first: None if no sample can be read. fault: the reason. seconds, busy_seconds: wall time and processor time to
+        read and transform a sample. sample_bytes: size of a sample in a batch; 0 if unknown. drawn_from: the global
+        generators that the user's code uses. draws: the calls that use them. changes: the calls that return another
+        sample although all global generators are seeded equally. sequences: the parts of a sample that are sequences.
+        None: only reading all samples can tell, or it is not needed.
     """
 
     first: FirstInput | None = None
@@ -120,23 +121,23 @@ class Look:
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How one stream is read.
+    """The options of one stream.
 
-    key: names it in messages (`data.train`). batch_size: per rank.
-    transform_key: the setting that named the transform, for messages.
-    training: False reads every sample once in its own order: shuffle and drop_last do not apply,
-        every epoch is epoch 0, and a batch_size above the data is lowered.
-    engine: "auto", "resident", "workers" or "threads". report: takes one line for the people who watch.
-    tally: is told of the useful tokens, where lengths differ. sizes: the task's, which counts on the host.
-    gather: the value of every rank, on every rank, for what they do once; None: each for itself.
-    limit: a fraction of the micro-batches (float) or their number (int); in evaluation a fraction of the
-        samples, or as many as so many batches of one rank hold.
-    may_shrink: training samples are there to be described alone, so a batch_size above the data is lowered.
-    may_grow: batch_size is a suggestion, and small inputs in memory come in larger batches, for evaluation.
-    compute_threads: of the training on this rank; 0 for all cores. max_sequence_length and float_dtype: see
-    `Preparation`. drawn: as in `Plan`. shuffle_buffer and places: of
-        an iterable source. accumulates: a step has several batches. look: at the samples of the source, if it was
-        made. beside: who reads the training samples of the run, where this is another stream.
+    key: its setting in messages (`data.train`). batch_size: per rank.
+    transform_key: the setting of the transform, for messages.
+    training: False reads every sample once in its own order. Then shuffle and drop_last do not apply, every epoch is
+        epoch 0, and a batch_size above the data is lowered.
+    engine: "auto", "resident", "workers" or "threads". report: receives lines for the user.
+    tally: receives the useful tokens if lengths differ. sizes: the method `sizes` of the task, called on the host.
+    gather: returns the values of all ranks on every rank. None: each rank works for itself.
+    limit: a fraction of the micro-batches (float) or their number (int). In evaluation it is a fraction of the
+        samples, or the samples of that many batches of one rank.
+    may_shrink: training samples are only described, so a batch_size above the data is lowered.
+    may_grow: batch_size is a suggestion, and small inputs in memory have larger batches, for evaluation.
+    compute_threads: threads of the training on this rank; 0 for all cores. max_sequence_length and float_dtype: see
+        `Preparation`. drawn: see `Plan`. shuffle_buffer and places: for an iterable source. accumulates: whether a
+        step has several batches. look: the facts of a few samples, if they were read. beside: who reads the training
+        samples, if this is another stream.
     """
 
     key: str
@@ -195,22 +196,22 @@ class StreamOptions:
 
     @property
     def sequences_matter(self) -> bool:
-        """Return whether anything depends on which parts of a sample are sequences."""
+        """Return whether anything depends on the parts of a sample that are sequences."""
         return self.collate_fn is None or (self.padding, self.truncate) != ("longest", "right")
 
     @property
     def pins(self) -> bool:
-        """Return whether batches are put in page-locked memory."""
+        """Return whether batches are copied to page-locked memory."""
         return self.pin_memory and self.device.type == "cuda"
 
 
 @dataclass(frozen=True)
 class PreparedStream:
-    """A source that can be indexed, on its way to an engine.
+    """A source that can be indexed, before an engine reads it.
 
-    source: as it was given. dataset: what is read sample by sample. columns: of data in memory, else None. plan:
-    which samples form which batch. scale: of pictures that are bytes. single: the setting that needs single
-    samples, or nothing. notes: lines for the start. positions, samples: as in `SequencePlan`.
+    source: as it was given. dataset: the data set that is read sample by sample. columns: for data in memory, else
+        None. plan: forms batches from samples. scale: of pictures that are bytes. single: the setting that needs
+        single samples, or "". notes: lines for the start. positions, samples: see `SequencePlan`.
     """
 
     source: Any
@@ -228,12 +229,12 @@ class PreparedStream:
 
     @property
     def look(self) -> Look | None:
-        """Return what was learnt from samples; None for tensors and arrays as they are."""
+        """Return the facts of a few samples; None for plain tensors and arrays."""
         return self.options.look
 
     @property
     def users_code(self) -> bool:
-        """Return whether code of the user's sees single samples."""
+        """Return whether the user's code receives single samples."""
         return self.options.transform is not None or self.options.collate_fn is not None
 
 
@@ -270,7 +271,7 @@ def convert_limit_to_samples(options: StreamOptions) -> StreamOptions:
 
 
 def plan_of(num_samples: int, options: StreamOptions) -> Plan:
-    """Return the plan of `num_samples` samples. Raise DataError if they hold no batch."""
+    """Return the plan of `num_samples` samples. Raise DataError if they form no batch."""
     if num_samples == 0:
         raise DataError(f"{options.key}: the data set is empty")
     return plan_for(new_plan(num_samples, options.batch_size, options), num_samples, options.key)
@@ -295,10 +296,10 @@ def new_plan(num_samples: int, batch_size: int, options: StreamOptions) -> Plan:
 
 
 def count_read_ahead(number: int, prefetch_factor: int) -> int:
-    """Return how many batches so many threads read ahead.
+    """Return how many batches `number` threads read ahead.
 
-    Where reading takes as long as a step, each waits for the other whenever one of them takes a little longer; what
-    lies ready makes up for it.
+    If reading takes as long as a step, each would wait for the other after every small delay. Batches that are ready
+    make up for that.
     """
     return max(number * prefetch_factor, LEAST_AHEAD if prefetch_factor > 1 else 1)
 

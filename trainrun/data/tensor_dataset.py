@@ -1,4 +1,4 @@
-"""Data that lies in memory: equal-length tensors or arrays, their container, and what any data set says of itself."""
+"""Data in memory: tensors or arrays of equal length in their container, and attributes of any data set."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class Arrays:
-    """What the built-in sources return: inputs and targets, and what is known of the classes.
+    """The result of built-in sources: inputs, targets, and facts about the classes.
 
-    scale: where the first tensor is pictures as bytes, what makes the numbers of a batch of them.
-    describe: names the place of a sample's target, as a line of a file; it can be pickled.
-    column: the numbers of another column of the table that they are from, by its name; None: it has none of that name.
-    notice: for the first lines of a run. input_columns: of a table, what each input column holds.
-    unused_arguments: of its reader, which had no use in this split. groups: (N,) equal for rows that stay together.
-    files: from which they are.
+    scale: if the first tensor is pictures as bytes, scales a batch of them.
+    describe: returns the position of a sample's target, such as the line of a file. It can be pickled.
+    column: returns the numbers of another column of the table, or None for an unknown name.
+    notice: a line for the start of a run. input_columns: the kind of each input column of a table.
+    unused_arguments: arguments of the reader without effect in this split. groups: (N,) equal for rows that stay
+        together.
+    files: the files of the data.
     """
 
     tensors: tuple[Any, ...]
@@ -63,7 +64,7 @@ class Arrays:
 
 
 class Splits(Mapping[str, Any]):
-    """`train`, `val` and `test` of a source. A split is built when it is first asked for; test may be None."""
+    """The splits `train`, `val` and `test` of a source. A split is built at its first use. test may be None."""
 
     def __init__(self, build: Callable[[str], Any]) -> None:
         self._build = cache(build)
@@ -79,13 +80,13 @@ class Splits(Mapping[str, Any]):
 
 
 class SplitBuilder:
-    """Builds the data sets of nodes. Nodes of one reader with the same arguments are read once."""
+    """A builder of data sets from nodes. Nodes of one reader with the same arguments are read once."""
 
     def __init__(self) -> None:
         self._splits: list[tuple[dict[str, Any], Splits]] = []
 
     def build(self, node: dict[str, Any], key: str, split: str, **arguments: Any) -> Any:
-        """Return the data set of a node, of which a reader of several splits gives the named one."""
+        """Return the data set of a node. If its reader has several splits, return the named one."""
         wanted = {**node, **arguments}
         for known, splits in self._splits:
             if known == wanted:
@@ -100,16 +101,16 @@ class SplitBuilder:
 
 @dataclass(frozen=True)
 class Columns:
-    """One tensor or array per element of a sample.
+    """One tensor or array for each element of a sample.
 
-    names: of a mapping's columns, else empty. pack: puts the elements into the user's container.
-    in_place: their memory is a cache's, which has its limit: nothing on the host makes a copy of a whole one.
-    scale: of the first column, applied to single samples; for batches, their gathering applies it.
-    again: makes them in another process, to which they are not sent.
-    int_dtype: of all integers in a sample or a batch, where narrower ones lie in memory.
-    unsigned: these hold numbers without a sign, in types that torch indexes as signed ones only.
-    files: the mapped files that the values are from, where tensors hide them.
-    row_numbers: (samples,) the rows that the samples are, listed or computed by index; None: all of them, in order.
+    names: the keys of a mapping, else empty. pack: builds the user's container from the elements.
+    in_place: whether their memory belongs to a cache with a limit, so that no whole column is copied on the host.
+    scale: of the first column. It is applied to single samples, and to batches when they are gathered.
+    again: rebuilds the columns in another process, instead of sending them.
+    int_dtype: the type of all integers in a sample or a batch, if the type in memory is narrower.
+    unsigned: columns of unsigned numbers, stored in signed types because torch indexes only these.
+    files: the mapped files of the values, if tensors hide them.
+    row_numbers: (samples,) the rows of the samples, listed or computed by index. None: all rows in order.
     """
 
     values: tuple[Column, ...]
@@ -137,7 +138,9 @@ class Columns:
         return sample if self.scale is None else self.scale.scale_first(sample)
 
     def read_cut(self, index: int, cuts: Sequence[Callable[[Any], Any]]) -> Any:
-        """Return a part of a sample: each of `cuts` is applied to the row of its column, and the result is copied."""
+        """Return a part of a sample. Each function of `cuts` is applied to the row of its column, and the result is
+        copied.
+        """
         check_lengths(self.mapped_files())
         row = index if self.row_numbers is None else int(self.row_numbers[index])
         parts = [self._copy_row(cut(value[row])) for cut, value in zip(cuts, self.values, strict=True)]
@@ -166,23 +169,23 @@ class Columns:
         return copy if self.int_dtype is None else self.widen(convert_to_tensor(copy))
 
     def mapped_files(self) -> tuple[MappedFile, ...]:
-        """Return the files that hold columns; each must keep its length."""
+        """Return the files of mapped columns. Each must keep its length."""
         return self.files or find_mappings(self.values)
 
     @property
     def mapped(self) -> bool:
-        """Return whether a batch can be gathered straight from mapped files, and some of the columns are such."""
+        """Return whether some columns are mapped, and a batch can be gathered directly from the mapped files."""
         files = [value for value in self.values if is_mapped(value)]
         return bool(files) and all(view_as_tensor(value) is not None for value in files)
 
     def move_to_host(self) -> Columns:
-        """Return the same columns where worker processes can reach them."""
+        """Return the same columns in host memory, where worker processes can reach them."""
         if all(value.device.type == "cpu" for value in self.values if isinstance(value, Tensor)):
             return self
         return replace(self, values=tuple(v.cpu() if isinstance(v, Tensor) else v for v in self.values))
 
     def target(self) -> Column | None:
-        """Return the second element of a sample, or in a mapping the field with a target's name."""
+        """Return the second element of a sample, or the field of a mapping that is named like a target."""
         if self.names:
             named = dict(zip(self.names, self.values, strict=True))
             key = choose_target_key(named)
@@ -195,9 +198,9 @@ class Columns:
 
 
 def as_bytes(source: Any) -> tuple[Any, Scale | None]:
-    """Return a data set with its pictures as bytes, and the scale that makes its samples of them.
+    """Return a data set with its pictures as bytes, and the scale that converts them back.
 
-    A data set whose samples are no scaled bytes is returned as it is, with None.
+    A data set without scaled bytes is returned unchanged, with None.
     """
     if convert := find_reader_attribute(source, "as_bytes"):
         return convert() or (source, None)
@@ -218,7 +221,7 @@ def find_rows_in_memory(source: Any) -> Columns | None:
 
 
 def gather_rows(value: Column, indices: list[int]) -> Column:
-    """Copy many rows. Of a mapped file, no other rows are read."""
+    """Copy many rows. Other rows of a mapped file are not read."""
     source = view_as_tensor(value)
     if source is None:
         return np.asarray(value[indices])
@@ -226,15 +229,15 @@ def gather_rows(value: Column, indices: list[int]) -> Column:
 
 
 def is_mapped(value: Any) -> bool:
-    """Return whether an array lies in a file that is mapped into memory: a numpy.memmap, or a view of one."""
+    """Return whether an array is part of a file that is mapped into memory: a numpy.memmap, or a view of one."""
     return find_mapping(value) is not None
 
 
 def view_as_tensor(value: Column) -> Tensor | None:
-    """Return the same memory as a tensor, for gathering rows alone; None if torch cannot index such an array.
+    """Return the same memory as a tensor, only for gathering rows; None if torch cannot index such an array.
 
-    A read-only array is no hindrance, since nothing is ever written through this tensor: `index_select`
-    from it runs at the speed of any other tensor, several times that of NumPy's indexing.
+    Read-only arrays are allowed, because nothing is written through this tensor. `index_select` on it is several
+    times as fast as NumPy's indexing.
     """
     if isinstance(value, Tensor):
         return value
@@ -245,7 +248,7 @@ def view_as_tensor(value: Column) -> Tensor | None:
 
 
 class _Writeable:
-    """The same array without its write protection, of which torch would warn."""
+    """The same array without its write protection, because torch would warn about it."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array  # keeps the memory
@@ -253,7 +256,7 @@ class _Writeable:
 
 
 def measure_length(source: Any, key: str) -> int:
-    """Return the length of a source that can be indexed; refuse all others."""
+    """Return the length of a source that can be indexed. Raise DataError for any other source."""
     if isinstance(source, DataLoader):
         raise DataError(f"{key}: a DataLoader already makes batches; give its dataset instead")
     if isinstance(source, type):
@@ -267,11 +270,10 @@ def measure_length(source: Any, key: str) -> int:
 
 
 def find_columns(source: Any, key: str) -> Columns | None:
-    """Return the columns of a source in memory; None for any other. `key` names it in errors.
+    """Return the columns of a source in memory; None for any other. `key` is its setting in messages.
 
-    In memory are: a tensor or array, a tuple, list or mapping of them, a plain `TensorDataset`, and `Arrays`. A list
-    of
-    tensors is a list of columns, not of samples.
+    Sources in memory are: a tensor or array; a tuple, list or mapping of these; a plain `TensorDataset`; and
+    `Arrays`. A list of tensors is a list of columns, not of samples.
     """
     if isinstance(source, Arrays | TensorDataset):
         if isinstance(source, TensorDataset) and type(source) is not TensorDataset:
@@ -328,16 +330,16 @@ OF_READERS = ("input_columns", "column")  # attributes that have a meaning in th
 
 
 def list_parts(dataset: Any) -> list[Any]:
-    """Return the data sets inside torch's Subset and ConcatDataset that samples come from."""
+    """Return the data sets inside torch's Subset and ConcatDataset that provide the samples."""
     if type(dataset) is ConcatDataset:
         return [part for one in dataset.datasets for part in list_parts(one)]
     return list_parts(dataset.dataset) if type(dataset) is Subset else [dataset]
 
 
 def is_reader(dataset: Any) -> bool:
-    """Return whether a data set is of a class of this package, whose attributes have the meaning given here.
+    """Return whether a data set is of a class of this package, so that its attributes have the meaning given here.
 
-    In the user's own class a name such as `files`, `lengths` or `notice` may mean anything.
+    In a class of the user, an attribute such as `files`, `lengths` or `notice` may mean anything.
     """
     return is_built_in(dataset)
 
@@ -348,7 +350,7 @@ def find_reader_attribute(dataset: Any, name: str) -> Any:
 
 
 def _read_sample_values(dataset: Any, values: Any) -> np.ndarray[Any, Any] | None:
-    """Return an attribute as an array of one value for each sample of the data set; None if it is anything else."""
+    """Return an attribute as an array with one value for each sample of the data set; None if it is anything else."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError):  # lists of different lengths, or tensors on a device
@@ -357,7 +359,9 @@ def _read_sample_values(dataset: Any, values: Any) -> np.ndarray[Any, Any] | Non
 
 
 def find_attribute(dataset: Any, name: str) -> Any:
-    """Return an attribute of a data set; of a Subset or ConcatDataset, the values of its samples. None if unknown."""
+    """Return an attribute of a data set. For a Subset or ConcatDataset, return the values of its samples. None if
+    unknown.
+    """
     if type(dataset) is Subset:
         found = find_attribute(dataset.dataset, name)
         if found is None or name in OF_ALL_SAMPLES:

@@ -1,4 +1,4 @@
-"""Labels that are no class, and a number of classes that one of them makes: what is said of them."""
+"""Messages about labels that are not classes, and about a number of classes that comes from a single label."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_label_error(
 
 
 def explain_label(label: int, num_classes: int, said_by: str) -> str:
-    """Return why this one is none."""
+    """Return why a label is not a class."""
     if said_by:
         return f"but {said_by}={num_classes} allows 0 to {num_classes - 1}; correct one of the two"
     if label < 0:
@@ -37,12 +37,12 @@ def explain_label(label: int, num_classes: int, said_by: str) -> str:
 
 
 def name_sample(source: Any, key: str, index: int) -> str:
-    """Return line, row or file of a sample, if the source knows it."""
+    """Return line, row or file of a sample, if the source has a description."""
     return find_description(source, index) or f"{key}: sample {index}"
 
 
 def check_number_of_classes(source: Any, key: str, target: Any, num_classes: int) -> None:
-    """Refuse a number of classes that one label makes: a network of that size is not what is meant.
+    """Raise DataError if a single label makes the number of classes implausibly large.
 
     target: the labels of all samples, if they are in memory.
     """

@@ -1,9 +1,9 @@
-"""The door: a map-style source whose samples are decoded once, before the training, into memory or onto a disk.
+"""`data.cache`: a map-style source whose samples are decoded once, before the training, into memory or onto a disk.
 
-What: the column store holds the bytes of the samples, of all or of the first that fit. It is filled in order when the
-stream is opened, by loader workers, and only read from then on. The processes of one machine share it. When: decoding
-costs more than reading bytes. When not: samples are random, or are read once. Samples of one shape are gathered as
-columns, with no samples to collate and no workers to feed them.
+What: the column store has the bytes of all samples, or of the first ones that fit. Loader workers fill it in order
+when the stream is opened. From then on it is only read. The processes of one machine share it. When: decoding costs
+more than reading bytes. When not: samples are random, or are read once. Samples of one shape are gathered as columns,
+without collating and without workers.
 Gain: an epoch over 4,000 pictures of 3x32x32 bytes, without a model, took 0.25 s sample by sample from the cache and
 0.0015 s from its columns (one core of a busy machine).
 """
@@ -71,11 +71,11 @@ Say = Callable[[str], None]
 
 def open_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Gather | None = None,
            options: StreamOptions | None = None) -> Any:  # fmt: skip
-    """Return the source with the cache that `spec` asks for in front; as it is if it is in memory already.
+    """Return the source with the cache of `spec`. A source in memory is returned unchanged.
 
     The samples are read in a child process or in loader workers.
-    key: names the source in errors (`data.train`). say: takes lines about a cache that takes long to fill.
-    gather: the value of every rank, on every rank, if there are several; those of one machine share a cache.
+    key: the setting of the source in messages (`data.train`). say: receives lines about a slow build of a cache.
+    gather: returns the values of all ranks on every rank, if there are several. Ranks of one machine share a cache.
     options: how the source is read in the run.
     """
     wanted = parse_cache(spec)
@@ -156,16 +156,17 @@ def cache_in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe,
 
 
 class NotRead(NamedTuple):
-    """A sample that cannot be read stays out: who asks for it is told why. random: why it may not be kept."""
+    """A sample that cannot be read and so is not in the cache. random: why it must not be cached."""
 
     random: str = ""
 
 
 class SampleBlock(NamedTuple):
-    """Samples in their order, as bytes.
+    """Consecutive samples, as bytes.
 
-    values: of each leaf, of all samples together; shapes: of each leaf (n, dimensions). is_kept: (n,) whether a sample
-    is there, else it has no bytes. num_unlike: samples of another kind than the first. random: why one may not be kept.
+    values: the bytes of each leaf, for all samples together. shapes: (n, dimensions) for each leaf. is_kept: (n,)
+        whether a sample was read. num_unlike: samples of another kind than the first. random: why a sample must not
+        be cached.
     """
 
     values: list[Array]
@@ -175,7 +176,7 @@ class SampleBlock(NamedTuple):
     random: str = ""
 
     def sizes(self, leaves: Sequence[Leaf]) -> list[Array]:
-        """Return how many bytes each sample has in each leaf."""
+        """Return the size of each leaf of each sample in bytes."""
         itemsizes = [leaf.dtype.itemsize for leaf in leaves]
         counts = [shapes.prod(axis=1) * self.is_kept for shapes in self.shapes]
         return [count * size for count, size in zip(counts, itemsizes, strict=True)]
@@ -189,7 +190,7 @@ class SampleBlock(NamedTuple):
 
 
 def build_block(samples: Sequence[Any], form: SampleForm, leaves: Sequence[Leaf]) -> SampleBlock:
-    """Return samples as bytes. form, leaves: of the first; samples of another kind stay out."""
+    """Return samples as bytes. form, leaves: those of the first sample. Samples of another kind are left out."""
     kind, num_unlike, is_kept = sample_kind(form, tuple(leaves)), 0, []
     buffers: list[list[Array]] = [[EMPTY] for _ in leaves]
     shapes: list[list[Any]] = [[] for _ in leaves]
@@ -215,9 +216,10 @@ def build_block(samples: Sequence[Any], form: SampleForm, leaves: Sequence[Leaf]
 
 @dataclass
 class BlockReader:
-    """A map-style data set of which an item is a block of samples.
+    """A map-style data set whose items are blocks of samples.
 
-    seeds_itself: the samples of a block seed the generators that they draw from; the blocks after it are read once.
+    seeds_itself: whether the samples of a block seed the generators that they use. Later blocks are then read only
+        once.
     """
 
     source: Any
@@ -244,7 +246,9 @@ class BlockReader:
         return samples
 
     def _read_in_one_call(self, indices: list[int]) -> list[Any]:
-        """Read samples in one call; return an empty list if the source cannot, if one of them fails, or is left out."""
+        """Read samples in one call. Return an empty list if the source cannot do so, or if a sample fails or is left
+        out.
+        """
         at_once = getattr(self.source, "__getitems__", None)
         samples: list[Any] = []
         with suppress(Exception):
@@ -264,8 +268,10 @@ class BlockReader:
 def write_cache(
     source: Any, probe: Probe, limit: int | None, where: str, options: StreamOptions, writer: ColumnWriter
 ) -> dict[str, Any]:
-    """Write the samples in their order, all of them or the first that `limit` bytes hold. Return the facts:
-    how many there are, and the shapes of the leaves if they are those of all samples."""
+    """Write the samples in their order, all of them or the first ones that fit into `limit` bytes.
+
+    Return the facts: the number of samples, and the shapes of the leaves if all samples have the same.
+    """
     sample_bytes, leaves = max(1.0, probe.sample_bytes), probe.leaves
     total = len(source) if limit is None else min(len(source), int(limit / sample_bytes))
     size = max(1, min(CHUNK, int(CHUNK_BYTES / sample_bytes)))
@@ -294,7 +300,7 @@ def write_cache(
 def limit_blocks(
     blocks: Iterable[SampleBlock], leaves: Sequence[Leaf], limit: int | None
 ) -> Iterator[SampleBlock]:
-    """Yield blocks until their samples take `limit` bytes; of the last block the samples that fit."""
+    """Yield blocks until their samples take `limit` bytes. The last block has only the samples that fit."""
     num_bytes = 0
     for block in blocks:
         sizes = sum(block.sizes(leaves), np.zeros(len(block.is_kept), np.int64))
@@ -308,7 +314,9 @@ def limit_blocks(
 
 
 def write_shapes(blocks: Sequence[SampleBlock], writer: ColumnWriter) -> dict[str, Any]:
-    """Write which samples are there and their shapes, unless all are there in the same shapes. Return the facts."""
+    """Write which samples are cached, and their shapes. Nothing is written if all are cached with the same shapes.
+    Return the facts.
+    """
     is_kept = np.concatenate([block.is_kept for block in blocks])
     shapes = [np.concatenate(parts) for parts in zip(*[block.shapes for block in blocks], strict=True)]
     if is_kept.all() and all((shape == shape[0]).all() for shape in shapes):
@@ -333,7 +341,7 @@ def read_blocks(
 
 
 def build_progress_printer(key: str, say: Callable[[str], Any]) -> Callable[[int, int], None]:
-    """Return a function that prints the progress of a slow cache build, each time after twice the time."""
+    """Return a function that prints the progress of a slow cache build. The time between two lines doubles."""
     started, next_line = time.monotonic(), FIRST_LINE_SECONDS
 
     def tell(done: int, total: int) -> None:
@@ -348,11 +356,11 @@ def build_progress_printer(key: str, say: Callable[[str], Any]) -> Callable[[int
 
 
 class Cached:
-    """A map-style source behind its cache; what is not in that is read each time.
+    """A map-style source with its cache. Samples that are not cached are read each time.
 
-    Every sample is a copy of its own, equal to what the source gives. note: one line for the start of a run.
-    arrays: of each leaf `leaf.N` (bytes,), and if samples differ in their shapes, `shapes.N` (n, dimensions) and which
-    of them `is_kept` (n,). facts: see `write_cache`. form, leaves: of the first sample.
+    Every sample is a copy, equal to the sample of the source. note: a line for the start of a run.
+    arrays: `leaf.N` (bytes,) for each leaf. If shapes differ, also `shapes.N` (n, dimensions) and `is_kept` (n,).
+        facts: see `write_cache`. form, leaves: those of the first sample.
     """
 
     def __init__(self, source: Any, arrays: Mapping[str, Array], facts: Mapping[str, Any], form: SampleForm,
@@ -458,7 +466,7 @@ class Cached:
 def build_columns_from_arrays(
     arrays: Mapping[str, Array], form: SampleForm, leaves: Sequence[Leaf]
 ) -> Columns:
-    """Return stored leaves as columns, mapped a second time: who writes to them changes a private copy."""
+    """Return stored leaves as columns. They are mapped a second time, so a write changes only a private copy."""
     stored = [map_array(find_mapped_path(arrays[f"leaf.{number}"])) for number in range(len(leaves))]
     values = [view_column(raw.view(np.ndarray), leaf) for raw, leaf in zip(stored, leaves, strict=True)]
     rows = tuple(value.reshape(-1, *leaf.shape) for value, leaf in zip(values, leaves, strict=True))

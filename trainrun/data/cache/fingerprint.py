@@ -1,9 +1,10 @@
-"""What the decoded content of a source depends on, as one short text: the name of its cache on disk.
+"""The fingerprint of a source, a short text that changes with its decoded samples. It names the cache on disk.
 
-A source with `fingerprint()` says it itself. Of others: the class and its code, and what pickle would send to another
-process, so no open handles; arrays by content, functions by their code, paths by the version of the file,
-see `describe_version`. A folder has the versions of all files below it but hidden ones, those of the cache and those of
-runs. A folder that holds the working directory is a project, in which files come and go: it has its own version alone.
+A source with `fingerprint()` returns it. For any other source, the fingerprint is computed from the class, its code,
+and the values that pickle would send to another process (so no open handles). Arrays count by content, functions by
+their code, and paths by the version of the file, see `describe_version`. A folder counts by the versions of all files
+below it, except hidden files, caches and runs. A folder that contains the working directory counts by its own version
+alone, because files of a project change often.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MOST_FILES = 100_000  # below the folders that a source names; looking at so man
 
 
 def build_content_key(source: Any, own: str, samples: str) -> str:
-    """own: from `fingerprint_source`. samples: a digest of the decoded ones."""
+    """Return the key of a cache. own: the result of `fingerprint_source`. samples: a digest of decoded samples."""
     kind = type(source)
     text = repr((FORMAT_VERSION, kind.__module__, kind.__qualname__, len(source), own, samples))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -45,10 +46,10 @@ def build_content_key(source: Any, own: str, samples: str) -> str:
 def fingerprint_source(
     source: Any, cache: Path | None = None, say: Callable[[str], None] = LOG.warning
 ) -> str:
-    """Return a text that changes with the samples of a source. Call it before a sample is read, which may change
-    attributes.
+    """Return a text that changes with the samples of a source. Call it before a sample is read, because reads may
+    change attributes.
 
-    cache: the folder of caches, which is left out. say: takes a line about a folder whose files are not looked at.
+    cache: the folder of caches, which is left out. say: receives a line about a folder whose files are not compared.
     """
     own = getattr(source, "fingerprint", None)
     if callable(own):
@@ -68,7 +69,7 @@ def fingerprint_source(
 
 
 class _Parts(pickle.Pickler):
-    """Feeds the parts of an object to a digest; nothing is kept or loaded."""
+    """A pickler that hashes the parts of an object. Nothing is stored or loaded."""
 
     def __init__(self, cache: Path | None) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
@@ -86,9 +87,9 @@ class _Parts(pickle.Pickler):
         self.digest.update(data)
 
     def persistent_id(self, value: Any) -> Any:
-        """Return a stand-in for an object, or None to let pickle look into it.
+        """Return a replacement for an object, or None to let pickle process it.
 
-        Bytes are new for each object, as pickle tells one object from two equal ones.
+        Bytes are new for each object, because pickle distinguishes one object from two equal ones.
         """
         if isinstance(value, str | Path):
             text = str(value)
@@ -122,7 +123,7 @@ class _Parts(pickle.Pickler):
             return ""
 
     def _describe_folder(self, folder: str, found: os.stat_result) -> str:
-        """Look at each folder once, however often it is named, or linked; "" if all that it holds is left out."""
+        """Return the versions of the files of a folder; "" if all of them are left out. Each folder is read once."""
         if (place := _find_offset(found)) in self._known:
             return self._known[place]
         if place in self._projects:
@@ -177,7 +178,7 @@ def _find_code(value: Any) -> Any:
 
 
 def _describe_code(code: types.CodeType) -> list[Any]:
-    """Return what a function does, without its place in a file."""
+    """Return the code of a function, without its line numbers."""
     constants = [
         _describe_code(part) if isinstance(part, types.CodeType) else part for part in code.co_consts
     ]
@@ -189,7 +190,7 @@ def _find_offset(found: os.stat_result) -> tuple[int, int]:
 
 
 def _describe_array(value: Any) -> list[Any] | None:
-    """Return type, shape and digest of an array; None if it holds objects, which pickle looks at."""
+    """Return type, shape and digest of an array; None if it has objects, which pickle processes."""
     try:
         raw = flatten_sample(value.detach().cpu() if isinstance(value, Tensor) else value)[2][0]
     except NotKept:

@@ -1,4 +1,4 @@
-"""SampleDigest at samples for a cache: a few before it is laid out, for what they are and how large; all, for draws."""
+"""Read samples before a cache is built: a few for their form and size, and all of them to detect random numbers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class SampleDigest(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """form, leaves: of the first sample that can be read. sample_bytes: what a sample takes.
+    """Facts about samples. form, leaves: those of the first sample that can be read. sample_bytes: the size of a
+    sample.
 
-    digest: of all that was read. seconds: to read a sample.
+    digest: of all samples that were read. seconds: the time to read a sample.
     """
 
     form: SampleForm
@@ -44,7 +45,9 @@ class Probe(NamedTuple):
 
 
 def probe_samples(source: Any, where: str) -> Probe:
-    """Read some samples, each twice; in a child process, since it runs the user's code. `where` begins the messages."""
+    """Read some samples, each twice, in a child process because this runs the user's code. `where` begins the
+    messages.
+    """
     _refuse_generators(source, where)
     last = len(source) - 1
     rows = sorted({round(part * last / (NUM_PROBES - 1)) for part in range(NUM_PROBES)})
@@ -83,7 +86,7 @@ def probe_samples(source: Any, where: str) -> Probe:
 
 
 def _digest_sample(sample: Any) -> SampleDigest:
-    """Return the digest of a sample, without keeping its buffers: a source may reuse them for its next sample."""
+    """Return the digest of a sample, without keeping its buffers. A source may reuse them for its next sample."""
     form, leaves, buffers = flatten_sample(sample)
     digest = hashlib.blake2b(repr((form, leaves)).encode(), digest_size=16)
     for buffer in buffers:
@@ -92,7 +95,9 @@ def _digest_sample(sample: Any) -> SampleDigest:
 
 
 def _refuse_generators(source: Any, where: str) -> None:
-    """Raise DataError if a source takes generators or epochs: behind a cache no reader would see that it draws."""
+    """Raise DataError if a source takes generators or epochs, because the cache would hide that its samples are
+    random.
+    """
     methods = {"__getitem__": "generator", "__getitems__": "generators"}
     for part, (method, name) in product(list_parts(source), methods.items()):
         if has_parameter(getattr(part, method, None), name):
@@ -104,9 +109,9 @@ def _refuse_generators(source: Any, where: str) -> None:
 
 
 def explain_randomness(read: Callable[[], Any], row: int, look: SampleDigest | None = None) -> str:
-    """Return why a sample is random; empty if a second read gives the same and draws from no global generator.
+    """Return why a sample is random; empty if a second read gives the same and uses no global generator.
 
-    The first read, which made `look`, may draw: to prepare something once, or because it seeds the generators itself.
+    The first read, for `look`, may use random numbers, for example to prepare something once.
     """
     look = _digest_sample(read()) if look is None else look
     before = read_generator_states()

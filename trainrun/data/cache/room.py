@@ -1,8 +1,8 @@
-"""Caches on disks: which there are, how much room they may take, and which go first.
+"""Caches on disks: a list of them, their size limit, and the order in which they are removed.
 
-A cache is a folder of the column store, or of files of an object store, with a file `meta.json`. Who reads one holds a
-shared lock of it, which ends with its process: a cache in use by a living process is never removed. Folders that hold
-caches are noted in `<cache home>/folders`. The limit is for all of them on one disk together.
+A cache is a folder of the column store, or of files of an object store, with a file `meta.json`. A process that reads
+a cache has a shared lock of it. The lock ends with the process, so a cache in use is never removed. Folders that
+contain caches are listed in `<cache home>/folders`. The limit applies to all caches on one disk together.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DRAFT = ".making-"  # begins the name of an unfinished folder
 
 
 class DiskCache(NamedTuple):
-    """One cache. used: when it was opened last, in seconds since 1970. source: what it was made of, in words."""
+    """One cache. used: when it was last opened, in seconds since 1970. source: a description of its data."""
 
     path: Path
     num_bytes: int
@@ -57,7 +57,7 @@ def note_folder(folder: Path) -> None:
 
 
 def list_cache_folders() -> list[Path]:
-    """Return the folders that hold caches, and still exist."""
+    """Return the folders with caches that still exist."""
     found = {cache_home() / name for name in ("text", "columns", "stored")}
     for note in (cache_home() / "folders").glob("*"):
         with suppress(OSError, UnicodeDecodeError):
@@ -66,7 +66,7 @@ def list_cache_folders() -> list[Path]:
 
 
 def list_caches(folders: Iterable[Path]) -> list[DiskCache]:
-    """Return the finished caches of some folders, the least recently used first."""
+    """Return the complete caches of some folders, the least recently used first."""
     found = {cache.path.resolve(): cache for folder in folders for cache in _iterate_caches(folder)}
     return sorted(found.values(), key=lambda cache: cache.used)
 
@@ -88,9 +88,9 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def open_shared(path: Path) -> int | None:
-    """Open a cache for reading, with a shared lock of it; None if it was removed meanwhile.
+    """Open a cache for reading, with a shared lock; None if it was removed meanwhile.
 
-    The lock ends when the last copy of the descriptor is closed, in whatever process.
+    The lock ends when the last copy of the descriptor is closed, in any process.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -110,7 +110,9 @@ def open_shared(path: Path) -> int | None:
 
 
 def read_limit(folder: Path) -> int:
-    """Return how many bytes all caches on the disk of a folder may take. DataError: no number."""
+    """Return the limit of all caches on the disk of a folder, in bytes. Raise DataError if the variable is not a
+    number.
+    """
     text = os.environ.get(LIMIT, "").strip()
     if not text:
         return int(SHARE * shutil.disk_usage(folder).total)
@@ -124,9 +126,9 @@ def read_limit(folder: Path) -> int:
 
 
 def make_room(folder: Path, needed: int, where: str, say: Callable[[str], object]) -> None:
-    """Remove caches until `needed` bytes more keep to the limit and fit on the disk, the least recently used first.
+    """Remove caches until `needed` more bytes fit under the limit and on the disk, the least recently used first.
 
-    One that a living process uses stays. where: begins messages. OSError: the new one alone is above the limit, or the
+    A cache in use stays. where: begins messages. Raise OSError if the new cache alone is above the limit, or if the
     disk is too full.
     """
     needs, limit = f"it needs about {format_quantity(needed)}B", read_limit(folder)

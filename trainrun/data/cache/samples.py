@@ -1,7 +1,7 @@
-"""A sample as raw bytes, and put together again as it was.
+"""Convert a sample to raw bytes and back.
 
-What can be kept: CPU tensors, NumPy arrays and numbers, Python numbers, str, bytes and None, in tuples
-(named ones too), lists and dicts.
+These can be cached: CPU tensors, NumPy arrays and numbers, Python numbers, str, bytes and None, in tuples (named ones
+too), lists and dicts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PYTHON_NUMBERS: dict[type, type] = {bool: np.bool_, int: np.int64, float: np.flo
 
 
 class NotKept(TypeError):
-    """A sample holds what a cache cannot keep exactly."""
+    """The error for a sample with values that a cache cannot store exactly."""
 
 
 class SampleForm(NamedTuple):
-    """The containers of a sample. container: the class of one, None for a leaf. keys: of a dict."""
+    """The containers of a sample. container: its class, or None for a leaf. keys: those of a dict."""
 
     container: Any = None
     keys: tuple[Any, ...] = ()
@@ -32,7 +32,7 @@ class SampleForm(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """What a leaf's bytes mean. kind: tensor, array, scalar (of NumPy), or the name of a Python type."""
+    """The meaning of the bytes of a leaf. kind: tensor, array, scalar (of NumPy), or the name of a Python type."""
 
     kind: str
     dtype: Any
@@ -55,7 +55,10 @@ class Leaf(NamedTuple):
 
 
 def flatten_sample(sample: Any) -> tuple[SampleForm, tuple[Leaf, ...], list[Buffer]]:
-    """Flatten a sample into (form, leaves, buffers). Buffers may share memory with the sample. Raise NotKept."""
+    """Flatten a sample into (form, leaves, buffers). Buffers may share memory with the sample.
+
+    Raise NotKept if a value cannot be stored exactly.
+    """
     found: list[tuple[Leaf, Buffer]] = []
     form = _flatten_value(sample, found)
     return form, tuple(leaf for leaf, _ in found), [buffer for _, buffer in found]
@@ -100,19 +103,21 @@ def _encode_leaf(value: Any) -> tuple[Leaf, Buffer]:
 
 
 def sample_kind(form: SampleForm, leaves: tuple[Leaf, ...]) -> Any:
-    """Return what two samples share that differ in nothing but the lengths of their dimensions."""
+    """Return a key that is equal for two samples which differ only in the lengths of their dimensions."""
     return form, [(leaf.kind, leaf.dtype, len(leaf.shape)) for leaf in leaves]
 
 
 def rebuild_sample(form: SampleForm, leaves: Iterator[Leaf], buffers: Iterator[Buffer]) -> Any:
-    """Build a sample from its form, leaves and buffers. It owns the buffers: nothing else may write to them."""
+    """Build a sample from its form, leaves and buffers. The sample owns the buffers, so nothing else may write to
+    them.
+    """
     if form.container is None:
         return _decode_leaf(next(leaves), next(buffers))
     return pack_values(form, [rebuild_sample(part, leaves, buffers) for part in form.parts])
 
 
 def pack_values(form: SampleForm, values: list[Any]) -> Any:
-    """Return values in the outermost container of a form; a leaf without container as it is."""
+    """Return values in the outermost container of a form. A leaf without a container is returned unchanged."""
     if form.container is None:
         return values[0]
     if form.container is dict:
@@ -133,7 +138,7 @@ def _decode_leaf(leaf: Leaf, buffer: Buffer) -> Any:
 
 
 def view_column(buffer: Buffer, leaf: Leaf) -> Any:
-    """Return the numbers of one leaf, or of many such leaves in a row, as a view of the buffer."""
+    """Return the numbers of one leaf, or of many consecutive leaves, as a view of the buffer."""
     if leaf.kind != "tensor":
         return buffer.view(leaf.dtype)
     return torch.from_numpy(buffer).view(leaf.dtype) if len(buffer) else torch.empty(0, dtype=leaf.dtype)

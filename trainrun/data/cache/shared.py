@@ -1,4 +1,4 @@
-"""A cache in memory that the ranks of one machine share: one of them builds it, the others map its arrays."""
+"""A cache in memory that the ranks of one machine share. One rank builds it, and the others map its arrays."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 def share_columns(
     samples: str, build: Callable[[], StoredColumns], gather: Callable[[Any], list[Any]], where: str
 ) -> tuple[StoredColumns, int]:
-    """Return the columns of the first rank with the same samples that can be reached, and how many ranks have them.
+    """Return the columns of the first reachable rank with the same samples, and the number of ranks that share them.
 
-    samples: tells sources apart. gather: the value of every rank, on every rank. where: begins messages. The others
-    wait for a lock of a file in memory, which ends with its owner, and not in a collective call, which has a limit.
+    samples: a key of the source. gather: returns the values of all ranks on every rank. where: begins messages. The
+        other ranks wait for a lock of a file in memory, which ends with its owner. A collective call would have a
+        time limit.
     """
     own = os.memfd_create("trainrun-cache")
     fcntl.flock(own, fcntl.LOCK_EX)
@@ -58,7 +59,9 @@ def share_columns(
 
 
 def open_address(address: Any) -> int | None:
-    """Return a descriptor of another process's file; None if it is of another user or machine, or has ended."""
+    """Return a descriptor of a file of another process; None if the process has ended, or belongs to another user or
+    machine.
+    """
     process, number, *identity = address
     try:
         descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -71,6 +74,6 @@ def open_address(address: Any) -> int | None:
 
 
 def identify_file(descriptor: int) -> tuple[str, int, int]:
-    """Return what tells an open file from others of all machines."""
+    """Return a key of an open file that is unique among all machines."""
     state = os.fstat(descriptor)
     return BOOT.read_text(), state.st_dev, state.st_ino

@@ -1,9 +1,10 @@
-"""Files of an object store as local files: `data.path=s3://bucket/shards`, `hf://datasets/USER/NAME/*.parquet`.
+"""Local copies of files in an object store: `data.path=s3://bucket/shards`, `hf://datasets/USER/NAME/*.parquet`.
 
-All files of a URL are downloaded once a machine, into one folder of the cache: ranks and workers that come later wait,
-and then read the same files. The cache has a limit, see `cache/room.py`; files in use are never removed. Readers get
-local files, so the order of samples and a resume are those of files on the disk. A URL whose files changed (name, size,
-ETag) is downloaded again. A stream of shards downloads one file at a time, and it is in use only while it is read.
+All files of a URL are downloaded once per machine, into one folder of the cache. Other ranks and workers wait and
+then read the same files. The cache has a limit, see `cache/room.py`. Files in use are never removed. Readers get
+local files, so the order of samples and a resume are the same as for files on the disk. A URL whose files changed
+(name, size, ETag) is downloaded again. A stream of shards downloads one file at a time, which is in use only while it
+is read.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ _held: dict[Path, int] = {}  # locks of the folders that this process reads; wor
 
 
 def fetch_files(url: str, names: Sequence[str], key: str, endings: Sequence[str]) -> tuple[Path, ...]:
-    """Return local copies of the files of a URL, in the order of their names.
+    """Return local copies of the files of a URL, sorted by name.
 
-    names: what the braces of the URL stand for; the URL itself without any. key: the setting. endings: of the files of
-    a folder. Raise DataError if there are none, or if they cannot be read or have no room.
+    names: the URLs for which braces stand, or the URL itself. key: its setting. endings: of the files in a folder.
+        Raise DataError if there are no files, or if they cannot be read or do not fit.
     """
     store, _ = open_object_store(names[0], key)
     with explain_store_errors(url, key):
@@ -54,7 +55,7 @@ def fetch_files(url: str, names: Sequence[str], key: str, endings: Sequence[str]
 
 
 def list_urls(url: str, names: Sequence[str], key: str, endings: Sequence[str]) -> list[str]:
-    """Return the URL of each file of a URL, in the order of their names; see `fetch_files`. Nothing is downloaded."""
+    """Return the URL of each file of a URL, sorted by name, see `fetch_files`. Nothing is downloaded."""
     store, _ = open_object_store(names[0], key)
     with explain_store_errors(url, key):
         paths = list_stored_files(store, names, key, endings)
@@ -63,7 +64,9 @@ def list_urls(url: str, names: Sequence[str], key: str, endings: Sequence[str]) 
 
 @contextmanager
 def borrow_file(name: str, key: str) -> Iterator[Path]:
-    """Yield the local path of a file, which is downloaded if `name` is a URL. Afterwards its copy may be removed."""
+    """Yield the local path of a file. If `name` is a URL, the file is downloaded, and its copy may be removed
+    afterwards.
+    """
     if not is_url(name):
         yield Path(name)
         return
@@ -78,7 +81,7 @@ def borrow_file(name: str, key: str) -> Iterator[Path]:
 
 @contextmanager
 def explain_store_errors(url: str, key: str) -> Iterator[None]:
-    """Raise DataError in place of the errors of a store, of which each has its own."""
+    """Turn the errors of an object store inside the block into DataErrors."""
     try:
         yield
     except DataError:
@@ -91,7 +94,7 @@ def explain_store_errors(url: str, key: str) -> Iterator[None]:
 def list_stored_files(
     store: Any, names: Sequence[str], key: str, endings: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Return what the store says of the files of some names, in their order. Raise DataError if one has no file."""
+    """Return the store's facts about the files of some names, in order. Raise DataError if a file does not exist."""
     store.invalidate_cache()
     listed: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -103,7 +106,7 @@ def list_stored_files(
 
 
 def list_path_files(store: Any, root: str, endings: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return what the store says of each file of a path: a file, a pattern, or a folder."""
+    """Return the store's facts about each file of a path: a file, a pattern, or a folder."""
     if glob.has_magic(root):
         return {path: info for path, info in store.glob(root, detail=True).items() if info["type"] == "file"}
     if store.isfile(root):
@@ -117,13 +120,13 @@ def list_path_files(store: Any, root: str, endings: Sequence[str]) -> dict[str, 
 
 
 def shorten_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the names of files below the folder in which all of them lie."""
+    """Return file names relative to the folder that contains all of them."""
     together = os.path.commonpath([os.path.dirname(path) for path in paths])
     return {path: os.path.relpath(path, together) for path in paths}
 
 
 def open_download(store: Any, url: str, listed: dict[str, dict[str, Any]]) -> Path:
-    """Return the folder of the cache that holds the files, downloaded if it is not there."""
+    """Return the cache folder with the files. Download them if they are missing."""
     versions = [(path, info["size"], *map(info.get, VERSION_NAMES)) for path, info in sorted(listed.items())]
     path = cache_home() / "stored" / hashlib.sha256(repr(versions).encode()).hexdigest()[:24]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +142,7 @@ def open_download(store: Any, url: str, listed: dict[str, dict[str, Any]]) -> Pa
 
 
 def hold_folder(path: Path) -> bool:
-    """Lock a finished folder against removal while this process lives; return whether it is there."""
+    """Lock a complete folder against removal while this process lives. Return whether the folder exists."""
     descriptor = open_shared(path / META) if path.is_dir() else None
     if descriptor is not None:
         _held[path] = descriptor
@@ -147,7 +150,7 @@ def hold_folder(path: Path) -> bool:
 
 
 def download_files(store: Any, url: str, listed: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Download files into a folder, and write what describes it last."""
+    """Download files into a folder, and then write the file that describes them."""
     num_bytes = sum(info["size"] for info in listed.values())
     make_room(folder.parent, num_bytes, url, say_note)
     say_note(

@@ -1,4 +1,4 @@
-"""From indices to a batch: read, transform, collate; the same in every engine."""
+"""Read, transform and collate samples into a batch, in the same way for every engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SAMPLE, AT_ONCE, COLLATE_KEY = "__getitem__", "__getitems__", "data.collate_fn" 
 
 
 class Key(NamedTuple):
-    """What a reader is asked for. It carries the epoch: persistent workers cannot see an attribute change."""
+    """A request for one batch. It includes the epoch, because persistent workers do not see a changed attribute."""
 
     epoch: int
     indices: list[int]
@@ -51,14 +51,14 @@ class Key(NamedTuple):
 
 
 class WorkerFailure(NamedTuple):
-    """A fault on its way out of a worker: its message, and the traceback as text."""
+    """A fault that a worker returns: its message, and the traceback as text."""
 
     message: str
     trace: str
 
 
 def failure_or_raise(error: DataError) -> WorkerFailure:
-    """Raise the error; in a worker return it as a value, since torch would deliver an exception as a page of text."""
+    """Raise the error. In a worker, return it as a value, because torch would turn an exception into a page of text."""
     if get_worker_info() is None:
         raise error
     return WorkerFailure(str(error), traceback.format_exc())
@@ -67,9 +67,9 @@ def failure_or_raise(error: DataError) -> WorkerFailure:
 class Reading(NamedTuple):
     """A batch on its way to the main process.
 
-    data: None if no sample could be read, and none has to stand in; its fields stand apart (`detach_fields`).
-    indices: of the samples in it, as a list, because a tensor would take shared memory and an open file. faults: of the
-    samples left out. state: where an iterable source then stands. whole: see `MicroBatch`.
+    data: None if no sample could be read and no filler is needed. Its fields are detached (`detach_fields`).
+    indices: of the samples in it, as a list, because a tensor would take shared memory and an open file. faults: of
+        the samples that were left out. state: of an iterable source after the batch. whole: see `MicroBatch`.
     """
 
     data: Any
@@ -87,13 +87,14 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to samples, in this order: `scale` and `transform` each, `preparation` and `collate` the batch.
+    """The steps that are applied to samples, in this order: `scale` and `transform` to each, `preparation` and
+    `collate` to the batch.
 
-    seed: of the stream. key: names the source in messages. skips: a sample that cannot be read is left
-    out. training: a batch that lost all of its samples is filled with another one that counts nothing
-    (`real=False`), because the other ranks wait; in evaluation there is no such batch. scale: None if
-    nobody sees single samples, and batches are scaled. one_by_one: `__getitems__` is asked for one sample at a time.
-    drawn_from: the global generators that the user's code is known to draw from, as far as it was looked at.
+    seed: of the stream. key: the setting of the source in messages. skips: whether samples that cannot be read are
+        left out. training: whether a batch that lost all samples is filled with a sample that does not count
+        (`real=False`), because the other ranks wait. scale: None if no code receives single samples and batches are
+        scaled. one_by_one: whether `__getitems__` is called with one sample at a time. drawn_from: the global
+        generators that the user's code is known to use.
     """
 
     preparation: Preparation
@@ -110,7 +111,7 @@ class Recipe:
 
 
 def hint_at_whole_sample(sample: Any, error: BaseException) -> str:
-    """Return a hint for a transform that fails because it gets the whole sample and not the picture alone."""
+    """Return a hint for a transform that fails because it gets the whole sample instead of the picture."""
     if not (isinstance(sample, tuple | list | dict) and isinstance(error, TypeError | AttributeError)):
         return ""
     return (
@@ -119,7 +120,9 @@ def hint_at_whole_sample(sample: Any, error: BaseException) -> str:
 
 
 class Transform:
-    """A user's transform, with its numbers drawn from (seed, epoch, index). number: of samples, where it is known."""
+    """A transform of the user, with random numbers seeded by (seed, epoch, index). number: of samples, if it is
+    known.
+    """
 
     def __init__(self, recipe: Recipe, dataset: Any, number: int | None = None) -> None:
         self._recipe, self._dataset, self._number = recipe, dataset, number
@@ -150,13 +153,13 @@ class Transform:
 
 
 class BatchReader:
-    """Turns a key into a batch, in a worker, a thread or the main process.
+    """A function from a key to a batch, in a worker, a thread or the main process.
 
-    A number behind the last sample is a sample that comes again in its epoch, counted on: it is read, and has random
-    numbers of its own.
+    An index beyond the last sample is a repeated sample of the epoch. It is read again, with its own random numbers.
 
-    What a `__getitem__` draws depends on (seed, epoch, index) alone. A `set_epoch` of the data set is called before
-    the first sample of an epoch, on a copy of this reader's own: others may be in another epoch.
+    Random numbers of `__getitem__` depend only on (seed, epoch, index). A `set_epoch` of the data set is called
+    before the first sample of an epoch. It is called on a copy of this reader's own, because other readers may be in
+    another epoch.
     """
 
     def __init__(self, dataset: Any, recipe: Recipe, calls: SeedsCalls | None = None) -> None:
@@ -182,12 +185,12 @@ class BatchReader:
 
     @property
     def users_code(self) -> bool:
-        """Return whether reading runs anything that is not of this package."""
+        """Return whether reading runs code that is not of this package."""
         return self._read_batch is None
 
     @property
     def draws_for_batches(self) -> bool:
-        """Return whether one of the user's functions that see a batch might draw random numbers."""
+        """Return whether a function of the user that receives a batch might use random numbers."""
         return (self._at_once and not self._takes_generators) or self.recipe.collate is not None
 
     def __getitem__(self, key: Key) -> Reading | WorkerFailure:
@@ -197,7 +200,7 @@ class BatchReader:
             return failure_or_raise(error)
 
     def read(self, key: Key) -> Reading:
-        """Read a batch. Raise DataError, which names the sample that cannot be read."""
+        """Read a batch. Raise DataError with the number of a sample that cannot be read."""
         if self._read_batch is not None:
             batch = self._read_whole_batch(self._read_batch, self._find_rows(key.indices))
             if batch is not None:
@@ -209,7 +212,7 @@ class BatchReader:
         return self._read_unseeded(key, calls.others)
 
     def _read_unseeded(self, key: Key, generators: tuple[str, ...]) -> Reading:
-        """Read a batch without seeding these generators; if it moves one, read it again with all of them seeded."""
+        """Read a batch without seeding these generators. If one of them is used, read again with all of them seeded."""
         before, reading, fault = read_generator_states(generators), None, None
         try:
             reading = self._read_samples(key)
@@ -241,7 +244,9 @@ class BatchReader:
         return [index % self.number for index in indices]
 
     def _read_whole_batch(self, read_batch: Callable[[list[int]], Any], indices: list[int]) -> Any:
-        """Read a batch in one call; None if that fails: then each sample is read alone, which finds the faulty one."""
+        """Read a batch in one call. Return None if that fails, so that samples are read singly to find the faulty
+        one.
+        """
         try:
             batch = read_batch(indices)
         except DataError:
@@ -251,12 +256,12 @@ class BatchReader:
         return None if batch is None else detach_fields(map_leaves(batch, self.recipe.preparation.column))
 
     def read_sample(self, epoch: int, index: int) -> Any:
-        """Return one sample as the data set gives it."""
+        """Return one sample as the data set returns it."""
         self._begin_epoch(epoch)
         return self._read_seeded(epoch, index)
 
     def transform_sample(self, sample: Any, epoch: int, index: int) -> Any:
-        """Return one sample as a batch gets it."""
+        """Return one sample as it goes into a batch."""
         return self._transform(sample, epoch, index, self._calls)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -284,7 +289,7 @@ class BatchReader:
         return batch
 
     def _samples(self, epoch: int, indices: list[int]) -> tuple[list[tuple[int, Any]], tuple[str, ...]]:
-        """Return the samples that can be read, each with its index, and the faults of those that may be left out."""
+        """Return the samples that can be read, each with its index, and the faults of samples that may be left out."""
         if self._reads_plainly and self._calls.is_idle:
             try:
                 number, dataset = self.number, self.dataset
@@ -335,14 +340,15 @@ class BatchReader:
             raise self._build_error(f"sample {row}", describe(self.dataset, row), error) from error
 
     def _read_drawing(self, row: int, *parts: int) -> Any:
-        """Read a sample of a data set that takes a generator, or of parts of which one does."""
+        """Read a sample of a data set that takes a generator, or that contains data sets which take one."""
         base, place = find_innermost(self.dataset, row)
         if type(base) in self._drawing:
             return base.__getitem__(place, generator=new_generator(*parts))
         return base[place]
 
     def _read_in_one_call(self, epoch: int, indices: list[int]) -> list[Any] | None:
-        """Return the samples that `__getitems__` gives; None if it failed, but each sample can be read alone.
+        """Return the samples of one call of `__getitems__`; None if the call failed, but each sample can be read
+        singly.
 
         If a sample cannot be read and may not be left out, raise the fault of that sample.
         """
@@ -381,7 +387,7 @@ def _format_list(indices: list[int]) -> str:
 
 
 def collate_samples(samples: list[Any], recipe: Recipe) -> Any:
-    """Collate samples into a batch. Tuples stay tuples, unlike with torch's function, unless the user gave one."""
+    """Collate samples into a batch. Unlike with torch's function, tuples stay tuples."""
     preparation = recipe.preparation
     try:
         if preparation.max_sequence_length is not None:

@@ -1,4 +1,4 @@
-"""From a prepared source to a stream: the engines behind one door, and what they need before they start."""
+"""Build the stream of a prepared source: choose an engine, and check what it needs before it starts."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ NOT_COMPARED = (
 
 
 def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, ReadBy, str]:
-    """Return the stream of the engine that the rule takes, who reads it, and why.
+    """Return the stream of the chosen engine, who reads it, and the reason.
 
-    finish: what is done to its batches on the device.
+    finish: applied to its batches on the device.
     """
     options, plan = prepared.options, prepared.plan
     choice = choose_engine(prepared)
@@ -81,9 +81,9 @@ def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, Read
 
 
 def check_randomness(reader: BatchReader, options: StreamOptions) -> tuple[BatchReader, str]:
-    """Return the reader, and a line on how it reads; report samples that depend on more than (seed, epoch, index).
+    """Return the reader, and a line on how it reads. Report samples that depend on more than (seed, epoch, index).
 
-    A data set whose `__getitems__` draws random numbers is asked for one sample at a time.
+    A data set whose `__getitems__` uses random numbers is called with one sample at a time.
     """
     look, note = options.look, ""
     if look is None or not reader.users_code:
@@ -167,8 +167,8 @@ def open_iterable(
 def _choose_iterable_workers(source: Any, options: StreamOptions) -> tuple[int, str]:
     """Return how many loader workers read the source, and why.
 
-    With `auto` one, if the training data is read by workers, or a pass over the source goes on from the pass before
-    (each worker begins with the source as it was made), or its first samples take long.
+    With `auto`, one worker reads if the training data is read by workers, if a pass continues where the previous pass
+    stopped (each worker begins with a new copy of the source), or if the first samples are slow.
     """
     number, reason, beside = options.num_workers, "asked for", options.beside
     if number == "auto" and beside is not None and beside.engine == "workers" and beside.number > 0:
@@ -214,7 +214,7 @@ def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:
 
 
 def _count_batches(plan: Plan, length: int | None, options: StreamOptions) -> int | None:
-    """Return how many micro-batches (in evaluation: samples) of an IterableDataset are read; None reads to its end."""
+    """Return how many micro-batches (in evaluation: samples) of an IterableDataset are read. None: until its end."""
     if isinstance(options.limit, float) and options.limit == 1:
         return None
     if length is not None:

@@ -1,9 +1,9 @@
-"""Which engine reads the data, and how many at once: a rule on the look at the source, with its reason.
+"""Choose the engine that reads the data and its number of readers, by a rule on facts about a few samples.
 
-What: tensors and mapped files are resident. Samples that are read in no time are read in the main process. Where
-    reading waits (for a disk, a network), several readers wait at once; where it computes, spare cores do it.
-Within a run, sources of the user's are read either in the main process or in loader workers, never in both. A worker is
-a fork: a file or a socket that the main process has opened would be shared by all of its workers, with its position.
+What: tensors and mapped files are resident. Samples that are read very fast are read in the main process. If reading
+waits for a disk or a network, several readers wait at once. If it computes, spare cores do it.
+Within a run, sources of the user are read either in the main process or in loader workers, never in both. A worker is
+a fork. A file or a socket that the main process had opened would be shared by all workers, with its position.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ WORTH_A_WORKER = 2.0  # seconds of reading in an epoch: a worker starts in a ten
 
 
 class Choice(NamedTuple):
-    """Who reads a stream, and why."""
+    """The readers of a stream, and the reason."""
 
     read_by: ReadBy
     reason: str
 
 
 def choose_engine(prepared: PreparedStream) -> Choice:
-    """Return who reads the stream. Raise DataError if that cannot be as the settings ask."""
+    """Return who reads the stream. Raise DataError if the settings cannot be followed."""
     options = prepared.options
     if reason := explain_resident(prepared):
         return Choice(ReadBy("resident", 0), reason)
@@ -63,14 +63,14 @@ def choose_engine(prepared: PreparedStream) -> Choice:
 
 
 def _count_sample_bytes(prepared: PreparedStream) -> int:
-    """Return the bytes of a sample in a batch; 0 if that is not known."""
+    """Return the size of a sample in a batch in bytes; 0 if it is unknown."""
     if prepared.look is not None:
         return prepared.look.sample_bytes
     return 0 if prepared.columns is None else resident_bytes(prepared) // len(prepared.columns)
 
 
 def _reads_columns(prepared: PreparedStream) -> bool:
-    """Return whether no code of the user's takes part in reading."""
+    """Return whether reading runs no code of the user."""
     return prepared.columns is not None and not prepared.users_code
 
 
@@ -117,20 +117,21 @@ def _choose_by_look(prepared: PreparedStream) -> Choice:
 
 
 def has_spare_core(options: StreamOptions) -> bool:
-    """Return whether the ranks leave a core for a reader of each. On a GPU a rank keeps one core busy."""
+    """Return whether each rank has a free core for a reader. On a GPU a rank keeps one core busy."""
     threads = options.compute_threads or count_usable_cores()
     return count_usable_cores() // options.local_world_size > threads
 
 
 def _allows_threads(prepared: PreparedStream) -> bool:
-    """Return whether several threads may read the source at once, without code of which that is not known."""
+    """Return whether several threads may read the source at once, because all code involved is known to allow it."""
     return thread_safe(prepared.dataset) and not prepared.users_code
 
 
 def _check_threads(prepared: PreparedStream) -> Choice:
-    """Return as many threads as the settings ask for. Raise DataError for a source that threads must not read.
+    """Return the number of threads of the settings. Raise DataError for a source that threads must not read.
 
-    One thread is as many as two, since the main process may read the same source for a validation meanwhile.
+    One thread needs the same permission as two, because the main process may read the source for a validation at the
+    same time.
     """
     options = prepared.options
     number = options.num_threads
@@ -161,7 +162,7 @@ def _check_threads(prepared: PreparedStream) -> Choice:
 
 
 def choose_workers(num_workers: int | Literal["auto"], local_world_size: int) -> Choice:
-    """Return workers for data that has to be read or computed: as many as there are spare cores."""
+    """Return workers for data that has to be read or computed: one for each spare core."""
     if num_workers != "auto":
         return Choice(ReadBy("workers", num_workers), f"{describe_workers(num_workers)} (asked for)")
     cores = count_usable_cores()
@@ -178,13 +179,15 @@ def describe_workers(number: int) -> str:
 
 
 def count_possible_workers(batch_bytes: int, prefetch_factor: int) -> float:
-    """Return how many workers can run here. In a container, shared memory is often too small for their batches."""
+    """Return how many workers can run here. In a container, shared memory is often too small for many batches."""
     free = measure_free_shared_memory()
     return math.inf if free is None else max(0, (free // max(batch_bytes, 1) - 1) // prefetch_factor)
 
 
 def limit_workers(choice: Choice, batch_bytes: int, options: StreamOptions) -> Choice:
-    """Return fewer workers where they were not asked for and so many cannot run here; else raise DataError."""
+    """Reduce the number of workers if it was chosen automatically and too many for this machine. Raise DataError if
+    the user set it.
+    """
     engine, number = choice.read_by
     if engine != "workers":
         return choice
@@ -205,7 +208,7 @@ def limit_workers(choice: Choice, batch_bytes: int, options: StreamOptions) -> C
 
 
 def measure_free_shared_memory() -> int | None:
-    """Return the free shared memory; None if there is no limit to it, as on macOS, or far more than is needed."""
+    """Return the free shared memory; None if it has no limit, as on macOS, or is far larger than needed."""
     try:
         place = os.statvfs(SHARED)
     except OSError:

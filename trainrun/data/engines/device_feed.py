@@ -1,9 +1,9 @@
-"""From host batches to device batches: on a GPU the next batch is copied while the model computes.
+"""Move host batches to the device. On a GPU the next batch is copied while the model computes.
 
-What: pinned memory, a copy on a stream of its own, and an event that the training's stream waits for; the
-host never waits. When: CUDA, behind any engine that reads on the host. Elsewhere batches are moved as they
-come, and on a CPU there is nothing to do. Source: torch.Tensor.record_stream, "CUDA semantics" of torch's
-documentation; the same scheme as NVIDIA's data prefetchers.
+What: pinned memory, a copy on a separate stream, and an event for which the stream of the training waits. The host
+never waits. When: CUDA, with any engine that reads on the host. On other devices batches are moved one by one, and on
+a CPU nothing is moved. Source: torch.Tensor.record_stream, "CUDA semantics" of torch's documentation; NVIDIA's data
+prefetchers work in the same way.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AHEAD = 1  # batches on their way while another is computed with
 
 
 class OnTheWay(NamedTuple):
-    """host: the batch in pinned memory, kept until its copy has been waited for."""
+    """A batch that is being copied. host: the batch in pinned memory, kept until the copy is complete."""
 
     host: MicroBatch
     data: Any
@@ -38,10 +38,11 @@ def count_items(batch: MicroBatch, sizes: Sizes) -> MicroBatch:
 
 
 class DeviceFeed(Around):
-    """Fills `Batches`. Faults and the end come in their turn, after the batches that were ahead of them.
+    """A stream of batches on the device. It implements `Batches`. Faults and the end are raised after all earlier
+    batches.
 
-    copying: surrounds each copy.
-    sizes: counts the items of a batch while it is still on the host.
+    copying: a context for each copy.
+    sizes: counts the items of a batch while it is on the host.
     """
 
     def __init__(self, batches: Batches, device: torch.device, copying: Copying | None = None,
@@ -94,8 +95,8 @@ class DeviceFeed(Around):
         return leaf.to(self._device) if hasattr(leaf, "to") else leaf
 
     def _copy(self, leaf: Any) -> Any:
-        """Move a leaf to the device. Only tensors are moved without waiting: others cannot be kept for the
-        training's stream.
+        """Move a leaf to the device. Only tensors are moved without waiting, because other objects cannot be recorded
+        on the stream.
         """
         return leaf.to(self._device, non_blocking=True) if hasattr(leaf, "record_stream") else leaf
 
@@ -115,7 +116,9 @@ class DeviceFeed(Around):
 
 
 def pin_batch(data: Any) -> Any:
-    """Copy a batch to page-locked memory, from which a copy to a GPU does not block the host. GPU tensors stay."""
+    """Copy a batch to page-locked memory, so that its copy to a GPU does not block the host. GPU tensors stay
+    unchanged.
+    """
 
     def pin(leaf: Any) -> Any:
         there = isinstance(leaf, Tensor) and leaf.is_cuda

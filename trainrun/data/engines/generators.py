@@ -1,9 +1,10 @@
-"""Random numbers of a user's own code: seeded for each sample by (seed, epoch, index).
+"""Seed the random numbers of the user's code for each sample by (seed, epoch, index).
 
-A parameter always works: a `__getitem__`, or a transform, with `generator` gets a torch.Generator seeded by (seed,
-epoch, index), a `__getitems__` with `generators` a list of them. Other code may draw from the global generators of
-Python, NumPy and torch. Where nothing else draws meanwhile (in a worker, in the main process between two steps), they
-are seeded before each call. A thread beside the training must not: its sources draw from no global generator.
+A parameter always works: a `__getitem__` or a transform with a parameter `generator` gets a torch.Generator seeded by
+(seed, epoch, index). A `__getitems__` with a parameter `generators` gets a list of them. Other code may use the
+global generators of Python, NumPy and torch. In a worker, or in the main process between two steps, nothing else uses
+them, so they are seeded before each call. A thread beside the training must not seed them, so its sources must not
+use them.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def has_parameter(function: Any, name: str) -> bool:
 
 
 def new_generator(*parts: int) -> torch.Generator:
-    """Return a new generator whose numbers depend on `parts` alone."""
+    """Return a new generator whose numbers depend only on `parts`."""
     return torch.Generator().manual_seed(derive_seed(*parts))
 
 
 def seed_globals(*parts: int) -> None:
-    """Seed the generators that a user's `__getitem__` may draw from, by a hash of `parts`."""
+    """Seed the global generators that a user's `__getitem__` may use, by a hash of `parts`."""
     _seed(derive_seed(*parts), GLOBAL_GENERATORS)
 
 
@@ -55,10 +56,10 @@ def _seed(seed: int, names: tuple[str, ...]) -> None:
 
 
 class SeedsCalls(Protocol):
-    """Prepares the global generators for each call of the user's code.
+    """A protocol to prepare the global generators for each call of the user's code.
 
-    before: called with what is called and with the numbers that its random numbers depend on. after: once it returned.
-    is_idle: neither of them does anything.
+    before: called before the call, with its name and the numbers on which its random numbers depend. after: called
+        after the call. is_idle: whether both do nothing.
     """
 
     @property
@@ -70,7 +71,7 @@ class SeedsCalls(Protocol):
 
 
 class SeedGlobals:
-    """Seeds some of the global generators before each call; the others are known not to be drawn from."""
+    """Seeds some of the global generators before each call. The others are known to be unused."""
 
     def __init__(self, names: tuple[str, ...] = GLOBAL_GENERATORS) -> None:
         self.names = names
@@ -86,7 +87,7 @@ class SeedGlobals:
 
 
 class LeaveGlobals:
-    """Leaves the global generators alone, for a thread beside the training."""
+    """Leaves the global generators unchanged, for a thread beside the training."""
 
     is_idle = True
 
@@ -98,10 +99,10 @@ class LeaveGlobals:
 
 
 class RecordDraws:
-    """Seeds all global generators before each call, and records which calls move which of them.
+    """Seeds all global generators before each call, and records which calls use which of them.
 
-    moved: the generators that were moved, by what was called. seconds, busy_seconds: of all calls, on the clock and of
-    the processor. pauses: how often a call gave the processor up, to wait for something; to lose it to others is none.
+    moved: the used generators by call. seconds, busy_seconds: wall time and processor time of all calls. pauses: how
+        often a call waited and so gave up the processor. Losing the processor to another process does not count.
     """
 
     is_idle = False
@@ -130,7 +131,7 @@ class RecordDraws:
 
 
 def _count_pauses() -> int:
-    """Return how often this process has given the processor up."""
+    """Return how often this process has voluntarily given up the processor."""
     return psutil.Process().num_ctx_switches().voluntary
 
 
@@ -147,5 +148,5 @@ MARKS: dict[str, Callable[[], Any]] = {
 
 
 def read_generator_states(names: tuple[str, ...] = GLOBAL_GENERATORS) -> list[Any]:
-    """Return values that differ once one of these generators has been drawn from."""
+    """Return values that change when one of these generators is used."""
     return [MARKS[name]() for name in names]

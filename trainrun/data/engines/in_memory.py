@@ -1,4 +1,4 @@
-"""Batches of data that lies in memory on the training device: no workers, no copies from the host."""
+"""Batches of data that is in memory on the training device: no workers, and no copies from the host."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def explain_resident(prepared: PreparedStream) -> str:
 
 
 def gathers_in_place(prepared: PreparedStream) -> bool:
-    """Return whether rows are gathered from mapped files when they are asked for."""
+    """Return whether rows are gathered from mapped files for each batch."""
     return prepared.columns is not None and prepared.options.device.type == "cpu" and prepared.columns.mapped
 
 
@@ -62,7 +62,7 @@ def count_resident_bytes(prepared: PreparedStream) -> str:
 
 
 def resident_bytes(prepared: PreparedStream) -> int:
-    """Return the size of the columns with the types and lengths that they will have on the device."""
+    """Return the size of the columns on the device, after their types and lengths are converted."""
     assert prepared.columns is not None
     firsts = [prepared.preparation.column(value[:1]) for value in prepared.columns.values]
     return len(prepared.columns) * sum(first.numel() * first.element_size() for first in firsts)
@@ -81,8 +81,8 @@ def fits_in_memory(prepared: PreparedStream) -> bool:
 def choose_evaluation_batch_size(columns: Columns, batch_size: int, scaled: bool) -> int:
     """Return a batch size for evaluation: twice that of training, and up to 32 times if the inputs stay below 1 MiB.
 
-    A batch then takes less memory and time than a training step, and a signal does not wait longer. Integers that are
-    not scaled may be tokens, whose outputs are far larger than the inputs: their batch size stays.
+    Such a batch takes less memory and time than a training step, so signals are handled as fast. Integers that are
+    not scaled may be tokens, whose outputs are far larger than the inputs. Their batch size stays.
     """
     inputs = convert_to_tensor(columns.values[0][:1])
     if not (inputs.is_floating_point() or scaled):
@@ -92,12 +92,12 @@ def choose_evaluation_batch_size(columns: Columns, batch_size: int, scaled: bool
 
 
 class ResidentBatches:
-    """Moves the columns to the device once; a batch is one `index_select` per column.
+    """Batches of columns that are moved to the device once. A batch is one `index_select` per column.
 
-    Mapped files stay where they are on a CPU: their rows are gathered from the system's page cache, and
-    prepared after that. Small batches are gathered several at a time on a CPU, which takes a third of the time. Batches
-    are copies, never views of what was gathered: their memory is aligned alike after every resume, so the kernels round
-    alike, and none keeps the others in memory.
+    On a CPU, mapped files are not copied: their rows are gathered from the system's page cache and then converted.
+    Several small batches are gathered at a time, which takes a third of the time. Batches are copies, never views. So
+    their memory is aligned in the same way after a resume, kernels round equally, and no batch keeps others in
+    memory.
     """
 
     def __init__(self, prepared: PreparedStream) -> None:
@@ -164,7 +164,7 @@ class ResidentBatches:
             yield MicroBatch(pack([gather(rows) for gather in gathers]), real, last, indices)
 
     def _copy_several_batches(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
-        """Make the batches of these shares. The rows of `together` of them are gathered in one call."""
+        """Make the batches of these shares. The rows of `together` batches are gathered in one call."""
         pack, together = self._pack, self._together
         for block, rows in self._group_shares(shares):
             sizes = [share.indices.numel() for share in block]
@@ -193,7 +193,7 @@ class ResidentBatches:
             yield block, rows
 
     def _gather(self, rows: Tensor, sizes: list[int]) -> Iterable[Sequence[Tensor]]:
-        """Return the columns of each batch. rows: of all of them; sizes: how many each batch has."""
+        """Return the columns of each batch. rows: of all batches. sizes: the number of rows of each batch."""
         check_lengths(self._mappings)
         columns = [gather(rows) for gather in self._gathers]
         if len(sizes) == 1:
@@ -204,7 +204,7 @@ class ResidentBatches:
         return indices if self._number is None else indices % self._number
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing, because no process or thread was started."""
 
 
 def list_row_numbers(row_numbers: Any) -> Any:
@@ -231,7 +231,7 @@ def _count_items(columns: Columns, preparation: Preparation, sizes: Sizes) -> Te
 
 
 def _block(columns: Columns, value: Column, begin: int, size: int) -> Column:
-    """Return `size` samples of a column from `begin` on; fewer at the end."""
+    """Return `size` samples of a column from `begin` on, fewer at the end."""
     if columns.row_numbers is None:
         return value[begin : begin + size]
     return columns.copy_samples(value, np.arange(begin, min(begin + size, len(columns))))

@@ -1,9 +1,9 @@
-"""Batches of torch's IterableDataset: samples that can only be read one after the other.
+"""Batches of torch's IterableDataset, whose samples can only be read one after the other.
 
-A source with `shard(num_shards, index)`, as `datasets.IterableDataset` has it, and without a length is read in parts:
-each rank, and each of its workers, forms batches of a part of its own. Every other source is read whole by every rank,
-which takes its share of each batch. A source with `state_dict` and `load_state_dict` is asked after each batch where it
-stands, and a resume goes on from there; of every other the samples before are read again.
+A source with `shard(num_shards, index)` and without a length, such as `datasets.IterableDataset`, is read in parts:
+each rank, and each of its workers, forms batches of its own part. Any other source is read completely by every rank,
+which takes its share of each batch. If a source has `state_dict` and `load_state_dict`, its state is read after each
+batch, and a resume continues from there. For any other source, a resume reads the earlier samples again.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Keep = Callable[[int, Any], None]
 class SourcePlace:
     """A position in an iterable source, from which a resume continues.
 
-    taken: the number of samples before it. state: the source's own `state_dict()` there. source: the iterable that is
-    being read; None at its end.
+    taken: the number of earlier samples. state: the `state_dict()` of the source at this position. source: the
+        iterable that is being read; None at its end.
     """
 
     taken: int = 0
@@ -61,15 +61,17 @@ class SourcePlace:
 
 @dataclass(frozen=True, eq=False)
 class StreamReader(IterableDataset[Any]):  # the base class is how torch tells it from a map-style one
-    """One epoch of one rank from position `start` on, in a worker or in the main process.
+    """One epoch of one rank, beginning at position `start`, in a worker or in the main process.
 
-    Read whole, it forms the global micro-batches and collates its own share of each, so W ranks see what one rank would
-    see. The global generators are seeded before every sample by (seed, epoch, number of the sample).
-    num_samples: of an epoch; None if the data set has no length. most: micro-batches, in evaluation samples, that are
-    read; None is all. buffer: samples that are shuffled together; 0: none. readers: processes of this rank with a part
-    each; 0: the source is read whole. turn: the reader whose batch is first. begun: by reader, its batches before and a
-    place from which the next is found; those that are missing begin at the beginning. fresh: by part, the state of a
-    source with `state_dict` before its first sample.
+    If the source is read completely, this forms global micro-batches and collates its own share of each. So W ranks
+    use the batches of one rank. The global generators are seeded before every sample by (seed, epoch, number of the
+    sample).
+    num_samples: of an epoch; None if the data set has no length. most: the largest number of micro-batches (in
+        evaluation: samples); None: all. buffer: how many samples are shuffled together; 0: none. readers: processes
+        of this rank with a part each; 0: the source is read completely. turn: the reader of the first batch. begun:
+        for each reader, the number of its earlier batches and a position before the next batch. Readers without an
+        entry begin at the beginning. fresh: for each part, the state of a source with `state_dict` before its first
+        sample.
     """
 
     dataset: Any
@@ -88,8 +90,8 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     def at(self, epoch: int, start: int, known: Any) -> StreamReader:
         """Return the reader of another epoch and position.
 
-        known: what `take_turns` stored for that position. Without it the earlier samples are read and dropped, which is
-        O(start).
+        known: the entry that `take_turns` stored for that position. Without it the earlier samples are read and
+            dropped, which takes O(start).
         """
         turn, found = known or (0, ())
         begun = {role: (batches, SourcePlace(taken, state)) for role, batches, taken, state in found}
@@ -101,7 +103,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
 
     @property
     def again(self) -> bool:
-        """Return whether the batches of several readers before `start` are made once more."""
+        """Return whether several readers repeat their batches before `start`."""
         return self.readers > 1 and not self.begun
 
     def __iter__(self) -> Iterator[Any]:
@@ -120,7 +122,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             yield Reading(None, [role], False, False)
 
     def _iterate_batches(self, role: int) -> Iterator[Reading]:
-        """Yield the batches that a reader makes of its part of the source, from its start on."""
+        """Yield the batches of one reader, from its start on."""
         part, plan = self.plan.rank * self.readers + role, self._plan_of_part
         start, place = self.begun.get(role, (0 if self.readers > 1 else self.start, SourcePlace()))
         place, position, number = replace(place), place.taken, start
@@ -142,7 +144,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
 
     @property
     def _plan_of_part(self) -> Plan:
-        """Return the plan of the batches: a rank with a part of its own makes them alone."""
+        """Return the plan of the batches. A rank with its own part forms them alone."""
         return replace(self.plan, rank=0, world_size=1) if self.readers else self.plan
 
     def _take_chunk(self, samples: Iterator[Any], number: int) -> list[Any]:
@@ -159,7 +161,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         return [] if plan.drop_last else chunk
 
     def _share_of(self, chunk: list[Any], first: int, part: int) -> Reading | None:
-        """Return this rank's share of a global micro-batch; in training a filler if it has none.
+        """Return this rank's share of a global micro-batch. In training, return a filler if the share is empty.
 
         first: the position of the first sample of the chunk in its part.
         """
@@ -171,7 +173,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         return self._build_reading(chunk[:1], [first], False) if plan.training else None
 
     def _yield_filler(self, part: int, start: int, position: int) -> Iterator[Reading]:
-        """Yield a filler if other readers may have batches; raise DataError if there are none from `start` on.
+        """Yield a filler if other readers may have batches. Raise DataError if no reader has one from `start` on.
 
         position: the number of samples that were read.
         """
@@ -190,7 +192,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         raise build_end_error(start, num_batches)
 
     def _iterate_samples(self, place: SourcePlace, part: int) -> Iterator[Any]:
-        """Yield the samples from `place` on. With a shuffle buffer, `place` is the start of the current block."""
+        """Yield the samples beginning at `place`. With a shuffle buffer, `place` is the start of the current block."""
         raw, taken = self._iterate_source(place, part), place.taken
         if not self.buffer:
             yield from raw
@@ -255,9 +257,9 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         return "; each call of its __iter__ must begin anew" if self.epoch else ""
 
     def take_turns(self, items: Iterator[Reading], keep: Keep) -> Iterator[Reading]:
-        """Yield a batch of each reader in turn, from `start` on, until no reader has another one.
+        """Yield a batch of each reader in turn, from `start` on, until no reader has another batch.
 
-        keep: called with the number of batches so far and with what `at` needs to continue there.
+        keep: called with the number of batches so far, and with the entry that `at` needs to continue there.
         """
         stands = {role: (role, batches, at.taken, at.state) for role, (batches, at) in self.begun.items()}
         given, spare, over = 0 if self.again else self.start, None, set()
@@ -316,7 +318,7 @@ def continues_where_left(source: Any) -> bool | None:
 
 
 def read_first_samples(source: Any, number: int, seconds: float) -> list[Any]:
-    """Return the first samples of a pass over epoch 0: `number` of them, or what comes in so many seconds."""
+    """Return the first `number` samples of a pass over epoch 0, or fewer after a time limit."""
     seed_globals(0)
     if hasattr(source, "set_epoch"):
         source.set_epoch(0)
@@ -330,9 +332,9 @@ def read_first_samples(source: Any, number: int, seconds: float) -> list[Any]:
 
 
 class Alike(Around):
-    """Training batches that every rank takes its share of: what the first is part of is compared, once.
+    """Training batches that the ranks divide. The samples of the first batch are compared once between the ranks.
 
-    A rank that has no such batch answers too, before its fault is raised, or the others would wait for it.
+    A rank without such a batch takes part before its fault is raised, because the other ranks would wait for it.
     """
 
     def __init__(self, batches: Batches, gather: Callable[[Any], list[Any]], key: str) -> None:
@@ -355,9 +357,10 @@ class Alike(Around):
 
 
 class InStep(Around):
-    """Batches of a rank whose part of a source may be shorter than that of another: it then goes on with fillers.
+    """Batches of a rank whose part of a source may be shorter than that of another rank. It then continues with
+    fillers.
 
-    gather: the value of every rank, on every rank; asked once for each batch.
+    gather: returns the values of all ranks on every rank; called once for each batch.
     """
 
     def __init__(self, batches: Batches, gather: Callable[[Any], list[Any]], key: str) -> None:

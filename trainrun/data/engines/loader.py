@@ -42,7 +42,7 @@ def count_skipped(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBa
 
 
 def raise_worker_errors(items: Iterator[Any]) -> Iterator[Any]:
-    """Yield what workers have read. Raise DataError if a worker failed."""
+    """Yield the results of workers. Raise DataError if a worker failed."""
     for item in items:
         if isinstance(item, WorkerFailure):
             raise DataError(item.message) from RuntimeError(f"in a loader worker:\n{item.trace}")
@@ -50,7 +50,7 @@ def raise_worker_errors(items: Iterator[Any]) -> Iterator[Any]:
 
 
 class KeySource:
-    """The sampler of the DataLoader: yields the keys that were put in before the epoch."""
+    """The sampler of the DataLoader. It yields the keys that were set before the epoch."""
 
     def __init__(self) -> None:
         self.keys: Iterator[Key] = iter(())
@@ -60,10 +60,10 @@ class KeySource:
 
 
 class LoaderBatches:
-    """A stream over a map-style data set, `Columns` or an IterableDataset; its batches are on the host.
+    """A stream over a map-style data set, `Columns` or an IterableDataset. Its batches are on the host.
 
-    One epoch is open at a time. If a worker dies, all are started again and read on from the batch that is
-    missing, which changes none; after a few times it is an error. number: of workers; 0 reads in the main process.
+    One epoch is open at a time. If a worker dies, all workers are restarted at the missing batch, so no batch
+    changes. After several deaths an error is raised. number: of workers; 0 reads in the main process.
     """
 
     def __init__(self, reader: BatchReader | StreamReader, plan: StreamPlan, number: int, options: StreamOptions,
@@ -101,7 +101,7 @@ class LoaderBatches:
             raise
 
     def _iterate_readings(self, epoch: int, start: int) -> Iterator[Reading]:
-        """Yield the readings of an epoch from `start` on. Workers that died are started again."""
+        """Yield the readings of an epoch from `start` on. Restart workers that died."""
         place, asked = start, False
         while True:
             asked = False
@@ -124,7 +124,7 @@ class LoaderBatches:
             self._end()
 
     def _open(self, epoch: int, place: int) -> Iterator[Any]:
-        """Return what the DataLoader yields from batch `place` on. Idle workers are used again."""
+        """Return the iterator of the DataLoader, beginning at batch `place`. Idle workers are used again."""
         reader: Any = self._reader
         if isinstance(reader, StreamReader):
             self._end()  # its workers hold the epoch
@@ -150,7 +150,7 @@ class LoaderBatches:
         return raise_worker_errors(iter(self._workers))
 
     def _read_here(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Read in the main process. The global random state is restored if code of the user's reads."""
+        """Read in the main process. Restore the global random state if the user's code reads."""
         end = object()
         draws = not isinstance(self._reader, BatchReader) or self._reader.users_code
         while True:
@@ -161,7 +161,7 @@ class LoaderBatches:
             yield item._replace(data=pin_batch(item.data)) if self._options.pins else item
 
     def _describe_pending(self, epoch: int, place: int) -> str:
-        """Describe the samples that the workers had not delivered yet: one of them may be the cause."""
+        """Describe the samples that the workers have not returned yet, because one of them may be the cause."""
         if isinstance(self._reader, StreamReader):
             return f"it was reading on from batch {place}"
         number = max(1, self._number * self._options.prefetch_factor)

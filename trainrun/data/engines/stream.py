@@ -1,4 +1,4 @@
-"""Streams around another stream."""
+"""Streams that wrap another stream."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainrun.interfaces import Batches, MicroBatch
 
 
 class Around:
-    """Base of `Batches` around another stream, whose sizes it reports and which it closes."""
+    """Base of `Batches` that wrap another stream, report its sizes and close it."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -29,20 +29,21 @@ class Around:
 
 
 class ReadBy(NamedTuple):
-    """Who reads a stream. engine: `resident`, `threads` or `workers`; number: of threads or workers (0: the main
-    process)."""
+    """The readers of a stream. engine: `resident`, `threads` or `workers`. number: of threads or workers (0: the main
+    process).
+    """
 
     engine: str
     number: int
 
     @property
     def in_this_process(self) -> bool:
-        """Return whether the user's code reads samples in the main process."""
+        """Return whether the user's code runs in the main process to read samples."""
         return self.engine == "threads" or (self.engine == "workers" and self.number == 0)
 
 
 class OpenedStream(Around):
-    """The batches of one split. read_by: who reads them. source: what they are read from."""
+    """The batches of one split. read_by: its readers. source: the data set."""
 
     def __init__(self, batches: Batches, read_by: ReadBy, source: Any) -> None:
         super().__init__(batches)
@@ -53,5 +54,5 @@ class OpenedStream(Around):
 
     @property
     def may_be_read_before(self) -> bool:
-        """Return whether a trial may read samples: what an iterable source gives, as a pipe, may be lost then."""
+        """Return whether a trial may read samples. Samples of an iterable source, such as a pipe, might be lost."""
         return not isinstance(self.source, IterableDataset)

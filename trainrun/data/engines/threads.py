@@ -1,9 +1,9 @@
 """`data.engine=threads`: background threads read and collate whole batches while the model trains.
 
-What: a step takes max(load, train) instead of their sum. When: reading waits (for a disk, a network) or runs in C that
-releases the GIL (decoding, NumPy); nothing is copied between processes. When not: reading is Python that holds the
-GIL, the model fills every core, or the source does not say `thread_safe = True`. The threads share the global random
-generators with the training, so they never seed them, and a source that draws from them is refused (`choice.py`).
+What: a step takes max(load, train) instead of their sum. When: reading waits (for a disk, a network) or runs in C
+code that releases the GIL (decoding, NumPy). Nothing is copied between processes. When not: reading is Python code
+that holds the GIL, the model uses every core, or the source has no `thread_safe = True`. The threads share the global
+random generators with the training. So they never seed them, and a source that uses them is refused (`choice.py`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ Tasks = SimpleQueue["Task | None"]
 
 
 class Crew:
-    """The threads of one epoch. They hold no reference to the stream, so a forgotten stream ends them.
+    """The threads of one epoch. They have no reference to the stream, so they end when the stream is
+    garbage-collected.
 
-    They are daemons, unlike those of a ThreadPoolExecutor: one that hangs does not keep the process from its end.
+    They are daemons, unlike those of a ThreadPoolExecutor, so a thread that hangs does not keep the process alive.
     """
 
     def __init__(self, reader: BatchReader, number: int, options: StreamOptions) -> None:
@@ -97,10 +98,10 @@ def _read_tasks(tasks: Tasks, ended: threading.Event, ready: threading.Semaphore
 
 
 class ThreadBatches:
-    """A stream over a map-style data set or `Columns`; its batches are on the host.
+    """A stream over a map-style data set or `Columns`. Its batches are on the host.
 
-    At most `count_read_ahead` batches are read ahead. One epoch is open at a time, and its threads
-    end with it, with an exception, and with `close`.
+    At most `count_read_ahead` batches are read ahead. One epoch is open at a time. Its threads end with the epoch,
+    with an exception, and with `close`.
     """
 
     def __init__(self, reader: BatchReader, plan: StreamPlan, number: int, options: StreamOptions,
@@ -132,7 +133,7 @@ class ThreadBatches:
             mine()
 
     def _iterate_readings(self, crew: Crew, keys: Iterator[Key]) -> Iterator[Reading]:
-        """Yield the readings in the order of the keys, whichever is read first."""
+        """Yield the readings in the order of the keys, whichever is complete first."""
         ahead: deque[Task] = deque()
         capacity = count_read_ahead(self._number, self._options.prefetch_factor)
         while True:

@@ -1,7 +1,7 @@
-"""Worker processes of torch's DataLoader: how they start and end, and what is said if one dies or gives no batch.
+"""Worker processes of torch's DataLoader: their start and end, and messages if one dies or returns no batch.
 
-Torch's own handler of SIGCHLD raises wherever the main thread happens to be, in the middle of an optimizer's update
-too. It is put aside here: a death is found while its batch is waited for, within `POLL_SECONDS`.
+Torch's own handler of SIGCHLD raises an error at any point of the main thread, even inside an optimizer's update. So
+it is replaced here: a dead worker is detected while its batch is awaited, within `POLL_SECONDS`.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGU
 
 
 class WorkerDied(DataError):
-    """A loader worker is gone, and no fault of its own is known."""
+    """The error for a loader worker that ended without reporting a fault."""
 
 
 class WorkerLate(DataError):
-    """A loader worker gave no batch for too long."""
+    """The error for a loader worker that returned no batch for too long."""
 
 
 def build_loader(reader: Any, keys: Any, number: int, options: StreamOptions) -> DataLoader[Any]:
-    """Build a DataLoader whose items are whole batches. keys: the sampler of batches; None for iterable readers.
+    """Build a DataLoader whose items are whole batches. keys: the sampler of batches. None for iterable readers.
 
-    Its workers stay until they are shut down, even if every epoch needs new ones: workers that end by themselves could
-    not be told from workers that died.
+    Its workers stay until they are shut down, even if every epoch needs new ones. Workers that end by themselves
+    could not be distinguished from workers that died.
     """
     seed = derive_seed(options.seed)
     with suppress_worker_warning():
@@ -84,8 +84,8 @@ def build_loader(reader: Any, keys: Any, number: int, options: StreamOptions) ->
 
 
 def check_picklable(key: str, item: Any) -> Any:
-    """Return what a worker has read, or why it cannot be pickled: torch would print that, and the training would
-    wait.
+    """Return the result of a worker, or the reason why it cannot be pickled. torch would only print it, and the
+    training would wait.
     """
 
     def check(leaf: Any) -> Any:
@@ -110,7 +110,7 @@ def suppress_worker_warning() -> Iterator[None]:
 
 
 def begin_worker(owner: int, worker: int) -> None:
-    """Set a worker up: it has positions of its own in open files, ignores stop requests, and ends with the training."""
+    """Prepare a worker: it gets its own positions in open files, ignores stop requests, and ends with the training."""
     reopen_read_files()
     ignore_stop_signals()
     sys.excepthook = print_unless_disconnected
@@ -121,7 +121,7 @@ def begin_worker(owner: int, worker: int) -> None:
 def print_unless_disconnected(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print an exception of a thread, but not that a connection broke because the training was killed."""
+    """Print an exception of a thread, except a broken connection after the training was killed."""
     if not issubclass(kind, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
 
@@ -129,8 +129,8 @@ def print_unless_disconnected(
 def leave_with(owner: int) -> None:
     """End the worker when its training has ended.
 
-    Torch looks only between two batches, and compares with the parent at the worker's start: a worker inside a batch,
-    or one whose training was killed during the start, would stay.
+    Torch checks this only between two batches, and compares with the parent at the worker's start. So a worker inside
+    a batch would stay, and so would one whose training was killed during the start.
     """
     while os.getppid() == owner:
         time.sleep(OWNER_SECONDS)
@@ -138,7 +138,7 @@ def leave_with(owner: int) -> None:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore signals that stop the whole process group: the training still needs the batches on their way."""
+    """Ignore signals to the whole process group, because the training still needs the batches that are being read."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
@@ -146,7 +146,7 @@ def ignore_stop_signals() -> None:
 
 
 class LoaderWorkers:
-    """The workers of one DataLoader, from their start to their end; they also end with this object."""
+    """The workers of one DataLoader, from their start to their end. They also end when this object is deleted."""
 
     def __init__(self, reader: Any, keys: Any, number: int, options: StreamOptions) -> None:
         self._loader = build_loader(reader, keys, number, options)
@@ -157,7 +157,7 @@ class LoaderWorkers:
         self.close = weakref.finalize(self, shut_down, self._iterator, os.getpid())
 
     def restart_epoch(self) -> bool:
-        """Start idle workers on the keys that the sampler now gives. Return False if they cannot."""
+        """Start idle workers on the keys of the next epoch. Return False if they cannot be used again."""
         with TimeLimit(self._seconds, self._processes) as limit, limit.limit_wait():
             try:
                 self._iterator = iter(self._loader)
@@ -195,7 +195,7 @@ class LoaderWorkers:
     def _raise_if_dead(self, error: Exception, notice_seconds: float = 0.0) -> None:
         """Raise WorkerDied if a worker has ended.
 
-        notice_seconds: how long to wait for that; a connection breaks shortly before its process ends.
+        notice_seconds: how long to wait for the end, because a connection breaks shortly before its process ends.
         """
         until = time.monotonic() + notice_seconds
         while not (dead := [one for one in self._processes if one.exitcode is not None]):
@@ -207,11 +207,10 @@ class LoaderWorkers:
 
 @contextmanager
 def block_signals_at_start(key: str) -> Iterator[None]:
-    """Block signals while workers start: none may reach a worker that does not ignore it yet.
+    """Block signals while workers start, until each worker ignores them itself.
 
-    Torch's handler of SIGCHLD, set by a DataLoader of the user, is removed: it would raise for these workers too.
-    Torch
-    finds dead workers without it when it waits for a batch.
+    Torch's handler of SIGCHLD, set by a DataLoader of the user, is removed, because it would raise for these workers
+    too. Torch finds dead workers without it when it waits for a batch.
     """
     deaths: Any = getattr(torch.utils.data._utils, "signal_handling", None)
     if hasattr(deaths, "_SIGCHLD_handler_set"):  # then torch's handler is not even there for a moment
@@ -237,11 +236,11 @@ def block_signals_at_start(key: str) -> Iterator[None]:
 
 
 class TimeLimit:
-    """A thread that ends workers which somebody has waited for longer than `seconds`; 0 waits forever.
+    """A thread that kills workers after a wait of more than `seconds`; 0 waits forever.
 
-    Torch's own timeout ends the wait for the word of a batch, but not for its tensors: a worker that stands still by
-    then (stopped, or in C code that holds Python's lock) would keep the training forever. Ticks of this thread are
-    counted, so time in which the process itself was suspended does not count.
+    Torch's own timeout ends the wait for the message of a batch, but not for its tensors. A worker that hangs then
+    (stopped, or in C code that holds Python's lock) would block the training forever. The thread counts its own
+    ticks, so time in which the process was suspended does not count.
     """
 
     def __init__(self, seconds: float, processes: list[BaseProcess]) -> None:
@@ -281,7 +280,7 @@ class TimeLimit:
 
 
 def kill_with_stacks(workers: list[BaseProcess]) -> None:
-    """Make workers print their stacks, C code included, on standard error, then kill them."""
+    """Make workers print their stacks, including C code, on standard error. Then kill them."""
     alive = [worker for worker in workers if worker.is_alive()]
     for worker in alive:
         with suppress(ProcessLookupError):  # it has just ended
@@ -292,7 +291,7 @@ def kill_with_stacks(workers: list[BaseProcess]) -> None:
 
 
 def shut_down(iterator: Any, owner: int) -> None:
-    """End the workers of a DataLoader's iterator; torch's only other way is to forget it.
+    """End the workers of a DataLoader's iterator. Torch itself ends them only when the iterator is deleted.
 
     owner: id of the process that started them. A forked child that drops its copy must not end them.
     """
@@ -307,7 +306,7 @@ def shut_down(iterator: Any, owner: int) -> None:
 
 
 def describe_exits(dead: list[BaseProcess]) -> str:
-    """Describe how the workers ended, and what to do."""
+    """Describe how the workers ended, with advice."""
     codes = {worker.exitcode or 0 for worker in dead}
     each = ", ".join(f"process {worker.pid}: {_exit_of(worker.exitcode or 0)}" for worker in dead)
     if -signal.SIGKILL in codes:  # nobody but the system, or a person, sends it

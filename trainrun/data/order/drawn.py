@@ -1,12 +1,12 @@
-"""Epochs in which samples come more or less often than once: balanced classes, weights, mixtures of sources.
+"""Epochs in which samples occur more or less often than once: balanced classes, weights, mixtures of sources.
 
-what: an epoch keeps its length N, and a sample of weight w comes floor or ceil of N w / (sum of all weights) times:
-    N points at equal distances on the line of all weights, beginning at an offset that moves with the epoch by the
-    golden ratio, then in the shuffled order of the epoch. So counts are exact to one in every epoch, and over several
-    epochs no sample is far ahead of its like. Any position is found in O(log N); 8 bytes a weight are kept.
-when: rare classes, sources of unequal size. when not: the shares of the classes are what is to be learnt.
+what: an epoch keeps its length N, and a sample of weight w occurs floor or ceil of N w / (sum of all weights) times.
+    For this, N points at equal distances are put on the line of all weights. Their offset moves with the epoch by the
+    golden ratio. The samples are then shuffled. So counts are exact to one in every epoch, and over several epochs
+    samples of equal weight occur almost equally often. Any position is found in O(log N). Each weight takes 8 bytes.
+when: rare classes, sources of unequal size. when not: the model has to learn the frequencies of the classes.
 source: systematic resampling (Carpenter, Clifford and Fearnhead, IEE Proc. Radar 146, 1999); the additive recurrence.
-gain: torch's WeightedRandomSampler draws independently: in an epoch it leaves out 37 % of samples of equal weight.
+gain: torch's WeightedRandomSampler draws independently, so an epoch omits 37 % of samples of equal weight.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """Groups of samples, each with its share of an epoch; inside a group all samples have the same.
+    """Groups of samples, each with its share of an epoch. All samples of a group occur equally often.
 
-    ends: (groups + 1,) float64, sums of the shares before each group. begins: (groups + 1,) int64, of the groups in
-    `members`, which are samples by number; None: in the data set itself. told: one line for the start.
+    ends: (groups + 1,) float64, sums of the shares before each group. begins: (groups + 1,) int64, first positions of
+        the groups in `members`. members: sample numbers. None: the samples in their order. told: one line for the
+        start.
     """
 
     ends: Array
@@ -49,19 +50,19 @@ class Drawn:
 
     @property
     def mark(self) -> str:
-        """Changes with the shares and with who has them."""
+        """Return a text that changes with the shares and with the samples of each share."""
         parts = [self.ends, self.begins, *([] if self.members is None else [self.members])]
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()[:8]
 
     @property
     def number(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
         return int(self.begins[-1])
 
     def samples(self, slots: Tensor, count: int, seed: int, epoch: int) -> Tensor:
         """Return the samples at these positions of an unshuffled epoch of `count`, both int64 and of one shape.
 
-        A sample that is drawn again in the epoch has `number` added each time, so its augmentation differs.
+        For each repetition of a sample in the epoch, `number` is added, so its augmentation differs.
         """
         offset = int((derive_seed(seed, 3) % FINE / FINE + epoch * GOLDEN) % 1 * FINE) / FINE
         spacing = self.ends[-1] / count
@@ -110,9 +111,8 @@ def draw_classes_equally(source: Any) -> Drawn:
 def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Tensor | None = None) -> Drawn:
     """Draw each sample in proportion to its weight.
 
-    named: the sources, one after the other. given: the value of `data.weights`. number: of all samples. rows: those
-    that
-    train; None for all.
+    named: the sources, one after the other. given: the value of `data.weights`. number: of all samples. rows: the
+        training samples; None for all.
     """
     weights, where = find_weights(named, given)
     if weights.ndim != 1 or weights.dtype.kind not in "iufb":
@@ -141,9 +141,7 @@ def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Ten
 
 
 def draw_by_shares(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
-    """Draw named sources in these shares, which need not add up to 1. sizes: samples of each, in the order of the
-    data.
-    """
+    """Draw named sources in these shares, which need not add up to 1. sizes: the number of samples of each source."""
     if empty := [name for name, size in sizes.items() if not size]:
         raise DataError(f"data.mix: data.train.{empty[0]} has no samples to take a share of; leave it out")
     number, total = sum(sizes.values()), sum(shares.values())
@@ -156,9 +154,9 @@ def draw_by_shares(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Dra
 
 
 class AsInData(Around):
-    """A stream whose batches say which samples they hold by their numbers in the data.
+    """A stream whose batches have the numbers of their samples in the data set.
 
-    number: of the samples that are read. samples: (number,), where they are pieces, the sample of each.
+    number: of the samples that are read. samples: (number,) if they are pieces, the sample of each piece.
     """
 
     def __init__(self, batches: Batches, number: int, samples: torch.Tensor | None = None) -> None:
@@ -173,7 +171,7 @@ class AsInData(Around):
 
 
 def find_class_labels(source: Any) -> Array | None:
-    """Return the class of each sample, (N,), without reading a sample; None if the data set does not hold them."""
+    """Return the class of each sample, (N,), without reading a sample; None if the data set does not provide it."""
     columns = find_columns(source, "data.train")
     found = columns.target() if columns is not None else find_attribute(source, "targets")
     if found is None and columns is None:
@@ -182,9 +180,7 @@ def find_class_labels(source: Any) -> Array | None:
 
 
 def find_weights(named: Mapping[str, Any], given: Any) -> tuple[Array, str]:
-    """Return the weights, and their name for messages. They are a list, a column or attribute of the data, or a
-    file.
-    """
+    """Return the weights, and their name for messages. They are a list, a column, an attribute or a file."""
     if isinstance(given, list):
         return np.asarray(given), f"[{', '.join(map(str, given[:3]))}{', ...' if len(given) > 3 else ''}]"
     try:

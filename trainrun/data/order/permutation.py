@@ -1,12 +1,12 @@
 """A permutation that is computed by index: no list of all rows, and any position in constant time.
 
-what: a Feistel network of eight rounds over the smallest power of two that holds all rows; what falls outside is
-    put through it again until it falls inside (cycle walking), twice on average at most. Integers alone, so every
-    platform gives the same.
-when: the order of an epoch above `LISTED` rows. when not: below, where torch's list is small and made at once.
+what: a Feistel network of eight rounds over the smallest power of two that is large enough. A result outside of the
+    range is permuted again until it is inside (cycle walking), at most twice on average. It uses only integers, so
+    every platform gives the same result.
+when: the order of an epoch above `LISTED` rows. when not: fewer rows, for which torch's list is small and fast.
 source: Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002; rounds mixed as in splitmix64.
-gain: 10 million rows: 80 MB and 0.2 s an epoch less; a billion rows take as long to begin as a million. A round of up
-    to 2^32 rows is a look-up in a table of at most 2^16 numbers: 10 to 30 ns a row in place of 90 to 140 (together).
+gain: for 10 million rows, 80 MB and 0.2 s less per epoch. A billion rows start as fast as a million. Up to 2^32 rows,
+    a round looks up a table of at most 2^16 numbers: 10 to 30 ns per row instead of 90 to 140.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AT_ONCE = 2**13  # numbers that stay in the caches near the core
 
 
 class KeyedPermutation:
-    """A permutation of the numbers 0 to size - 1, chosen by the key: any integer, of which 64 bits count."""
+    """A permutation of the numbers 0 to size - 1. key: any integer, of which 64 bits count."""
 
     def __init__(self, size: int, key: int) -> None:
         bits = max(2, (size - 1).bit_length())
@@ -58,7 +58,7 @@ class KeyedPermutation:
         return numbers
 
     def _permute_in_blocks(self, numbers: Numbers) -> Numbers:
-        """Return `_permute` of many numbers, of which `AT_ONCE` are computed together."""
+        """Return `_permute` of many numbers. At most `AT_ONCE` are computed together."""
         results = np.empty(len(numbers), np.int64)
         for begin in range(0, len(numbers), AT_ONCE):
             results[begin : begin + AT_ONCE] = self._permute(numbers[begin : begin + AT_ONCE])
@@ -76,7 +76,7 @@ class KeyedPermutation:
 
 
 def round_function(key: int, largest: int, mask: int) -> Callable[[Numbers], Numbers]:
-    """Return the function of one round, from numbers of one half up to `largest` to bits of the other half."""
+    """Return the function of one round, which maps numbers of one half, up to `largest`, to bits of the other half."""
     function = partial(scramble, np.uint64(key), np.uint64(mask))
     if largest >= LONGEST_TABLE:
         return function

@@ -1,11 +1,10 @@
-"""Which samples form which micro-batch: a pure function of seed, epoch and position.
+"""Choose the samples of each micro-batch, as a pure function of seed, epoch and position.
 
-A *global* micro-batch is `batch_size * world_size` consecutive entries of the epoch's order, and every
-rank takes its contiguous share of it. So W ranks see the global batches that one rank with a batch
-W times as large would see.
+A *global* micro-batch is `batch_size * world_size` consecutive entries of the epoch's order. Every rank takes its
+contiguous share of it. So W ranks see the global batches of one rank with a batch W times as large.
 
-Up to `LISTED` samples, the order of an epoch is torch's permutation, a list in memory; above, it is computed by
-index, so that neither the memory nor the time to begin and to resume grow with the data.
+Up to `LISTED` samples, the order of an epoch is torch's permutation, a list in memory. Above, it is computed by
+index. So neither the memory nor the time to start and to resume grows with the data.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ LISTED = 2**20  # samples: such a list takes 8 MiB and 20 ms to make
 
 
 class Share(NamedTuple):
-    """What one rank reads of one micro-batch; `real` and `last` as in `MicroBatch`.
+    """The samples that one rank reads of one micro-batch. `real` and `last`: as in `MicroBatch`.
 
     indices: (size,) int64, into the data set.
     """
@@ -45,20 +44,20 @@ class Share(NamedTuple):
 
 
 class StreamPlan(Protocol):
-    """The stream of one rank, without the data: what every engine asks of a plan."""
+    """The protocol of a plan: the stream of one rank, without the data."""
 
     @property
     def num_batches(self) -> int:
-        """Global micro-batches in an epoch: the same on every rank."""
+        """The number of global micro-batches in an epoch, the same on every rank."""
 
     @property
     def num_seen(self) -> int:
-        """Samples in an epoch, over all ranks."""
+        """The number of samples in an epoch, over all ranks."""
 
     def effective_epoch(self, epoch: int) -> int: ...
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
-        """This rank's shares from position `start` on, their indices on `device`."""
+        """Yield this rank's shares from position `start` on, with indices on `device`."""
 
 
 Lookup = Callable[[Tensor], Tensor]
@@ -84,14 +83,16 @@ def compute_epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) 
 
 
 def share_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Begin and end of a rank's share of `size` samples; shares differ by at most one sample."""
+    """Return begin and end of a rank's share of `size` samples. Shares differ by at most one sample."""
     base, extra = divmod(size, world_size)
     begin = rank * base + min(rank, extra)
     return begin, begin + base + (rank < extra)
 
 
 def apply_limit(full: int, limit: float | int) -> int:
-    """Return how many of `full` a limit leaves. limit: a fraction (float; at least one stays) or a number (int)."""
+    """Return how many of `full` remain under a limit. limit: a fraction (float; at least one remains) or a number
+    (int).
+    """
     if isinstance(limit, int):
         return min(full, limit)
     return min(full, max(1, math.floor(full * limit + 1e-9)))  # 0.29 * 100 is 28.999999999999996
@@ -102,11 +103,12 @@ class Plan:
     """The stream of one rank, without the data.
 
     batch_size: per rank. limit: see `limited`; of the micro-batches, in evaluation of the samples. drawn: how often
-    each sample comes in an epoch of training; None: once. may_shrink: a batch of training that is larger than the data
-    is lowered, where nothing trains.
-    training: an epoch has its own order, and a rank without a share of the last, short micro-batch gets
-    a filler; in evaluation every epoch is epoch 0, and that rank gets nothing. What a limit leaves of an
-    evaluation is the same random part of the data every time, whatever the ranks and the batches, in its own order.
+        each sample occurs in a training epoch; None: once. may_shrink: lowers a training batch that is larger than
+        the data, if nothing is trained.
+    training: whether each epoch has its own order. A rank without a share of the last, short micro-batch then gets a
+        filler. In evaluation every epoch is epoch 0, and such a rank gets nothing. A limit of an evaluation selects
+        the same random part of the data every time, in the order of the data, for all numbers of ranks and batch
+        sizes.
     """
 
     num_samples: int
@@ -127,7 +129,7 @@ class Plan:
 
     @cached_property
     def num_batches(self) -> int:
-        """Global micro-batches in an epoch: the same on every rank."""
+        """The number of global micro-batches in an epoch, the same on every rank."""
         if not self.training:
             return -(-self.num_seen // self.global_size)
         full, rest = divmod(self.num_samples, self.global_size)
@@ -135,7 +137,7 @@ class Plan:
 
     @cached_property
     def num_seen(self) -> int:
-        """Samples in an epoch, over all ranks."""
+        """The number of samples in an epoch, over all ranks."""
         if not self.training:
             return apply_limit(self.num_samples, self.limit)
         return min(self.num_samples, self.num_batches * self.global_size)
@@ -144,7 +146,7 @@ class Plan:
         return epoch if self.training else 0
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
-        """Yield this rank's shares from position `start` on, their indices on `device`."""
+        """Yield this rank's shares from position `start` on, with indices on `device`."""
         if start and start >= self.num_batches:
             raise build_end_error(start, self.num_batches)
         if (
@@ -157,7 +159,7 @@ class Plan:
 
     @cached_property
     def _evaluation_shares(self) -> list[Share]:
-        """All shares of a small evaluation, which has the same ones every time."""
+        """The shares of a small evaluation, which are the same every time."""
         return list(self._iterate_shares(0, 0, None))
 
     def _iterate_shares(self, epoch: int, start: int, device: torch.device | None) -> Iterator[Share]:
@@ -221,7 +223,7 @@ def check_split(split: str, allowed: Sequence[str]) -> None:
 
 
 def hold_out(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of the samples that stay and of those held out, each in rising order.
+    """Return the indices for training and the held-out indices, each in rising order.
 
     labels: (N,) integers. fraction: 0 to below 1, of each class, rounded to whole samples.
     """
@@ -246,7 +248,7 @@ def count_different(labels: Tensor) -> int:
 
 
 def iterate_classes(labels: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield each label that occurs, rising, and the indices of the samples that have it, rising."""
+    """Yield each label, in rising order, with the rising indices of its samples."""
     if len(labels) == 0:
         return
     low, high = int(labels.min()), int(labels.max())

@@ -1,6 +1,7 @@
-"""From the sources of `data.train` to one training set, its fold that validates, and how often its samples come.
+"""Build one training set from the sources of `data.train`, with its validation fold and its sampling.
 
-Sources that are joined, and parts of one, are in memory where they were, else torch's ConcatDataset and Subset.
+Joined sources, and parts of one, stay in memory if the sources are in memory. Otherwise they are torch's
+ConcatDataset and Subset.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from trainrun.errors import DataError
 
 @dataclass(frozen=True)
 class Asked:
-    """The settings of `data` of these names."""
+    """The settings of `data` that need this training set, by name."""
 
     sampling: str = "none"
     weights: Any = None
@@ -51,7 +52,7 @@ class Asked:
 def build_training_set(
     named: Mapping[str, Any], asked: Asked, notes: list[str]
 ) -> tuple[dict[str, Any], Drawn | None]:
-    """`train`, and `val` of folds. named: the source "", or several by name."""
+    """Return the source of `train`, and of `val` with folds. named: one source with the name "", or several by name."""
     source = named[""] if "" in named else join_sources(named, "data.train")
     found, train = {"train": source}, None
     if asked.folds is not None:
@@ -83,11 +84,11 @@ def build_training_set(
 def divide_into_fold(
     source: Any, folds: int, fold: int, stratified: bool, groups: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return the numbers of the samples that train and of those that validate, and a line about them.
+    """Return the numbers of the training samples and of the validation samples, and a line about them.
 
-    The parts do not depend on the seed, so all runs of a sweep divide the data alike. Sizes differ by one sample at
-    most;
-    stratified: those of each class too. groups: an attribute of the source; samples with equal values stay together.
+    The parts do not depend on the seed, so all runs of a sweep divide the data equally. Sizes differ by at most one
+    sample.
+    stratified: sizes of each class too. groups: an attribute of the source. Samples with equal values stay together.
     """
     number = check_has_length(source, "data.train", f"data.folds={folds}")
     if folds > number:
@@ -114,7 +115,7 @@ def divide_into_fold(
 
 
 def find_groups(source: Any, name: str, number: int) -> np.ndarray[Any, Any]:
-    """Return the attribute of a source as an array. DataError: it has no value for each sample."""
+    """Return the attribute of a source as an array. Raise DataError if it has no value for each sample."""
     values = find_attribute(source, name)
     groups = np.asarray([] if values is None or callable(values) else values)
     if groups.ndim != 1 or len(groups) != number:
@@ -128,7 +129,7 @@ def find_groups(source: Any, name: str, number: int) -> np.ndarray[Any, Any]:
 def divide_groups_into_fold(
     groups: np.ndarray[Any, Any], folds: int, fold: int, stratified: bool
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return what `divide_into_fold` does, with all samples of a group in one fold.
+    """Divide as `divide_into_fold`, with all samples of a group in one fold.
 
     The largest group goes to the smallest fold.
     """
@@ -156,7 +157,7 @@ def divide_groups_into_fold(
 
 
 def check_has_length(source: Any, key: str, asked: str) -> int:
-    """Return the number of samples. Raise DataError if it is unknown, although the setting `asked` needs it."""
+    """Return the number of samples. Raise DataError if it is unknown. asked: the setting that needs it."""
     if isinstance(source, IterableDataset):
         raise DataError(
             f"{asked}: {key} is an IterableDataset, whose samples cannot be chosen by number; leave it out"
@@ -200,16 +201,14 @@ def select_samples(source: Any, indices: torch.Tensor, key: str) -> Any:
 
 
 def _pack_like_source(source: Any, columns: Columns, values: list[Any]) -> Any:
-    """Return other rows in the same container as the source."""
+    """Return other rows in the container of the source."""
     if isinstance(source, Arrays):
         return replace(source, tensors=tuple(values), describe=None, column=None)
     return columns.pack(values)
 
 
 def _describe_columns(columns: Columns) -> Any:
-    """Return what must be equal for rows of several sources to be joined. Mapped files are not joined, but kept
-    apart.
-    """
+    """Return facts that must be equal for rows of several sources to be joined. Mapped files are not joined."""
     if any(is_mapped(value) for value in columns.values):
         return object()
     values = tuple((type(value), tuple(value.shape[1:]), value.dtype) for value in columns.values)

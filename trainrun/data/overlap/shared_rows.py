@@ -1,8 +1,8 @@
-"""Rows of validation or test data that are training samples too: found in a sample of the rows, told in one line.
+"""Find rows of validation or test data that are also training samples, and report them in one line.
 
-what: rows in memory or mapped and files of pictures are compared where they lie. Of every other source that can be
-    indexed, a child process that is thrown away reads samples and compares their hashes, for half a second at most.
-when not: a source that no child process can read. Samples drawn at random are never equal.
+what: rows in memory or mapped, and files of pictures, are compared directly. For any other source that can be
+    indexed, a child process reads samples and compares their hashes, for half a second at most.
+when not: a source that no child process can read. Random samples are never equal.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def describe_shared_rows(sources: Mapping[str, Any], options: Mapping[str, StreamOptions]) -> list[str]:
-    """Return a line for each validation or test set with rows that are training samples too.
+    """Return a line for each validation or test set with rows that are also training samples.
 
-    A line is left out where training rows repeat as often: then the rows have few different values. options: how each
+    There is no line if training rows repeat as often, because then rows have few different values. options: how each
     split is read.
     """
     lines = []
@@ -69,7 +69,7 @@ def describe_shared_rows(sources: Mapping[str, Any], options: Mapping[str, Strea
 
 
 def count_shared_rows(train: Any, other: Any) -> SharedRows | None:
-    """Count the rows of another split that are in the training data; None if no row can be compared where it lies."""
+    """Count the rows of another split that are in the training data; None if no row can be compared directly."""
     if isinstance(train, IterableDataset) or isinstance(other, IterableDataset):
         return None
     numbers = count_shared_numbers(train, other)
@@ -87,7 +87,7 @@ def find_comparable_columns(source: Any) -> Columns | None:
 
 
 def count_shared_numbers(train: Any, other: Any) -> SharedRows | None:
-    """Compare the numbers of samples, where both splits are samples of one data set."""
+    """Compare the numbers of samples if both splits are parts of one data set."""
     (first, rows), (second, other_rows) = find_source_and_rows(train), find_source_and_rows(other)
     if first is not second:
         if any(find_reader_attribute(one, "row_numbers") is None for one in (first, second)):
@@ -105,7 +105,7 @@ def count_shared_numbers(train: Any, other: Any) -> SharedRows | None:
 
 
 def count_source_samples(rows: Numbers) -> int:
-    """Return the least number of samples of which these are rows."""
+    """Return the smallest number of samples that a data set with these row numbers can have."""
     return int(rows.max(initial=-1)) + 1
 
 
@@ -119,7 +119,7 @@ def find_source_and_rows(source: Any) -> tuple[Any, Numbers | None]:
 
 
 def count_shared_files(train: Any, other: Any) -> SharedRows:
-    """Compare files by their size, and those of one size by their content."""
+    """Compare files by size, and files of equal size by content."""
     paths = [other.sample_file(int(row)) for row in choose_spread_indices(len(other), MOST_ROWS)]
     sizes = {path: count_bytes_of(path) for path in paths}
     wanted = {size for size in sizes.values() if size}
@@ -130,7 +130,7 @@ def count_shared_files(train: Any, other: Any) -> SharedRows:
 
 
 def count_bytes_of(path: str) -> int:
-    """Return the size of a file; 0 if it cannot be read, which is told when it is used."""
+    """Return the size of a file; 0 if it cannot be read, which is reported when it is used."""
     try:
         return os.stat(path).st_size
     except OSError:
@@ -145,7 +145,7 @@ def digest_of_content(path: str) -> bytes:
 
 
 def compare_columns(train: Columns, other: Columns) -> SharedRows | None:
-    """Compare rows by a few of their numbers, and those that agree as a whole."""
+    """Compare rows by a few of their numbers. Compare all numbers of the rows that agree in these."""
     forms = [
         [(tuple(value.shape[1:]), str(value.dtype)) for value in columns.values] for columns in (train, other)
     ]
@@ -168,7 +168,7 @@ def compare_columns(train: Columns, other: Columns) -> SharedRows | None:
 
 
 def compute_row_keys(columns: Columns, rows: Numbers) -> Numbers:
-    """Return a number for each row, made from a few of its numbers: (N,) int64."""
+    """Return a key for each row, computed from a few of its numbers: (N,) int64."""
     keys = np.zeros(len(rows), np.int64)
     for value in columns.values:
         numbers = select_numbers(value, rows)

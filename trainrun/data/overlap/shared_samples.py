@@ -1,4 +1,6 @@
-"""Samples of validation or test data that are training samples too: a child process reads both and compares hashes."""
+"""Find samples of validation or test data that are also training samples. A child process reads both and compares
+hashes.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ CHILD_SECONDS = 10.0  # for a sample that stands still
 def count_shared_samples(
     train: Any, other: Any, train_options: StreamOptions, other_options: StreamOptions
 ) -> SharedRows | None:
-    """Count the samples of another split that are training samples, as a child process reads both.
+    """Count the samples of another split that are also training samples, in a child process that reads both.
 
-    The two have different seeds, so that samples drawn at random are not equal. None: no child process can read them.
+    The splits have different seeds, so random samples are not equal. None: no child process can read them.
     """
     readers = []
     for place, (source, options) in enumerate(((train, train_options), (other, other_options))):
@@ -44,7 +46,7 @@ def count_shared_samples(
 
 
 def compare_sample_hashes(train: BatchReader, other: BatchReader) -> SharedRows:
-    """Compare hashes of samples. They are read in turns, so that few of a slow source are as many of each."""
+    """Compare hashes of samples. Both splits are read alternately, so that equally many samples of each are read."""
     known: dict[str, int] = {}
     digests = []
     rows, other_rows = choose_likely_rows(train.number), choose_likely_rows(other.number)
@@ -64,9 +66,10 @@ def compare_sample_hashes(train: BatchReader, other: BatchReader) -> SharedRows:
 
 
 def choose_likely_rows(number: int) -> list[int]:
-    """Return row numbers at which two sources are likely to agree if one is a part of the other.
+    """Return row numbers at which two sources probably agree if one is a part of the other.
 
-    The first and the last rows, and rows drawn alike for sources of one length, take turns.
+    They alternate between the first rows, the last rows, and random rows. Sources of equal length get the same random
+    rows.
     """
     if number <= MOST_SAMPLES:
         drawn = np.random.default_rng(0).permutation(number)

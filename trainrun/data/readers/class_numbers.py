@@ -1,4 +1,4 @@
-"""Class numbers and input columns as in training: another order is mapped by name, other names are refused."""
+"""Class numbers and input columns as in training. Another order is mapped by name, and other names are refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RenumberedClasses(Dataset[Any]):
 
 
 def renumber_labels(labels: Any, numbers: Sequence[int]) -> Any:
-    """Replace class numbers; other values, as -100 for ignored labels, stay."""
+    """Replace class numbers. Other values, such as -100 for ignored labels, stay."""
     if isinstance(labels, Tensor):
         table = torch.tensor(numbers, dtype=labels.dtype, device=labels.device)
         inside = (labels >= 0) & (labels < len(numbers))
@@ -93,9 +93,10 @@ def renumber_labels(labels: Any, numbers: Sequence[int]) -> Any:
 
 
 def use_training_classes(source: Any, names: Sequence[str], key: str) -> Any:
-    """Return a source whose class numbers are the places of its classes among `names`, those of the training data.
+    """Return a source whose class numbers are the positions of its classes in `names`, the classes of the training
+    data.
 
-    DataError: samples have a class that the training data does not have.
+    Raise DataError if samples have a class that the training data does not have.
     """
     own = find_class_names(source)
     if not own or not names:
@@ -118,7 +119,9 @@ def use_training_classes(source: Any, names: Sequence[str], key: str) -> Any:
 
 
 def check_unknown_classes(source: Any, own: Sequence[str], names: Sequence[str], key: str) -> None:
-    """Refuse a class that the training data does not have, unless it is known that no sample has it."""
+    """Raise DataError if the data has a class that the training data does not have, unless no sample is known to have
+    it.
+    """
     unknown = [number for number, name in enumerate(own) if name not in names]
     labels = find_labels(source, key)
     if labels is not None:
@@ -133,7 +136,7 @@ def check_unknown_classes(source: Any, own: Sequence[str], names: Sequence[str],
 
 
 def check_input_columns(source: Any, expected: Mapping[str, str], key: str) -> None:
-    """Refuse a source whose input columns are not those of training, by name or by type."""
+    """Raise DataError if the names or types of the input columns differ from those of the training."""
     own = list_input_columns(source)
     if not own or not expected:
         return

@@ -1,13 +1,13 @@
-"""The column store: columns of a data source as plain arrays, built once in a folder of the cache, or in memory.
+"""The column store: columns of a data source as plain arrays, built once in a cache folder, or in memory.
 
 what: a source that has to be parsed (text tables, Parquet) is read once, block by block. Each column becomes
-    `<name>.npy`. A ragged column becomes the values of all rows, `<name>.values.npy`, and where each row ends in them,
-    `<name>.ends.npy`. Of records that stay in their files, a column holds references (file, first byte, size). The
-    folder is named by a fingerprint of its source and renamed when it is whole: one process builds it, others wait.
-    Later starts map the arrays.
-when not: a small source is parsed at each start, into the same columns in memory. So is one whose columns cannot be
-    stored, as on a full disk; a line says so.
-The caches of decoded samples (`data.cache`) and the tokens of texts lie in such folders too, or in files in memory.
+    `<name>.npy`. A ragged column becomes two files: `<name>.values.npy` with the values of all rows, and
+    `<name>.ends.npy` with the end of each row. For records that stay in their files, a column has references (file,
+    first byte, size). The folder is named by a fingerprint of its source, and renamed when it is complete. One
+    process builds it, and others wait. Later starts map the arrays.
+when not: a small source is parsed at each start into the same columns in memory. The same happens if the columns
+    cannot be stored, for example on a full disk. A line then says so.
+The caches of decoded samples (`data.cache`) and the tokens of texts are stored in such folders too, or in memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class StoredColumns:
-    """Columns by name, in memory or mapped, and what else their builder knows: a dict that JSON can hold."""
+    """Columns by name, in memory or mapped, and a JSON-compatible dict of facts from their builder."""
 
     arrays: dict[str, Array]
     facts: dict[str, Any]
@@ -51,7 +51,10 @@ class StoredColumns:
 
 
 class ColumnWriter:
-    """Takes columns block by block. create: makes the file of a name; None: they stay in memory as arrays."""
+    """A writer that receives columns block by block.
+
+    create: opens the file of a name. None: the columns stay in memory as arrays.
+    """
 
     def __init__(self, source: str, create: Callable[[str], IO[bytes]] | None) -> None:
         self._create, self._source = create, source
@@ -61,7 +64,7 @@ class ColumnWriter:
         self._next_line = time.monotonic() + FIRST_LINE_SECONDS
 
     def add(self, name: str, values: Array) -> None:
-        """Append rows (n, ...) to a fixed column. All its blocks have one type and row shape."""
+        """Append rows (n, ...) to a fixed column. All blocks of a column have the same type and row shape."""
         if self._create is None:
             self._blocks.setdefault(name, []).append(values)
             return
@@ -70,7 +73,7 @@ class ColumnWriter:
         self._files[name].append(values)
 
     def add_ragged(self, name: str, values: Array, lengths: Array) -> None:
-        """Append rows of unequal lengths: all their values, and (n,) how many belong to each."""
+        """Append rows of unequal lengths: the values of all rows, and the number of values in each row (n,)."""
         begin = self._ends.get(name, 0)
         ends = begin + np.cumsum(lengths, dtype=np.int64)
         self._ends[name] = int(ends[-1]) if len(ends) else begin
@@ -96,7 +99,7 @@ class ColumnWriter:
         return self._create is None
 
     def discard(self) -> None:
-        """Drop all columns, to write them again."""
+        """Drop all columns, so that they can be written again."""
         self.close()
         self._blocks, self._files, self._ends = {}, {}, {}
 
@@ -146,14 +149,14 @@ def report_on_stderr(line: str) -> None:
 def load_columns(
     key: str, source: str, num_bytes: int, build: Build, source_bytes: int | None = None
 ) -> StoredColumns:  # fmt: skip
-    """Return the columns of a source: in memory if it is small, else from the store, where they are built once.
+    """Return the columns of a source: in memory if it is small, else from the store. The store builds them once.
 
     Args:
-        key: a fingerprint of all that the columns depend on.
-        source: names it in messages.
-        num_bytes: about how much the columns take.
-        build: writes the columns and returns the facts; it may be called twice.
-        source_bytes: the size of the source, if its columns take much less. Building them goes through all of it.
+        key: a fingerprint of everything that the columns depend on.
+        source: its name in messages.
+        num_bytes: the estimated size of the columns.
+        build: writes the columns and returns the facts. It may be called twice.
+        source_bytes: the size of the source, if its columns are much smaller. Building reads all of the source.
     """
     if (num_bytes if source_bytes is None else source_bytes) >= STORED_FROM:
         try:
@@ -172,7 +175,9 @@ def load_columns(
 
 
 def build_in_memory(source: str, build: Build) -> StoredColumns:
-    """Return columns in files in memory, which other processes of this machine can map. OSError: there is no room."""
+    """Return columns in files in memory, which other processes of this machine can map. Raise OSError without enough
+    room.
+    """
     descriptors: dict[str, int] = {}
 
     def create(name: str) -> IO[bytes]:
@@ -193,7 +198,7 @@ def build_in_memory(source: str, build: Build) -> StoredColumns:
 
 
 def map_open_file(descriptor: int) -> Array:
-    """Map a .npy file in memory, which other processes open by this descriptor as long as the array is there."""
+    """Map a .npy file in memory. Other processes can open it by this descriptor as long as the array exists."""
     array = map_array(Path(f"/proc/{os.getpid()}/fd/{descriptor}"))
     weakref.finalize(array if array.base is None else array.base, os.close, descriptor)
     return array
@@ -202,9 +207,9 @@ def map_open_file(descriptor: int) -> Array:
 def open_or_build(
     folder: Path, key: str, source: str, num_bytes: int, build: Build, report: Report = report_on_stderr
 ) -> StoredColumns:
-    """Return the stored columns; build them if they are not there, or damaged. OSError: they cannot be stored.
+    """Return the stored columns. Build them if they are missing or damaged. Raise OSError if they cannot be stored.
 
-    report: takes lines about columns that are removed.
+    report: receives lines about columns that are removed.
     """
     path = folder / key
     folder.mkdir(parents=True, exist_ok=True)
@@ -226,7 +231,7 @@ def open_or_build(
 
 
 def build_columns(folder: Path, source: str, build: Build) -> None:
-    """Write columns into a folder, and last the file that describes them, with fsync."""
+    """Write columns into a folder, and then the file that describes them, with fsync."""
     writer = ColumnWriter(source, lambda name: (folder / f"{name}.npy").open("wb"))
     try:
         facts = build(writer)
@@ -241,7 +246,7 @@ def build_columns(folder: Path, source: str, build: Build) -> None:
 
 
 def digest_of_file(path: Path) -> str:
-    """Hash the size and a few blocks of a file, the first and last among them, so that a large one opens quickly."""
+    """Hash the size and a few blocks of a file, including the first and last block. So a large file opens quickly."""
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     begins = np.linspace(0, max(0, size - DIGEST_BYTES), NUM_DIGEST_BLOCKS).astype(np.int64)
@@ -261,7 +266,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def make_draft_folder(path: Path) -> Iterator[Path]:
-    """Make the empty folder in which columns are built, locked by this process. Remove what a killed process left."""
+    """Create and lock the empty folder in which columns are built. Remove leftovers of a killed process."""
     draft = path.with_name(f"{DRAFT}{path.name}")
     while True:
         draft.mkdir(exist_ok=True)
@@ -292,7 +297,7 @@ def is_open_at(descriptor: int, path: Path) -> bool:
 
 
 def open_columns(path: Path) -> StoredColumns:
-    """Map the columns of a finished folder. DataError: a file is damaged or cut short."""
+    """Map the columns of a complete folder. Raise DataError if a file is damaged or cut short."""
     try:
         descriptor = open_shared(path / META)  # notes the use
         if descriptor is None:

@@ -1,4 +1,4 @@
-"""Whether what a file unpacks to has room: a few megabytes may hold many gigabytes of zeros."""
+"""Checks that unpacked data fits into memory or disk: a few megabytes may unpack to many gigabytes of zeros."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARE = 4  # of the free memory, for one part: train and val are both kept, and 
 
 
 def check_memory(num_bytes: int, what: str, way: str) -> None:
-    """Raise DataError if less than `num_bytes` of memory is free. way: what the user can do instead."""
+    """Raise DataError if less than `num_bytes` of memory is free. way: the advice in the message."""
     free = read_host_memory().free
     if num_bytes > free:
         raise DataError(
@@ -25,7 +25,7 @@ def check_memory(num_bytes: int, what: str, way: str) -> None:
 def should_load(num_bytes: int, wanted: bool | str) -> bool:
     """Return whether data of this size is loaded into memory.
 
-    wanted: data.train.in_memory: true, false, or "auto", which means up to a quarter of the memory that is free now.
+    wanted: data.train.in_memory: true, false, or "auto", which allows a quarter of the memory that is free now.
     """
     if wanted is True:
         check_memory(num_bytes, "data.train.in_memory=true: the data", "use data.train.in_memory=auto")
@@ -33,9 +33,7 @@ def should_load(num_bytes: int, wanted: bool | str) -> bool:
 
 
 def estimate_unpacked_bytes(files: Iterable[Path]) -> int:
-    """Return a lower bound of the unpacked size of files: gzip stores the size of its content modulo 4 GiB at its
-    end.
-    """
+    """Return a lower bound of the unpacked size of files. gzip stores the size of its content modulo 4 GiB."""
     total = 0
     for file in files:
         with file.open("rb") as opened:

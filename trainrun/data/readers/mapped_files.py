@@ -1,8 +1,8 @@
-"""Files that are mapped into memory: opened at the length they are said to have, and looked at before each batch.
+"""Files that are mapped into memory. Their length is checked before each batch.
 
-A map of a file that somebody shortens ends the process with a signal (SIGBUS) where the lost part is read. So the
-length is asked for (0.4 us) before rows are gathered, and an error says what happened. A file that is shortened in the
-very moment in which rows are copied is not seen in time.
+If a mapped file is shortened, reading the lost part kills the process (SIGBUS). So the length is compared (0.4 us)
+before rows are gathered, and an error names the file. A file that is shortened while rows are copied is not detected
+in time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ else:
 
 
 class Mapped(Memmap):
-    """A mapped .npy file that is opened again where it is unpickled.
+    """A mapped .npy file that is opened again when it is unpickled.
 
-    A subclass, because NumPy sends the whole content of a memmap: every loader worker would get a copy.
+    It is a subclass because NumPy pickles the whole content of a memmap, so every loader worker would get a copy.
     """
 
     def __reduce__(self) -> Any:
@@ -36,10 +36,10 @@ class Mapped(Memmap):
 
 
 def open_mapped(file: str) -> Mapped:
-    """Map a file into memory. Torch takes the pages without a copy, since they are writable; writing changes no
+    """Map a file into memory. The pages are writable, so torch uses them without a copy. Writing does not change the
     file.
 
-    Raise DataError if the file does not exist any more.
+    Raise DataError if the file no longer exists.
     """
     try:
         array: Mapped = np.load(file, mmap_mode="c", allow_pickle=False).view(Mapped)
@@ -49,7 +49,7 @@ def open_mapped(file: str) -> Mapped:
 
 
 def map_array(path: Path) -> np.ndarray[Any, Any]:
-    """Map a .npy file of a cache, held so that nobody removes it. DataError: it is damaged or cut short."""
+    """Map a .npy file of a cache, and lock it against removal. Raise DataError if it is damaged or cut short."""
     try:
         descriptor = open_shared(path)
         if descriptor is None:
@@ -72,7 +72,7 @@ def find_mapped_path(array: Any) -> Path:
 
 
 class MappedFile(NamedTuple):
-    """A map and the file that it is of. end: bytes that the file must have."""
+    """A map and its file. end: the number of bytes that the file must have."""
 
     map: mmap.mmap
     name: str
@@ -80,7 +80,7 @@ class MappedFile(NamedTuple):
 
 
 class MappedBytes(Memmap):
-    """The bytes of a file, as it was when it was opened first: it is mapped again where it is unpickled."""
+    """The bytes of a file as they were when it was first opened. It is mapped again when it is unpickled."""
 
     def __reduce__(self) -> Any:
         if type(self.base) is np.memmap:
@@ -89,7 +89,7 @@ class MappedBytes(Memmap):
 
 
 def map_bytes(file: str, number: int) -> np.ndarray[Any, Any]:
-    """Map the first bytes of a file, to be read alone. DataError: it cannot be read, or is shorter."""
+    """Map the first bytes of a file, read-only. Raise DataError if the file cannot be read or is shorter."""
     if number == 0:
         return np.empty(0, np.uint8)
     try:
@@ -99,7 +99,7 @@ def map_bytes(file: str, number: int) -> np.ndarray[Any, Any]:
 
 
 def find_mapping(array: Any) -> MappedFile | None:
-    """Return the map in which an array lies; None if it lies in none."""
+    """Return the map that contains an array; None if no map contains it."""
     name, start, base = "a mapped file", 0, array
     while isinstance(base, np.ndarray):
         if isinstance(base, np.memmap):
@@ -115,7 +115,9 @@ def find_mappings(arrays: Iterable[Any]) -> tuple[MappedFile, ...]:
 
 
 class LengthCheck:
-    """A check that the mapped files of some arrays keep their lengths. Unpickled, it is of the maps made there."""
+    """A check that the mapped files of some arrays keep their lengths. After unpickling, it checks the maps of that
+    process.
+    """
 
     def __init__(self, arrays: Iterable[Any]) -> None:
         self._arrays = tuple(arrays)

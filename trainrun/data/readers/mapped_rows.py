@@ -1,4 +1,4 @@
-"""Rows of mapped arrays, too large to copy: read when they are asked for."""
+"""Rows of mapped arrays that are too large to copy. They are read on demand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COPIED_BYTES = 2**26  # of stored columns; more are mapped
 
 
 class MappedRows:
-    """Rows of one array, or tuples of rows of several. convert: makes of a row what a sample holds."""
+    """Rows of one array, or tuples of rows of several arrays. convert: converts a row to the value in a sample."""
 
     def __init__(
         self, arrays: Sequence[np.ndarray[Any, Any]], info: Info, convert: Callable[[Any], Any] = np.asarray

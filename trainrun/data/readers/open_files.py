@@ -1,4 +1,4 @@
-"""Open files and decoded blocks that stay inside one process: made when first used, never sent to another."""
+"""Open files and decoded blocks of one process. They are created at the first use and never sent to another process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class Kept:
-    """The last `limit` values made by `make(key)`, for this process and, with per_thread, this thread.
+    """The last `limit` values made by `make(key)`, for this process or, with per_thread, for this thread.
 
-    After a fork the child makes its own; a pickled copy is empty. The lock is not held while making, so slow
-    reads overlap. close: called with a value that is dropped.
+    A forked child makes its own values, and a pickled copy is empty. The lock is not held while a value is made, so
+    slow reads overlap. close: called with a value that is dropped.
     """
 
     def __init__(self, make: Callable[[Any], Any], limit: int, per_thread: bool = False,

@@ -1,4 +1,4 @@
-"""Packages that only some formats need: imported where they are used, and named where they are missing."""
+"""Optional packages of some formats: imported where they are used, and named in the message if they are missing."""
 
 from __future__ import annotations
 

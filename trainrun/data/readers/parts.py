@@ -1,7 +1,7 @@
-"""Which files, and which rows of them, are `train`, `val` and `test`: one rule for all formats.
+"""Rules for the files and rows of `train`, `val` and `test`, the same for all formats.
 
-Folders and files that are called like one of `NAMES` say their split, at any depth below `data.path`, also
-as shards (`train-00000-of-00002.parquet`). A file of validation or test data never trains.
+Folders and files named like one of `NAMES` belong to that split, at any depth below `data.path`. This includes shards
+(`train-00000-of-00002.parquet`). A file of validation or test data is never used for training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ ListFiles = Callable[[str | None, str, Sequence[str]], tuple[Path, ...]]
 
 
 class RandomRows:
-    """`count` rows from place `first` on of a permutation that is computed by index: no list of them."""
+    """`count` rows of a permutation, beginning at position `first`. The permutation is computed by index and never
+    stored.
+    """
 
     def __init__(self, permutation: KeyedPermutation, first: int, count: int) -> None:
         self._permutation, self._first, self._count = permutation, first, count
@@ -65,13 +67,13 @@ class RandomRows:
 
 @dataclass(frozen=True)
 class SplitRequest:
-    """What the settings of a data source say of its splits.
+    """The settings of a data source that determine its splits.
 
-    path: of the training data. val_path, test_path: data of their own; null: what the names below `path` say; the path
-    itself: the same, and all of it where they say nothing.
-    val_fraction: where there is no validation data of its own, the part of the training data that is held out.
-    groups: a column; rows with the same cell are held out together. val_by: which rows are held out, see
-    `choose_held_rows`.
+    path: the training data. val_path, test_path: data of another split. null: found by the names below `path`. Equal
+        to `path`: found by the same names, or all of it if no name tells a split.
+    val_fraction: the fraction of the training data that is held out if there is no validation data.
+    groups: a column. Rows with the same cell are held out together. val_by: which rows are held out, see
+        `choose_held_rows`.
     """
 
     path: str | None
@@ -115,9 +117,10 @@ class SplitRequest:
         return SplitFiles(self, {**by_name, **typed, "train": training}, notice)
 
     def find_folder(self, is_split: Callable[[Path], bool] = Path.exists, ending: str = "") -> SplitFiles:
-        """Return the folder of each split, of a format whose samples are a folder or one file.
+        """Return the folder of each split, for a format whose data set is a folder or one file.
 
-        is_split: whether a path called like a split is one. ending: that its name may have.
+        is_split: returns whether a path that is named like a split contains one. ending: an ending that the name may
+            have.
         """
         inside = find_split_folders(self.path, is_split, ending)
         found = {
@@ -136,7 +139,7 @@ class SplitRequest:
         return SplitFiles(self, paths, f"{self.path}: {told}" if names else "")
 
     def divide(self, labels: Any, groups: Any = None) -> dict[str, Rows]:
-        """Return the rows of `train` and those that are held out for `val`, each rising.
+        """Return the row numbers of `train` and of `val`, each in rising order.
 
         labels: see `divide_rows`. groups: (N,) the cells of the column `groups`.
         """
@@ -153,8 +156,8 @@ class SplitRequest:
 class SplitFiles:
     """The files of each split.
 
-    files: where there are none of `val`, a part of the training files is held out. notice: a line about the files for
-    the first lines of a run.
+    files: if `val` has no files, a part of the training data is held out. notice: a line about the files, shown at
+        the start of a run.
     """
 
     request: SplitRequest
@@ -177,7 +180,7 @@ class SplitFiles:
         return Part(self, names[0]).setting
 
     def part(self, split: str) -> Part | None:
-        """Return what a split reads; None if there is no test data."""
+        """Return the files and rows of a split; None if there is no test data."""
         check_split(split, SPLITS)
         if split == "test" and not self.files["test"]:
             return None
@@ -186,14 +189,14 @@ class SplitFiles:
 
 @dataclass(frozen=True)
 class Part:
-    """What one split reads."""
+    """The files and rows of one split."""
 
     of: SplitFiles
     split: str
 
     @property
     def is_own(self) -> bool:
-        """Return whether all rows of the files belong to the split; else training and validation share them."""
+        """Return whether all rows of the files belong to the split. Otherwise training and validation share them."""
         return self.split == "test" or not self.of.holds_out
 
     @property
@@ -207,7 +210,7 @@ class Part:
 
     @property
     def setting(self) -> str:
-        """Name the files in messages."""
+        """Return the setting that names the files, for messages."""
         request = self.of.request
         keys = {
             "train": ("data.path", request.path),
@@ -242,10 +245,10 @@ class Part:
 
 
 def sort_files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
-    """Return the files of `train`, `val` and `test` by the names below the folder that holds them all.
+    """Return the files of `train`, `val` and `test` by the names below their common folder.
 
-    All of them train where their names say nothing, or name one split alone. Files without a split's name train only
-    where no file is called train.
+    If the names tell no split, or only a single one, all files are training data. If some files are named train,
+    files without the name of a split are left out.
     """
     if len(files) < 2:
         return {"train": tuple(files), "val": (), "test": ()}
@@ -268,7 +271,7 @@ def sort_files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
 
 
 def split_of_path(path: Path) -> str | None:
-    """Return the split that a folder in a relative path names, else the one that the file name names."""
+    """Return the split that a folder in a relative path names, else the split that the file name names."""
     for folder in path.parts[:-1]:
         if split := SPLIT_OF_WORD.get(folder.lower()):
             return split
@@ -278,9 +281,9 @@ def split_of_path(path: Path) -> str | None:
 
 
 def find_sibling_splits(paths: Sequence[Path]) -> list[str | None]:
-    """Return the split that each file's name begins or ends with, where files of the same name differ in it.
+    """Return the split that the name of each file begins or ends with, if there are files that differ only in it.
 
-    So `iris_test.csv` is test data beside `iris.csv` or `iris_train.csv`, and `speed_test.csv` alone is not.
+    So `iris_test.csv` is test data beside `iris.csv` or `iris_train.csv`. `speed_test.csv` alone is not.
     """
     splits = [split_in_name(path) for path in paths]
     names = [name_without_split(path) for path in paths]
@@ -301,7 +304,9 @@ def split_in_name(path: Path) -> str | None:
 
 
 def name_without_split(path: Path) -> tuple[Path, tuple[str, ...]]:
-    """Return the folder of a file and the words of its name without the split: equal for files that belong together."""
+    """Return the folder of a file and the words of its name without the split. It is equal for files that belong
+    together.
+    """
     words = [word for word in split_into_words(path) if not SHARD_PART.fullmatch(word)]
     if split_in_name(path) is not None:
         words = words[1:] if words[0] in SPLIT_OF_WORD else words[:-1]
@@ -321,7 +326,7 @@ def split_into_words(path: Path) -> list[str]:
 def describe_sorted_files(
     path: str | None, files: Sequence[Path], by_name: Mapping[str, Sequence[Path]]
 ) -> str:
-    """Return a line on files that were sorted by their names; "" if all of them train."""
+    """Return a line about files that were sorted by their names; "" if all of them are training data."""
     if len(by_name["train"]) == len(files):
         return ""
     counts = ", ".join(f"{split} {len(found)}" for split, found in by_name.items() if found)
@@ -331,7 +336,7 @@ def describe_sorted_files(
 
 
 def find_split_folders(path: str | None, is_split: Callable[[Path], bool], ending: str) -> dict[str, str]:
-    """Return the paths directly inside a folder that are called like a split, by split."""
+    """Return the paths directly inside a folder that are named like a split, by split."""
     folder = None if path is None else Path(path).expanduser()
     if folder is None or not folder.is_dir():
         return {}
@@ -346,7 +351,7 @@ def find_split_folders(path: str | None, is_split: Callable[[Path], bool], endin
 
 
 def is_inside(path: Path, folders: Iterable[Path]) -> bool:
-    """Return whether a path is one of the folders, or lies below one."""
+    """Return whether a path is one of the folders or is below one."""
     real = path.resolve()
     return any(real == folder or folder in real.parents for folder in (one.resolve() for one in folders))
 
@@ -354,10 +359,10 @@ def is_inside(path: Path, folders: Iterable[Path]) -> bool:
 def choose_held_rows(
     number: int, fraction: float, seed: int, groups: Any, is_last: bool
 ) -> np.ndarray[Any, Any]:
-    """Return which of the rows are held out, (N,) bool.
+    """Return which rows are held out, (N,) bool.
 
-    groups: (N,) numbers or words, of which equal ones stay together; None: each row is a group. is_last: the last rows
-    are held out, or the groups that come last in their order; else groups are drawn by `seed`.
+    groups: (N,) numbers or words. Equal values stay together. None: each row is a group. is_last: hold out the last
+        rows, or the groups that are last in sorted order. Otherwise groups are drawn by `seed`.
     """
     if groups is None:
         return np.arange(number) >= number - round(fraction * number)
@@ -377,7 +382,7 @@ def choose_held_rows(
 
 
 def check_groups(groups: Any, number: int, where: str) -> None:
-    """Refuse groups that are not one number or word for each sample."""
+    """Raise DataError if groups are not one number or word for each sample."""
     found = None if groups is None else len(groups)
     if found != number:
         raise DataError(
@@ -393,7 +398,7 @@ def number_groups(groups: Any) -> Rows:
 
 
 def select_rows_of(values: Any, rows: Rows | None) -> Any:
-    """Return the chosen rows of an array; None is all."""
+    """Return the chosen rows of an array. None selects all rows."""
     return values if rows is None else values[rows]
 
 
@@ -409,10 +414,10 @@ def check_both_sides(number: int, held: int, fraction: float) -> None:
 
 
 def divide_rows(labels: Any, fraction: float, seed: int) -> tuple[Rows, Rows]:
-    """Return the numbers of the rows for training and of those held out, as `hold_out` divides them.
+    """Return the row numbers for training, and those that `hold_out` holds out.
 
-    labels: (N, ...) array or tensor. Integers (N,) are divided class by class. Classes too small to hold out one row
-        on average are divided together, as one class.
+    labels: (N, ...) array or tensor. Integers (N,) are divided class by class. Classes that are too small to hold out
+        one row on average are divided together.
 
     Raise DataError if one of the two parts would be empty.
     """

@@ -1,4 +1,4 @@
-"""Which options of `data` read the files that a path names. Only names are looked at; no file is opened."""
+"""The options of `data` that read the files of a path. Only names are read, and no file is opened."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MOST_NAMES = 10_000  # of a folder that are looked at
 
 
 def list_data_options(path: str) -> list[str]:
-    """Return the options of `data` that read what is at a path, sorted; empty if its files are of no known kind.
+    """Return the options of `data` that read the files of a path, sorted; empty if no format is known.
 
-    path: a file, a folder or a pattern. A folder of pictures in class folders is read
-        as these. Texts and .json files beside files of another kind are taken as descriptions of them.
+    path: a file, a folder or a pattern. Pictures in class folders are read as such. Texts and .json files beside
+        other files are taken as descriptions.
     """
     place = Path(path).expanduser()
     if not place.is_dir():
@@ -54,7 +54,7 @@ def find_ending_option(name: str) -> str | None:
 
 
 def has_class_folders(folder: Path) -> bool:
-    """Return whether pictures lie in subfolders of this folder, or of its folder `train`."""
+    """Return whether there are pictures in subfolders of this folder, or of its folder `train`."""
     for place in (folder, folder / "train"):
         inner = [child for child in place.iterdir() if child.is_dir()] if place.is_dir() else []
         names = (name for child in inner for name in islice(iterate_names(child), MOST_NAMES))
@@ -64,7 +64,7 @@ def has_class_folders(folder: Path) -> bool:
 
 
 def iterate_names(folder: Path) -> Iterator[str]:
-    """Yield the names of files that are not hidden, at any depth, those of the folder itself first."""
+    """Yield the names of all files that are not hidden, at any depth. Files of the folder itself come first."""
     for _, folders, names in islice(os.walk(folder), MOST_NAMES):
         folders[:] = sorted(name for name in folders if name[0] != ".")
         yield from (name for name in sorted(names) if name[0] != ".")

@@ -1,4 +1,4 @@
-"""From `data.path` to files: one file, a pattern, names with braces, or all files of a kind in a folder."""
+"""Find the files of `data.path`: one file, a pattern, names with braces, or all files of a kind in a folder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 def list_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, ...]:
-    """Return the files of a path in the order of their names. key: how the user names the path (`data.path`).
+    """Return the files of a path, sorted by name. key: the setting of the path (`data.path`).
 
-    path: a file of any name, a pattern as `parts/*.csv`, a folder, in which files with one of the `endings` are
-        looked for at any depth (see `list_folders`), or names with braces as in a shell, `shard-{000..009}.tar`,
-        all of which must exist.
+    path: one of these: a file of any name; a pattern such as `parts/*.csv`; a folder, whose files with one of the
+        `endings` are found at any depth (see `list_folders`); names with braces as in a shell,
+        `shard-{000..009}.tar`, which must all exist.
     """
     if path is not None and is_url(path):
         from trainrun.data.cache.stored_files import fetch_files  # needs an optional package
@@ -64,9 +64,10 @@ def list_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path
 
 
 def list_folders(folder: Path) -> list[Path]:
-    """Return a folder and those in it at any depth, but hidden ones; each once, whatever links lead to it.
+    """Return a folder and all folders in it that are not hidden, at any depth. Each is listed once, even if several
+    links lead to it.
 
-    Links are followed after all other folders. One that leads to a folder above is left out, so there are no loops.
+    Links are followed after all other folders. A link to a folder above is left out, so there are no loops.
     """
     paths_above = {*Path(os.path.abspath(folder)).parents, *folder.resolve().parents}
     known, found, links = {identify_path(path) for path in paths_above}, [], [folder]
@@ -86,7 +87,7 @@ def list_folders(folder: Path) -> list[Path]:
 
 
 def iterate_matches(pattern: Path) -> Iterator[str]:
-    """Yield the names that fit a pattern, of which `**` stands for folders at any depth, as in `list_folders`."""
+    """Yield the names that match a pattern. `**` matches folders at any depth, as in `list_folders`."""
     parts = pattern.parts
     if "**" not in parts:
         yield from glob.iglob(str(pattern))
@@ -99,18 +100,18 @@ def iterate_matches(pattern: Path) -> Iterator[str]:
 
 
 def identify_path(path: Path) -> Identity:
-    """Return what tells a file or folder from others, whatever its path."""
+    """Return a key that is unique to a file or folder, whatever its path."""
     state = path.stat()
     return state.st_dev, state.st_ino
 
 
 def list_brace_names(url: str) -> list[str]:
-    """Return the names that the braces of a URL stand for, at most MAX_FILES."""
+    """Return the names for which the braces of a URL stand, at most MAX_FILES."""
     return list(itertools.islice(expand_braces(url), MAX_FILES))
 
 
 def expand_braces(path: str) -> Iterator[str]:
-    """Yield every name that the braces stand for; the last braces change fastest."""
+    """Yield every name for which the braces stand. The last braces change fastest."""
     found = BRACES.search(path)
     if found is None:
         yield path
@@ -127,8 +128,8 @@ def expand_braces(path: str) -> Iterator[str]:
 
 
 def is_plain_file(place: Path, key: str) -> bool:
-    """Return whether a plain file exists, without opening it. Raise DataError for a pipe or a device, whose reader
-    would wait.
+    """Return whether a regular file exists, without opening it. Raise DataError for a pipe or a device, because
+    reading it could block.
     """
     if place.exists() and not (place.is_file() or place.is_dir()):
         raise DataError(
@@ -148,16 +149,16 @@ def require_folder(path: str | None, key: str) -> Path:
 
 
 def describe_version(state: os.stat_result) -> str:
-    """Return what changes whenever a file is written or replaced.
+    """Return facts that change whenever a file is written or replaced.
 
-    Size and time of modification alone can be equal before and after (`cp -p`, `touch -r`, unpacked archives). Nothing
-    sets the time of the status change, and a file that is moved here has an inode of its own.
+    Size and time of modification alone can be equal before and after (`cp -p`, `touch -r`, unpacked archives). No
+    program can set the time of the status change, and a file that is moved here has another inode.
     """
     return f"{state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}"
 
 
 def fingerprint_files(files: Iterable[Path | str], *arguments: Any) -> str:
-    """Return a digest of the names of files, of their versions, and of the arguments."""
+    """Return a digest of the names and versions of files, and of the arguments."""
     digest = hashlib.sha256(repr(arguments).encode())
     for file in files:
         text = f"{Path(file).absolute()}\0{describe_version(Path(file).stat())}\0"

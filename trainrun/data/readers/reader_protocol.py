@@ -1,7 +1,7 @@
-"""One protocol for every format, and the data sets of the splits that are made around a reader.
+"""The protocol of a format, and the data sets of the splits that are built on its reader.
 
-A format is a `Reader`: how many samples there are, how they are read, what is known of them. Which of them are train,
-val and test, where a damaged one lies and what a cache depends on is answered here, once for all formats.
+A format is a `Reader`: the number of samples, a method that reads them, and facts about them. The rest is done here,
+once for all formats: dividing samples into train, val and test, naming damaged ones, and fingerprints of caches.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from trainrun.errors import DataError
 
 @dataclass(frozen=True)
 class Info:
-    """What is known of the samples of a reader.
+    """Facts about the samples of a reader.
 
-    files: what their content depends on; settings: what else it depends on, for the fingerprint.
-    labels: (N, ...) the targets of all samples, if they are in memory: classes are held out in proportion.
-    where: names a sample in messages; default: the first file and the number.
-    lengths: computes (N,) int64, how long each sequence is. thread_safe: several threads may call `read` at once, which
-    only its author can know. column: (N,) of another column of a table, by its name; None: it has none of that name.
-    input_columns: of a table, what each input column holds. columns: those whose rows the samples are, from which
-    batches are gathered. read_cut: a part of a sample, see `Pieces` of the sequences. form: how pictures are decoded;
-    None: there are none. read_files: as `read`, with the bytes of its file in place of each picture. read_ragged: the
-    fields of samples with sequences before these are padded; it returns None for samples that must be read one by one.
+    files: the files that the samples depend on. settings: everything else that they depend on, for the fingerprint.
+    labels: (N, ...) the targets of all samples, if they are in memory. Classes are then held out in proportion.
+    where: names a sample in messages. Default: the first file and the number.
+    lengths: computes the length of each sequence, (N,) int64. thread_safe: whether several threads may call `read` at
+        once; only the author of the reader can know. column: returns (N,) cells of another column of a table, or None
+        for an unknown name.
+    input_columns: the kind of each input column of a table. columns: the columns whose rows are the samples; batches
+        are gathered from them. read_cut: reads a part of a sample, see `Pieces`. form: how pictures are decoded, or
+        None. read_files: as `read`, with undecoded bytes instead of each picture. read_ragged: returns the fields of
+        samples before their sequences are padded, or None for samples that must be read one by one.
     """
 
     files: tuple[Path, ...]
@@ -55,9 +56,10 @@ class Info:
 
 
 class Reader(Protocol):
-    """Samples of one format by number, from 0; it can be pickled and used in another process.
+    """Samples of one format by number, from 0. It can be pickled and used in another process.
 
-    read: samples in the order of the numbers, each of which may come twice; ValueError or DataError: one is damaged.
+    read: returns samples in the order of the numbers, which may repeat. Raise ValueError or DataError for a damaged
+        sample.
     """
 
     @property
@@ -69,11 +71,11 @@ class Reader(Protocol):
 
 
 class ReaderDataset:
-    """Map-style: those samples of a reader that belong to one part of the data."""
+    """A map-style data set of the samples of one split."""
 
     def __init__(self, reader: Reader, rows: Rows | RandomRows | None = None, notice: str = "",
                  unused_arguments: Mapping[str, str] | None = None) -> None:  # fmt: skip
-        """rows: numbers of the samples; None is all. notice: for the first lines of a run."""
+        """rows: numbers of the samples. None: all. notice: a line for the start of a run."""
         self.reader = reader
         self.rows = rows
         self.notice = notice
@@ -101,12 +103,12 @@ class ReaderDataset:
         return self._info.form
 
     def read_files(self, indices: Sequence[int]) -> list[Any]:
-        """Return samples with the bytes of its file in place of each picture."""
+        """Return samples with undecoded bytes of the file instead of each picture."""
         assert self._info.read_files is not None
         return self._read(self._convert_indices(indices), self._info.read_files)
 
     def read_batch(self, indices: Sequence[int]) -> Any:
-        """Read the same batch, bit for bit, as collating the samples gives; None if the reader makes no batches."""
+        """Return the batch that collating the samples would give, bit for bit; None if the reader makes no batches."""
         columns = self._info.columns
         return None if columns is None else columns.read_batch(self._convert_indices(indices))
 
@@ -125,7 +127,7 @@ class ReaderDataset:
         return None if of_reader is None else lambda index, cut: of_reader(self._number(index), cut)
 
     def as_rows(self) -> Columns | None:
-        """Return the rows of mapped files that hold these samples, to gather many at once; None if they are stored
+        """Return the rows of mapped files that contain these samples, to gather many at once; None if they are stored
         otherwise.
         """
         columns = self._info.columns
@@ -140,7 +142,7 @@ class ReaderDataset:
 
     @property
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Compute the length of each sequence, (N,) int64; at each call anew."""
+        """Compute the length of each sequence, (N,) int64, anew at each call."""
         if self._info.lengths is None:
             raise AttributeError("lengths: the samples are no sequences")
         lengths: np.ndarray[Any, np.dtype[np.int64]] = self._select_rows(self._info.lengths())
@@ -151,7 +153,7 @@ class ReaderDataset:
         return self._select_rows(None if self._info.column is None else self._info.column(name))
 
     def describe(self, index: int) -> str:
-        """Return the file of a sample and its place in it, for messages."""
+        """Return the file of a sample and its position in it, for messages."""
         return self._name_sample(self._number(index))
 
     def row_numbers(self) -> Rows | None:
@@ -168,7 +170,7 @@ class ReaderDataset:
         )
 
     def _select_rows(self, values: Any) -> Any:
-        """Return those of the values of all samples that belong to these samples."""
+        """Select the values of these samples from the values of all samples."""
         if values is None or self.rows is None:
             return values
         return values[self.rows if isinstance(self.rows, np.ndarray) else self.rows[np.arange(len(self))]]
@@ -179,7 +181,7 @@ class ReaderDataset:
         return int(index) if self.rows is None else int(self.rows[index])
 
     def _find_rows(self, indices: Sequence[int]) -> Rows:
-        """Return the numbers of samples in the reader. IndexError: there is no such sample."""
+        """Return the numbers of samples in the reader. Raise IndexError if a sample does not exist."""
         positions = np.asarray(indices, dtype=np.int64)
         if len(positions) and not 0 <= positions.min() <= positions.max() < len(self):
             raise IndexError(indices)
@@ -212,9 +214,10 @@ class ReaderDataset:
 class ReadFiles:
     """The samples of some files.
 
-    groups: (N,) the cells of the column of the groups. unused_arguments: of the format, each with the reason.
-    notice: for the first lines of a run that trains on them.
-    build: makes the data set of a split from the reader's; it may copy the rows into memory.
+    groups: (N,) the cells of the column of the groups. unused_arguments: arguments of the format without effect, each
+        with the reason.
+    notice: a line for the start of a run that trains on them.
+    build: makes the data set of a split from the reader's data set. It may copy the rows into memory.
     """
 
     reader: Reader
@@ -232,7 +235,7 @@ class ReadFiles:
 def build_splits(found: SplitFiles, read: Callable[[tuple[Path, ...]], ReadFiles]) -> Splits:
     """Return the splits of files, each of which is read once.
 
-    DataError, when a split is asked for: there is no sample, or nothing is left for one side.
+    Raise DataError when a split is requested that has no samples, or that leaves none for the other split.
     """
     read_once = cache(read)
 

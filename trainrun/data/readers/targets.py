@@ -1,6 +1,6 @@
-"""What a model learns to predict, from a column of numbers or words: class numbers, or real numbers.
+"""Targets from a column of numbers or words: class numbers, or real numbers.
 
-And which columns are inputs, with their numbers in the type that is asked for.
+This module also chooses the input columns and converts them to the requested type.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Cells = Any  # a NumPy array of numbers (N,), or a sequence of N str
 
 @dataclass(frozen=True)
 class Coding:
-    """How cells become targets; found on the training data and used for every part.
+    """The conversion of cells to targets. It is chosen on the training data and used for every split.
 
-    kind: "class" (names become their place among `names`, int64 (N,)), "int64" (N,), or "float32" and
-        "float64" (N, 1). names: sorted, as numbers where all of them are whole numbers.
+    kind: "class" (names become their index in `names`, int64 (N,)), "int64" (N,), or "float32" and "float64" (N, 1).
+        names: sorted; as numbers if all of them are whole numbers.
     """
 
     kind: str
@@ -42,8 +42,8 @@ class Coding:
     num_classes: int | None = None
 
     def encode(self, cells: Cells, where: Any) -> Tensor:
-        """Encode target cells as a tensor. Raise DataError at a cell that does not fit. where: `(row) -> str` names
-        it.
+        """Encode target cells as a tensor. Raise DataError for a cell that does not fit. where: `(row) -> str` names
+        the cell.
         """
         if self.kind == "class":
             return self._number_cells(cells, where)
@@ -77,13 +77,13 @@ def choose_coding(
     """Return the coding for the cells of the training data.
 
     Args:
-        dtype: data.train.target_dtype: `auto` takes whole numbers as they are, other numbers as float32, and words as
+        dtype: data.train.target_dtype. `auto` keeps whole numbers, converts other numbers to float32, and words to
             classes.
-        names: of the classes 0, 1, ..., where the file tells them.
-        where: names a cell of a table in messages, by its index; None: the data is no table.
+        names: the names of the classes 0, 1, ..., if the file has them.
+        where: names a cell of a table in messages, by its index. None: the data is no table.
 
     Raises:
-        DataError: `auto`, and the cells are numbers with decimal commas, which would be as many classes.
+        DataError: for `auto`, if cells are numbers with decimal commas. Each would be a class.
     """
     if dtype == "auto":
         values = parse_cells(cells)
@@ -106,12 +106,12 @@ def choose_coding(
 
 
 def is_missing(text: str) -> bool:
-    """Return whether a cell of a text table stands for a missing value."""
+    """Return whether a cell of a text table is empty or a word for a missing value."""
     return text.strip().lower() in MISSING
 
 
 def check_decimal_commas(cells: Cells, where: Callable[[int], str]) -> None:
-    """Raise DataError if the cells are numbers, some of them with a decimal comma."""
+    """Raise DataError if all cells are numbers, and some of them have a decimal comma."""
     first = None
     for index, cell in enumerate(list_words(cells)):
         if DECIMAL_COMMA.fullmatch(cell):
@@ -152,9 +152,7 @@ def join_names(names: Sequence[str], most: int = 20) -> str:
 
 
 def choose_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the target columns: those that the user named, else the column with a usual name of a
-    target.
-    """
+    """Return the target columns: those that the user named, else the column with a usual name of a target."""
     if target is None:
         guesses = [name for name in columns if name.lower() in TARGET_KEYS]
         if len(guesses) != 1:
@@ -169,7 +167,7 @@ def choose_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
 
 
 def parse_column_names(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, ...]:
-    """Return the column names in a word or a list of words. Raise DataError for one that the file does not have."""
+    """Return the column names in a word or a list of words. Raise DataError if the file lacks one."""
     names = tuple(str(name) for name in (wanted if isinstance(wanted, list | tuple) else [wanted]))
     known = set(columns)
     for name in names:
@@ -185,7 +183,7 @@ def parse_column_names(wanted: Any, columns: Sequence[str], key: str) -> tuple[s
 def choose_inputs(
     inputs: Any, target: Sequence[str], columns: Sequence[str], groups: str | None = None
 ) -> tuple[str, ...]:
-    """Return the input columns: the named ones, or all but the target, row numbers and the column of the groups."""
+    """Return the input columns: the named ones, or all except the target, row numbers and the column of the groups."""
     if groups is not None:
         parse_column_names(groups, columns, "data.train.groups")
     if inputs is not None:
@@ -200,7 +198,7 @@ def choose_inputs(
 def narrow_type(
     values: np.ndarray[Any, Any], dtype: str, where: Callable[[int], str]
 ) -> np.ndarray[Any, Any]:
-    """Convert values to `dtype`, where only decimals may be lost. Raise DataError if a value becomes another number."""
+    """Convert values to `dtype`. Decimals may be rounded. Raise DataError if any other value changes."""
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(dtype)
         wrong = np.isinf(narrow) & ~np.isinf(values) if narrow.dtype.kind == "f" else narrow != values

@@ -1,8 +1,8 @@
-"""The door of this folder: from a source and the options of its lengths to batches that waste little.
+"""Choose how sequences become batches: padded, sorted by length, or packed.
 
-what: bucket sorts by length inside mega-batches, token_budget keeps samples times width below a number,
-    pack puts several sequences into a row; longest and max only pad.
-when: lengths differ. bucket for recurrent nets and attention alike; pack for models that take segment_ids.
+what: bucket sorts by length inside mega-batches. token_budget limits samples times width. pack puts several sequences
+    into a row. longest and max only pad.
+when: lengths differ: bucket for recurrent nets and attention, pack for models that take segment_ids.
 when not: lengths are nearly equal, or statistics over a batch must not be correlated with length.
 source: packing without cross-contamination, arXiv 2107.02027; megabatches as in fairseq.
 gain: padding of random batches of 64 Bible verses 56 %, of buckets 4 %, of packed rows of 128 1 %.
@@ -34,13 +34,13 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class SequencePlan:
-    """How sequences become batches.
+    """A plan of how sequences become batches.
 
-    source: what to read, perhaps wrapped. plan: which samples; of an IterableDataset, positions.
-    collate: None if torch's own will do (then a resident engine is possible too). It cuts, so that
-    `Preparation` must not. line: for the first lines on the screen, "" if there is nothing to say.
-    positions: as in `Epoch`; empty if it is not known, or the user's own code pads. samples: (M,) int64, of which
-    sample each is a piece.
+    source: the data set, perhaps wrapped. plan: chooses samples; of an IterableDataset, positions.
+    collate: None if torch's own suffices (then a resident engine is possible too). It cuts sequences, so
+        `Preparation` must not. line: for the start of a run, or "".
+    positions: see `Epoch`; empty if unknown, or if the user's own code pads. samples: (M,) int64, the sample of each
+        piece.
     """
 
     source: Any
@@ -52,12 +52,11 @@ class SequencePlan:
 
 
 def plan_sequences(source: Any, base: Plan, options: StreamOptions) -> SequencePlan | None:
-    """Return the plan of sequences; None if the data has none, or if they only have to be cut.
+    """Return the plan of sequences; None if the data has no sequences, or if they are only cut.
 
-    source: samples as the model sees them, cached and transformed. base: the plan for other data; its batch may be
-    larger
-    than the data. Samples are read only if lengths are needed and the source has no `lengths`. In evaluation samples
-    keep their order, because predictions are rows in the order of the data.
+    source: samples after cache and transform. base: the plan for other data. Its batch may be larger than the data.
+        Samples are read only if lengths are needed and the source has no `lengths`. In evaluation samples keep their
+        order, because predictions are rows in the order of the data.
     """
     if not options.training and options.padding in COMPOSED:
         options = replace(options, padding="longest", max_tokens=None)
@@ -119,7 +118,7 @@ def _refuse_without_sequences(options: StreamOptions) -> None:
 
 
 def _plan_iterable(source: Any, base: Plan, options: StreamOptions) -> SequencePlan:
-    """Return a plan that pads each batch by itself, since lengths are not known beforehand."""
+    """Return a plan that pads each batch separately, because lengths are not known in advance."""
     size = options.max_sequence_length
     if options.padding in COMPOSED or options.truncate in ("drop", "split"):
         name = "padding" if options.padding in COMPOSED else "truncate"
@@ -137,7 +136,7 @@ def _plan_iterable(source: Any, base: Plan, options: StreamOptions) -> SequenceP
 def _plan_columns(
     columns: Columns, found: Measured, base: Plan, options: StreamOptions
 ) -> SequencePlan | None:
-    """Return the plan of rows of one length, which are cut once; None if nothing has to be padded."""
+    """Return the plan of rows of one length, which are cut once; None if no padding is needed."""
     assert found.lengths is not None
     size, length = options.max_sequence_length, int(found.lengths[0])
     named = [*zip(list_fields(columns[0]), columns.values, strict=True)]
@@ -158,7 +157,7 @@ def _plan_columns(
 
 
 def _refuse_generators(source: Any, key: str) -> None:
-    """Raise DataError if samples are drawn anew at each read: the pieces of a sample would not belong together."""
+    """Raise DataError if samples are random at each read, because the pieces of a sample would not fit together."""
     for part in list_parts(source):
         if has_parameter(getattr(part, "__getitem__", None), "generator") or has_parameter(
             getattr(part, "__getitems__", None), "generators"
@@ -259,7 +258,7 @@ def _choose_padding(found: Measured, options: StreamOptions, widest: int | None)
 
 
 def _check_alike(source: Any, found: Measured, base: Plan, options: StreamOptions) -> None:
-    """Raise DataError if the fields of a sample cannot be packed or split."""
+    """Raise DataError if the fields of a sample cannot be packed or split together."""
     for key, value in (("data.padding", options.padding), ("data.truncate", options.truncate)):
         if value in ("pack", "split") and not found.aligned:
             raise DataError(

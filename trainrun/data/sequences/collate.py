@@ -1,20 +1,20 @@
-"""Samples of unequal length into one batch: padded, or several in a row.
+"""Collate samples of unequal length into one batch: padded, or several in a row.
 
-The batch has the structure of its samples: a pair stays a pair, a dict a dict, with padded tensors where sequences
-were. Some fields come with it, which `trainrun.interfaces.batch_fields(batch)` finds: a dict has them as further
-entries; of a tensor, a pair or any other structure they lie beside it and change nothing. Padding adds
-    attention_mask: (B, T) bool, False at padding of the inputs, in whatever order a dict has its fields; one that the
-        samples bring themselves stays theirs
-    target_weight: (B, T) float64, one over the length at each real position, for targets that are
-        sequences of floats: the loss of a sample is the mean over its own positions
-A pack has, in place of attention_mask,
+The batch has the structure of its samples: a pair stays a pair and a dict a dict, with padded tensors instead of
+sequences. Further fields are found by `trainrun.interfaces.batch_fields(batch)`. In a dict they are further entries.
+For a tensor, a pair or another structure they are attached to a tensor. Padding adds
+    attention_mask: (B, T) bool, False at padding of the inputs, for any order of the fields of a dict. A mask of the
+        samples themselves stays.
+    target_weight: (B, T) float64, for targets that are sequences of floats. It is one over the length at each real
+        position, so that the loss of a sample is the mean over its positions.
+A pack has, instead of attention_mask,
     segment_ids: (B, T) int64, 1, 2, .. for the sequences of a row, 0 at padding
     position_ids: (B, T) int64, from 0 in every sequence
-and what is no sequence (a label) is (B, S), column s for segment s + 1. Integer targets are filled with
--100, which torch's losses ignore, everything else with 0.
+Other values, such as a label, are (B, S), with column s for segment s + 1. Integer targets are filled with -100,
+which torch's losses ignore. Everything else is filled with 0.
 
-A model gets inputs, and those of attention_mask, segment_ids and position_ids that its `forward` names,
-as keyword arguments (`trainrun.task.batches`).
+A model gets the inputs. It also gets attention_mask, segment_ids and position_ids as keyword arguments, if its
+`forward` has these parameters (`trainrun.task.batches`).
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ PLAIN_PARTS = frozenset((Tensor, int, float, bool, str))
 
 
 def round_length(length: int, multiple: int | None) -> int:
-    """Round a length up to a multiple, and to at least one position, which kernels need."""
+    """Round a length up to a multiple, and to at least one position, because kernels need one."""
     length = max(length, 1)
     return length if multiple is None else -(-length // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Padded:
-    """Pads the sequences of a batch to its longest, or to `width`.
+    """A collate function that pads the sequences of a batch to its longest, or to `width`.
 
-    names: the sequences, where it is known that lengths differ. With () they are those of the batch at
-        hand, and a batch in which nothing has to be padded stays in the user's container.
-    padding_value: between the ends; no result may depend on it.
+    names: the sequences, if lengths are known to differ. With () they are found in each batch. A batch without
+        padding stays in the user's container.
+    padding_value: the value between the ends. No result may depend on it.
     """
 
     names: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class Padded:
         return pack_like_samples(samples, batch, build_mask_fields(batch, lengths, rows[0]))
 
     def pad_rows(self, rows: RaggedBatch) -> Any:
-        """Return the batch that calling this with the samples gives; None if they have to be read."""
+        """Return the batch that a call with the samples gives; None if the samples must be read one by one."""
         batch: Fields = dict(rows.fields)
         lengths: dict[str, Tensor] = {}
         for name, field in rows.fields.items():
@@ -151,9 +151,9 @@ class Padded:
 
 @dataclass(frozen=True)
 class Packed:
-    """Puts samples one after the other into rows of `width` positions, by `place_in_rows`.
+    """A collate function that puts samples into rows of `width` positions, one after the other, by `place_in_rows`.
 
-    names: the sequences; those of one sample are equally long.
+    names: the sequences. Those of one sample are equally long.
     """
 
     names: tuple[str, ...]
@@ -221,7 +221,9 @@ def build_mask_fields(batch: Fields, lengths: dict[str, Tensor], first: Fields) 
 
 
 def mask_positions(lengths: Tensor, width: int) -> Tensor:
-    """Return (samples, width) bool: the positions of each sample that are not padding. By NumPy in half of the time."""
+    """Return (samples, width) bool: the positions of each sample that are not padding. NumPy takes half of torch's
+    time.
+    """
     positions = np.arange(width, dtype=np.int32)
     return torch.from_numpy(positions < lengths.numpy().astype(np.int32)[:, None])
 
@@ -234,7 +236,7 @@ def check_same_fields(rows: list[Fields]) -> None:
 
 
 def pack_like_samples(samples: list[Any], columns: Fields, beside: Fields) -> Any:
-    """Return the columns in the structure of the samples, with the fields that lie beside them."""
+    """Return the columns in the structure of the samples, with the attached fields."""
     return attach_fields(map_fields(samples[0], lambda name, _: columns[name]), beside)
 
 
@@ -250,7 +252,7 @@ def place_in_rows(lengths: Sequence[int], width: int) -> list[tuple[int, int]]:
 
 
 def scatter_values(values: Tensor, where: Tensor, shape: tuple[int, int], fill: float) -> Tensor:
-    """Return a tensor of this shape full of `fill`, with values (n, ...) at the flat positions `where` (n,)."""
+    """Return a tensor of this shape, filled with `fill`, with values (n, ...) at the flat positions `where` (n,)."""
     out = values.new_full((shape[0] * shape[1], *values.shape[1:]), fill)
     out[where] = values
     return out.view(*shape, *values.shape[1:])
@@ -259,7 +261,7 @@ def scatter_values(values: Tensor, where: Tensor, shape: tuple[int, int], fill: 
 def choose_padding_value(
     name: str, values: Sequence[Tensor], padding_value: float
 ) -> tuple[float, list[Tensor]]:
-    """Return the value that pads a field, and its tensors in one type that can hold the padding."""
+    """Return the padding value of a field, and its tensors in one type that can represent it."""
     values = unify_types(values)
     first = values[0]
     if first.is_floating_point() or first.is_complex():
@@ -271,9 +273,7 @@ def choose_padding_value(
 
 
 def find_masked_field(fields: Fields, names: tuple[str, ...]) -> str:
-    """Return the field that `attention_mask` is made from: the inputs, else the first sequence that is not a
-    target.
-    """
+    """Return the field that determines `attention_mask`: the inputs, else the first sequence that is not a target."""
     forms = describe_forms(fields)
     called = [name for key in INPUT_KEYS for name in fields if last_key(name) == key]
     called += [name for name in fields if name.startswith(f"{INPUTS}.")]
@@ -283,7 +283,7 @@ def find_masked_field(fields: Fields, names: tuple[str, ...]) -> str:
 
 
 def find_float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
-    """Return the target that is a sequence of floats; None without one."""
+    """Return the target that is a sequence of floats; None if there is none."""
     found = (name for name in names if is_target(name) and fields[name].is_floating_point())
     return next(found, None)
 
@@ -299,9 +299,9 @@ def stack_samples(samples: list[Any]) -> Any:
 
 
 def list_plain_columns(samples: list[Any]) -> list[tuple[Any, ...]]:
-    """Return the columns of samples that are tuples of as many tensors, numbers and texts; empty for any others.
+    """Return the columns of samples that are tuples of as many tensors, numbers and texts; empty for other samples.
 
-    Torch collates these as they are. Looking at whole columns takes 0.3 us a sample, at each sample 4.
+    Torch collates these directly. Checking whole columns takes 0.3 us per sample, and checking each sample 4.
     """
     if set(map(type, samples)) != {tuple} or len(set(map(len, samples))) > 1:
         return []
@@ -310,7 +310,7 @@ def list_plain_columns(samples: list[Any]) -> list[tuple[Any, ...]]:
 
 
 def restore_tuples(sample: Any, batch: Any) -> Any:
-    """Return the batch with a tuple wherever a sample has one; torch's collate makes lists of them."""
+    """Return the batch with a tuple wherever a sample has one. Torch's collate turns tuples into lists."""
     if isinstance(sample, dict) and type(batch) is type(sample):
         clone = copy.copy(batch)
         clone.update({key: restore_tuples(part, batch[key]) for key, part in sample.items()})
@@ -325,7 +325,7 @@ def restore_tuples(sample: Any, batch: Any) -> Any:
 
 
 def collate_values(values: Sequence[Any]) -> Any:
-    """Collate like torch's `default_collate`, but tensors of several number types get the widest of these types."""
+    """Collate like torch's `default_collate`, but convert tensors of several number types to the widest of them."""
     return collate(values, collate_fn_map=COLLATE_BY_TYPE)
 
 
@@ -334,7 +334,7 @@ def _stack(tensors: Sequence[Tensor], *, collate_fn_map: Any) -> Any:
 
 
 def unify_types(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Convert tensors to the narrowest number type that holds all of them."""
+    """Convert tensors to the narrowest number type that can represent all of them."""
     types = dict.fromkeys(map(DTYPE, tensors))
     wide = reduce(torch.promote_types, types)
     return [tensor.to(wide) for tensor in tensors] if len(types) > 1 else list(tensors)

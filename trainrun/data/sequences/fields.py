@@ -1,8 +1,8 @@
 """The named leaves of a sample, and which of them are sequences.
 
-A sample is a tensor, or any nesting of tuples, lists and mappings. The leaves of a dict have the names of its entries;
-a bare tensor is `inputs`, the parts of a tuple or list are `inputs`, `target`, `part 2`, ... What lies deeper has the
-way to it as its name: `inputs.input_ids`, `target.0`.
+A sample is a tensor, or any nesting of tuples, lists and mappings. The leaves of a dict have the names of its
+entries. A bare tensor is `inputs`. The parts of a tuple or list are `inputs`, `target`, `part 2`, ... A nested leaf
+has a path as its name: `inputs.input_ids`, `target.0`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ INPUTS, TARGET = "inputs", "target"
 
 
 class FieldForm(NamedTuple):
-    """The first dimension and kind of one leaf. tokens: it is 1-D and holds integers."""
+    """The first dimension and kind of one leaf. tokens: whether it is 1-D and has integers."""
 
     length: int
     tokens: bool
 
 
 def map_fields(sample: Any, function: Callable[[str, Any], Any], within: str = "") -> Any:
-    """Return the same containers with `function(name, leaf)` in place of every leaf. within: the name of the whole."""
+    """Return the same containers with `function(name, leaf)` instead of every leaf. within: the name of the outer
+    container.
+    """
     if isinstance(sample, Mapping):
         parts = {key: map_fields(part, function, _name(within, key)) for key, part in sample.items()}
         if not isinstance(sample, MutableMapping):
@@ -59,7 +61,7 @@ def _name(within: str, key: Any) -> str:
 
 
 def last_key(name: str) -> str:
-    """Return the key of the mapping that a leaf lies in, without the way to it."""
+    """Return the last key in the path of a leaf."""
     return name.rpartition(".")[2]
 
 
@@ -69,7 +71,7 @@ def is_target(name: str) -> bool:
 
 
 def list_fields(sample: Any) -> Fields:
-    """Return the leaves by name, in their order; lists of numbers and NumPy arrays as tensors."""
+    """Return the leaves by name, in their order. Lists of numbers and NumPy arrays become tensors."""
     fields: Fields = {}
     map_fields(sample, lambda name, value: fields.__setitem__(name, convert_leaf(value)))
     return fields
@@ -107,7 +109,7 @@ def find_sequence_names(samples: Iterable[Mapping[str, FieldForm]]) -> tuple[tup
 
 @dataclass(frozen=True)
 class Cut:
-    """Leaves of a sample cut to `size` positions: the first, or with `left` the last.
+    """A function that cuts leaves of a sample to `size` positions: the first, or with `left` the last.
 
     names: the sequences; () cuts all tokens.
     """
@@ -127,7 +129,7 @@ class Cut:
 
 
 class CutThen:
-    """The user's own collate function, on samples that were cut."""
+    """The user's own collate function, applied to samples that were cut."""
 
     def __init__(self, cut: Cut, collate: Callable[[list[Any]], Any]) -> None:
         self._cut, self._collate = cut, collate
@@ -137,11 +139,11 @@ class CutThen:
 
 
 class Pieces:
-    """A map-style source whose long samples stand as several: piece after piece, all of them.
+    """A map-style source that divides each long sample into consecutive pieces.
 
-    Every sequence of a sample is cut at the same places; what is no sequence (a label) is repeated. A source that has
-    `read_cut(index, cut)` reads a piece alone: it applies `cut(name, value)` to each field before it copies or converts
-    it. Of others the whole sample is read for each piece.
+    Every sequence of a sample is cut at the same positions. Other values, such as a label, are repeated. A source
+    with `read_cut(index, cut)` reads only a piece: it applies `cut(name, value)` to each field before it copies or
+    converts it. For other sources the whole sample is read for each piece.
     lengths: (N,) int64, of the samples of `source`. `sample` and `begin`: (M,) int64, of each piece.
     """
 
@@ -167,7 +169,7 @@ class Pieces:
         return read_cut(row, cut) if read_cut is not None else map_fields(self._source[number], cut)
 
     def describe(self, index: int) -> str:
-        """Describe for messages which sample a piece comes from."""
+        """Describe the sample of a piece, for messages."""
         number = int(self.sample[index])
         place = f"positions {int(self.begin[index])} and on of sample {number}"
         return f"{place}{describe(self._source, number)}"

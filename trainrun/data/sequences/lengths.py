@@ -1,4 +1,4 @@
-"""How long the samples are: what the source says, what lies in memory, or what reading all of them shows."""
+"""Find the lengths of the samples: from the source, from data in memory, or by reading all samples."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ Forms = Mapping[str, FieldForm]
 class Measured:
     """The sequences of a data set.
 
-    names: which fields they are, () where there is none. varies: whether lengths are known to differ.
-    lengths: (N,) int64, a sample's longest sequence; None if only some were read. seen: of those.
-    how: in words, where it took reading. aligned: the sequences of one sample were always equally long. real_targets:
-    targets of floating-point numbers; () where not all lengths are needed.
+    names: the fields that are sequences. varies: whether lengths are known to differ.
+    lengths: (N,) int64, the longest sequence of each sample; None if only some were read. seen: lengths of these.
+    how: a description, if samples were read. aligned: whether the sequences of each sample were equally long.
+        real_targets: targets of floating-point numbers; () if not all lengths are needed.
     """
 
     names: tuple[str, ...] = ()
@@ -62,7 +62,9 @@ class Measured:
 
 
 def learn_lengths(source: Any, key: str, seed: int, needs_all: bool) -> Measured | None:
-    """Read a few samples; in a child process, since it runs the user's code. None: all of them have to be read."""
+    """Read a few samples in a child process, because this runs the user's code. Return None if all samples must be
+    read.
+    """
     count = len(source)
     said = read_reported_lengths(source)
     if said is None and not needs_all and not _may_be_sequence(source, key, seed):
@@ -89,7 +91,7 @@ def list_real_targets(fields: Fields) -> tuple[str, ...]:
 
 
 def read_reported_lengths(source: Any) -> np.ndarray[Any, Any] | None:
-    """Return the lengths that a source reports without decoding samples; None if it reports none."""
+    """Return the lengths that a source provides without decoding samples; None if it provides none."""
     if type(source) is Subset:
         whole = read_reported_lengths(source.dataset)
         return None if whole is None else whole[np.asarray(source.indices)]
@@ -111,7 +113,7 @@ def measure_columns(columns: Columns) -> Measured:
 
 
 def _may_be_sequence(source: Any, key: str, seed: int) -> bool:
-    """Return whether sample 0 may be a sequence; a picture is not."""
+    """Return whether sample 0 may be a sequence. A picture is not."""
     try:
         fields = list_fields(_read(source, 0, key, seed))
     except DataError:  # it is read again in the run, and fails there by its own name
@@ -134,7 +136,7 @@ def _estimate_lengths(source: Any, key: str, seed: int, spread: list[int]) -> Me
 
 
 def _read_samples(source: Any, indices: list[int], key: str, seed: int) -> dict[int, Forms]:
-    """Return the samples that can be read. The others fail again in the run, where `data.on_error` decides."""
+    """Return the samples that can be read. The others fail again in the run, and `data.on_error` decides there."""
     found = {}
     for index in indices:
         with suppress(DataError):
@@ -143,7 +145,7 @@ def _read_samples(source: Any, indices: list[int], key: str, seed: int) -> dict[
 
 
 def read_all_lengths(source: Any, key: str, seed: int, report: Callable[[str], None]) -> Measured:
-    """Read every sample once, as in epoch 0; in a child process, since it runs the user's code."""
+    """Read every sample once, as in epoch 0, in a child process, because this runs the user's code."""
     started, count = perf_counter(), len(source)
     forms: list[Forms] = []
     next_line, next_sign = FIRST_LINE_SECONDS, 0.0
@@ -179,7 +181,7 @@ def _describe_all_forms(source: Any, key: str, seed: int) -> Iterator[Forms]:
 
 
 def _read(source: Any, index: int, key: str, seed: int, indices: list[int] | None = None) -> Any:
-    """Read a sample, or those with the given indices, with the random draws of epoch 0."""
+    """Read a sample, or the samples with the given indices, with the random numbers of epoch 0."""
     seed_globals(seed, 0, index)
     try:
         return source[index] if indices is None else source.__getitems__(indices)

@@ -1,7 +1,7 @@
-"""Which samples form which micro-batch where lengths decide it: pure functions of seed, epoch and position.
+"""Choose the samples of each micro-batch by their lengths, as pure functions of seed, epoch and position.
 
-As in `trainrun.data.order.sampler`, a global micro-batch is cut into one contiguous share for each rank. At the end
-stands the line on lengths: how much of a batch each way of forming it would waste.
+As in `trainrun.data.order.sampler`, a global micro-batch is divided into one contiguous share for each rank. This
+module also estimates the padding of each mode, for a line at the start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Samples in groups: those of group g are `samples[bounds[g]:bounds[g + 1]]`.
+    """Samples in groups. Group g has the samples `samples[bounds[g]:bounds[g + 1]]`.
 
     samples: (n,) int64. bounds: (groups + 1,) int64.
     """
@@ -63,7 +63,7 @@ def sort_by_length(lengths: Array, seed: int, shuffle: bool, descending: bool = 
 def pack_rows(lengths: Array, width: int, seed: int, shuffle: bool) -> Groups:
     """Pack sequences into rows of at most `width` positions: best fit, longest first.
 
-    A row is opened only for a sequence that fits into no earlier row. So `collate.place_in_rows` gives the same rows
+    A new row begins only for a sequence that fits into no earlier row. So `collate.place_in_rows` gives the same rows
     for the samples of any rows in the order of their numbers. O(n) steps on a bit set of free spaces.
     """
     rows: list[list[int]] = []
@@ -89,9 +89,9 @@ def pack_rows(lengths: Array, width: int, seed: int, shuffle: bool) -> Groups:
 
 
 def form_budget_batches(lengths: Array, widths: Array, budget: int, seed: int, shuffle: bool) -> Groups:
-    """Form batches of similar lengths whose number of samples times their largest width is at most `budget`.
+    """Form batches of similar lengths, in which the number of samples times the largest width is at most `budget`.
 
-    widths: (n,) int64, of each sample alone in a batch, none above `budget`.
+    widths: (n,) int64, the width of each sample alone in a batch, at most `budget`.
     """
     order = sort_by_length(lengths, seed, shuffle)
     wide = widths[order]
@@ -106,7 +106,7 @@ def form_budget_batches(lengths: Array, widths: Array, budget: int, seed: int, s
 
 
 def share_of(group: Tensor, base: Plan, device: torch.device | None, last: bool) -> Share:
-    """Return this rank's part of a global training micro-batch; a filler if its part is empty."""
+    """Return this rank's part of a global training micro-batch, or a filler if the part is empty."""
     begin, end = share_bounds(len(group), base.rank, base.world_size)
     if begin < end:
         return Share(group[begin:end].to(device), True, last)
@@ -115,7 +115,7 @@ def share_of(group: Tensor, base: Plan, device: torch.device | None, last: bool)
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """Base of a `StreamPlan` that is made from another one, whose values it passes on."""
+    """Base of a `StreamPlan` that is built from another plan and forwards its values."""
 
     base: StreamPlan
 
@@ -133,10 +133,10 @@ class Derived:
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan(Derived):
-    """Samples of like length in one batch: sorted inside mega-batches of the shuffled order.
+    """Samples of similar length in one batch: sorted inside mega-batches of the shuffled order.
 
-    The batches of an epoch come in random order, the short one last; it holds samples of a random
-    length. With drop_last it is a random part of the samples that is left out, not the longest.
+    The batches of an epoch have a random order, with the short one last, which has samples of a random length. With
+    drop_last a random part of the samples is left out, not the longest.
     lengths: (num_samples,) int64.
     """
 
@@ -187,10 +187,10 @@ class BucketPlan(Derived):
 
 @dataclass(frozen=True, eq=False)
 class PackPlan(Derived):
-    """Rows that were composed once, in the order that `base` gives to rows.
+    """Rows that were packed once, in the order of `base`.
 
-    base: its samples and its batch_size are rows. What comes out are the samples of this rank's rows,
-    rows in the order of their numbers, so that `collate.place_in_rows` finds them again.
+    base: its samples and its batch_size are rows. The plan returns the samples of this rank's rows, in the order of
+        the row numbers, so that `collate.place_in_rows` builds the same rows.
     """
 
     base: Plan
@@ -198,7 +198,7 @@ class PackPlan(Derived):
 
     @property
     def num_seen(self) -> int:
-        """Samples seen in an epoch; an average if rows are left out."""
+        """The number of samples in an epoch; an average if rows are left out."""
         return count_seen(self.rows, self.base.num_seen, self.base.shuffle)
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
@@ -213,9 +213,9 @@ class PackPlan(Derived):
 
 @dataclass(frozen=True, eq=False)
 class BudgetPlan(Derived):
-    """Batches that were composed once, in a new order each epoch: their number never changes.
+    """Batches that were formed once, in a new order each epoch. Their number never changes.
 
-    base: its batch_size and drop_last play no part, as no batch is short.
+    base: its batch_size and drop_last have no effect, because no batch is short.
     """
 
     base: Plan
@@ -227,7 +227,7 @@ class BudgetPlan(Derived):
 
     @property
     def num_seen(self) -> int:
-        """Samples seen in an epoch; an average if the number of batches is limited."""
+        """The number of samples in an epoch; an average if the number of batches is limited."""
         return count_seen(self.groups, self.num_batches, self.base.shuffle)
 
     def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
@@ -241,7 +241,7 @@ class BudgetPlan(Derived):
 
 
 def count_seen(groups: Groups, number: int, shuffled: bool) -> int:
-    """Return the samples in `number` of the groups: in the first ones, or on average if they are shuffled."""
+    """Return the number of samples in the first `number` groups, or the average if groups are shuffled."""
     if number == len(groups) or not shuffled:
         return int(groups.bounds[number])
     return round(len(groups.samples) * number / len(groups))
@@ -261,9 +261,10 @@ class SelectedPlan(Derived):
 
 
 class Epoch(NamedTuple):
-    """What the batches of epoch 0 hold, as one rank with `base.batch_size` sees them. shares: of their positions that
-    are padding, by mode. positions: of an average batch, padding included, of the modes whose batches hold so many
-    samples."""
+    """Padding and size of the batches of epoch 0, for one rank with `base.batch_size`.
+
+    shares: the fraction of padding, by mode. positions: the size of an average batch with padding, by mode.
+    """
 
     shares: dict[str, float]
     positions: dict[str, float]
@@ -272,7 +273,7 @@ class Epoch(NamedTuple):
 def estimate_epoch(
     lengths: Array, base: Plan, width: int, multiple: int | None, max_tokens: int | None
 ) -> Epoch:
-    """Estimate the padding of an epoch for each mode of padding.
+    """Estimate the padding of an epoch for each padding mode.
 
     lengths: (n,) int64, of the samples after the cut. width: of rows that are all padded to one width.
     """
@@ -310,7 +311,7 @@ def list_batches(groups: Groups) -> list[Array]:
 
 
 def round_widths(lengths: Array, multiple: int | None) -> Array:
-    """Return what `rounded` gives for each length, (n,) int64."""
+    """Round each length up, as `rounded` does, (n,) int64."""
     step = multiple or 1
     widths: Array = -(-np.maximum(lengths, 1) // step) * step
     return widths
@@ -334,7 +335,7 @@ def describe_padding(before: Array, shares: dict[str, float], chosen: str, size:
 
 
 def format_percent(share: float) -> str:
-    """Format a share with two digits below ten percent; a small share is never 0."""
+    """Format a fraction as a percentage, with two digits below ten percent. A small fraction is never shown as 0."""
     value = 100 * share
     if value == 0 or value >= 9.95:
         return f"{value:.0f} %"

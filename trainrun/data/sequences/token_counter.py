@@ -1,8 +1,8 @@
-"""Useful tokens of the batches that are trained on: what is left of their size without the padding.
+"""Count the useful tokens of training batches: all positions except padding.
 
-What: the positions of sequences are counted on the device, and read at log points with everything else. When: the
-lengths of training samples differ, so that samples a second say little of the work done. When not: tasks whose items
-are tokens count them by themselves. Gain: none in speed; a sum of a mask costs a batch about 5 us.
+What: the positions of sequences are counted on the device, and read at log points. When: the lengths of training
+samples differ, so that samples per second say little about the work. When not: tasks whose items are tokens count
+them themselves. Gain: none in speed. A sum of a mask takes about 5 us per batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainrun.interfaces import Batches, MicroBatch, batch_fields
 
 
 def count_tokens(batches: Batches, collate: Collate | None, tally: TokenCounter | None) -> Batches:
-    """Return the stream, counting the real positions of batches that know which of their positions are real."""
+    """Return a stream that counts the real positions of batches with a mask."""
     says = isinstance(collate, Packed) or (isinstance(collate, Padded) and bool(collate.names))
     if tally is None or not says:
         return batches
@@ -28,7 +28,7 @@ def count_tokens(batches: Batches, collate: Collate | None, tally: TokenCounter 
 
 
 class Counted(Around):
-    """Fills `Batches`: the same, with the positions of what is taken from it counted."""
+    """A stream that counts the positions of its batches. It implements `Batches`."""
 
     def __init__(self, batches: Batches, tally: TokenCounter) -> None:
         super().__init__(batches)
@@ -42,7 +42,7 @@ class Counted(Around):
 
 
 def count_useful_positions(batch: Any) -> Tensor:
-    """Count the positions of a padded or packed batch that are not padding, 0-d."""
+    """Count the positions of a padded or packed batch that are not padding, as a 0-d tensor."""
     fields = batch_fields(batch)
     mask: Tensor = fields["segment_ids"] if "segment_ids" in fields else fields["attention_mask"]
     return mask.count_nonzero()

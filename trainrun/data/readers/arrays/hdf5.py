@@ -42,11 +42,11 @@ class Hdf5Layout(NamedTuple):
 def load(path: str | None, inputs: str = "x", target: str | None = "y", val_path: str | None = None,
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0, target_dtype: TargetType = "auto",
          in_memory: bool | Auto = "auto", groups: str | None = None, val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
-    """Return the splits: `Arrays` in memory, or samples read on demand.
+    """Return the splits: `Arrays` in memory, or samples that are read on demand.
 
-    inputs, target: names of data sets. For x, the first that is there of train/x, x_train and x; where
-        the file has val/x or x_val, those are the validation data, and nothing is held out.
-    target: rows of one number or word are classes or numbers (see `targets`), all others are as stored.
+    inputs, target: names of data sets. For x, the first existing one of train/x, x_train and x is used. If the file
+        has val/x or x_val, these are the validation data, and nothing is held out.
+    target: rows of one number or word are classes or numbers (see `targets`). All other rows stay as stored.
     """
     h5py = import_extra("h5py", "hdf5", "hdf5")
     found = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by).find_files(
@@ -95,9 +95,9 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_path
 
 
 class Hdf5Reader:
-    """Samples read on demand: the inputs, or `(inputs, target)`; encoded: the targets, if they are in memory.
+    """Samples that are read on demand: inputs, or `(inputs, target)`. encoded: the targets, if they are in memory.
 
-    Every thread of every process opens the file for itself. A chunk is read once for all rows that are asked for.
+    Every thread of every process opens the file itself. A chunk is read once for all rows that are requested.
     """
 
     def __init__(self, path: Path, layouts: Sequence[Hdf5Layout], encoded: Any, coding: Coding) -> None:
@@ -154,7 +154,7 @@ def read_hdf5_rows(file: Any, layout: Hdf5Layout, rows: Sequence[int]) -> list[n
 def read_layout(h5py: Any, file: Any, name: str | None, split: str, key: str) -> Hdf5Layout:
     """Return how a data set of the file is stored.
 
-    Raise DataError if there is no such data set, or if it cannot be rows of numbers (or of words, for a target).
+    Raise DataError if the data set does not exist, or if its rows are not numbers (or words, for a target).
     """
     full = f"data.train.{key}={name}"
     found = _find_split_name(file, str(name), split) or (
@@ -219,7 +219,7 @@ def _close(file: Any) -> None:
 
 @contextmanager
 def describe_hdf5_errors(file: Any, what: str) -> Iterator[None]:
-    """Turn errors of HDF5 inside the block into DataErrors: it raises OSError, and KeyError or RuntimeError at
+    """Turn HDF5 errors inside the block into DataErrors. HDF5 raises OSError, and KeyError or RuntimeError for
     damaged groups.
     """
     try:

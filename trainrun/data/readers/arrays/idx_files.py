@@ -34,8 +34,8 @@ def load(path: str | None, inputs: str, target: str | None, val_inputs: str | No
          dtype: Literal["float32", "stored"] = "float32") -> Splits:  # fmt: skip
     """Return the splits: inputs (N, ...) and integer labels (N,) or floats (N, 1).
 
-    inputs, target, and those of val and test: names of files in the folder `path`; without val_inputs,
-        val_fraction of the training data is held out. Grey pictures (N, H, W) become (N, 1, H, W).
+    inputs, target, val_inputs, ...: file names in the folder `path`. Without val_inputs, val_fraction of the training
+    data is held out. Grey pictures (N, H, W) become (N, 1, H, W).
     dtype: "float32" divides bytes by 255; "stored" keeps the type of the file.
     """
     folder = require_folder(path, "data.path")
@@ -82,7 +82,7 @@ def _label(file: Path, rows: Any, index: int) -> str:
 
 
 def _read_stored(folder: Path, name: str | None, split: str, key: str) -> np.ndarray[Any, Any]:
-    """Read the array of the file, or of the file of the same name with or without .gz."""
+    """Read the array of a file. If the file does not exist, read the file of the same name with or without .gz."""
     full = f"data.train.{key if split == 'train' else f'{split}_{key}'}"
     if name is None:
         raise DataError(f"{full}: name the file in {folder}")
@@ -118,7 +118,7 @@ def read_idx(path: Path) -> np.ndarray[Any, Any]:
 
 
 def _read_array(path: Path, opened: IO[bytes], most: int) -> np.ndarray[Any, Any]:
-    """Read the array of an opened IDX file. No more bytes are unpacked than its header announces.
+    """Read the array of an opened IDX file. At most as many bytes are unpacked as its header announces.
 
     most: the largest number of bytes that the file can contain.
     """

@@ -1,4 +1,4 @@
-"""NumPy arrays of the user's: one .npz file, or a folder of .npy files."""
+"""NumPy arrays of the user: one .npz file, or a folder of .npy files."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_frac
          val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
     """Return the splits: the arrays x_<split> and y_<split>, one row per sample.
 
-    The split may have another of its names, as x_valid, or be a folder, as valid/x.npy.
+    A split may have another of its names, such as x_valid, or be a folder, such as valid/x.npy.
 
-    inputs, target: what stands for x and y; without a target, samples are inputs alone.
-    val_fraction: above 0, `val` is that part of x_train and y_train, held out by `seed`.
-    mapped: .npy files of a folder stay on disk, and what is not read is not loaded.
-    stratify: what is held out has each class in proportion; "auto": up to `LISTED` rows that are mapped. Above,
-        rows are held out by a permutation that is computed: no row is copied, and above 2^24 no list of them is made.
+    inputs, target: names instead of x and y. Without a target, a sample is its inputs alone.
+    val_fraction: if above 0, `val` is this fraction of x_train and y_train, held out by `seed`.
+    mapped: whether .npy files of a folder stay on disk and are read on demand.
+    stratify: whether each class is held out in proportion. "auto" does so for up to `LISTED` mapped rows. For more
+        rows, a permutation that is computed by index chooses the rows, so that no row is copied.
     """
     if path is None:
         raise DataError("data.path: name an .npz file, or a folder of .npy files, as data.path=my_arrays.npz")
@@ -121,12 +121,12 @@ def select_part(
 
 
 def list_array_files(place: Path, names: Sequence[str]) -> tuple[Path, ...]:
-    """Return the files of arrays, which are in a folder or in one archive."""
+    """Return the files that contain the arrays: .npy files of a folder, or one archive."""
     return tuple(place / f"{name}.npy" for name in names) if place.is_dir() else (place,)
 
 
 def find_array_names(place: Path, wanted: Sequence[str], split: str) -> list[str] | None:
-    """Return the names of the arrays of a split, as they are in the file or the folder; None: there is no test data."""
+    """Return the names of the arrays of a split in the file or folder; None if there is no test data."""
     there = list_array_names(place)
     for word in NAMES[split]:
         for names in ([f"{name}_{word}" for name in wanted], [f"{word}/{name}" for name in wanted]):

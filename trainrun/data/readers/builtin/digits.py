@@ -24,7 +24,7 @@ LARGEST_PIXEL = 16
 def load(val_fraction: BelowOne = 0.2, seed: int = 0) -> Splits:
     """Return `train` and `val`: images (N, 1, 8, 8) float32 in [0, 1] and labels (N,) int64.
 
-    seed: of the division into the two parts, apart from the run's seed.
+    seed: the seed of the division into train and val. It is independent of the seed of the run.
     """
 
     @cache

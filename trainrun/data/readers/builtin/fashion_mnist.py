@@ -28,11 +28,11 @@ PIXEL_MEAN, PIXEL_STD = 0.2860, 0.3530  # of the 60,000 training images, scaled 
 def load(
     path: str | None = None, val_fraction: BelowOne = 0.0, normalize: bool = True, seed: int = 0
 ) -> Splits:
-    """Return the splits: images (N, 1, 28, 28), float32 in batches and uint8 until then; labels (N,) int64.
+    """Return the splits: images (N, 1, 28, 28), uint8 in memory and float32 in batches, and labels (N,) int64.
 
-    `train` is the official 60,000 and `test` the official 10,000; `val` is the same as `test`. With a
-    val_fraction above 0, `val` is that part of the 60,000, held out of `train` by `seed`.
-    normalize: to mean 0 and deviation 1 over the training images; without it, pixels are in [0, 1].
+    `train` is the official 60,000 and `test` the official 10,000 images. `val` equals `test`. With a val_fraction
+    above 0, `val` is this fraction of the 60,000, held out by `seed`.
+    normalize: whether pixels have mean 0 and deviation 1 over the training images. Otherwise they are in [0, 1].
     """
     folder = find_folder(path)
     scale = Scale(PIXEL_MEAN, PIXEL_STD) if normalize else Scale()

@@ -1,4 +1,4 @@
-"""A random problem that can be learned, for trying out speed and settings without data."""
+"""A random problem that a model can learn, to try out speed and settings without data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ SPLITS = ("train", "val", "test")
 
 def load(split: str, num_samples: Count = 1024, shape: Sequence[Count] = (16,), num_classes: Count | None = 4,
          seed: int = 0, noise: NotNegative = 1.0) -> Arrays:  # fmt: skip
-    """Inputs (N, *shape) float32; the same arguments always give the same numbers.
+    """Return inputs (N, *shape) float32 with targets. The same arguments always give the same numbers.
 
-    With num_classes, a sample is its class's prototype plus noise, and its target an int64 label, each
-    class equally often. With num_classes=None, a regression: the target (N, 1) float32 is a linear
-    function of the input plus noise.
+    With num_classes, each class has equally many samples. A sample is the prototype of its class plus noise, with an
+    int64 label. With num_classes=None, the target (N, 1) float32 is a linear function of the input plus noise.
     """
     check_split(split, SPLITS)
     problem = torch.Generator().manual_seed(derive_seed(seed, 0))  # shared by the splits

@@ -1,8 +1,8 @@
-"""From the bytes of a JPEG or PNG file to a tensor (C, H, W), with Pillow, which releases the GIL meanwhile.
+"""Decode a JPEG or PNG file to a tensor (C, H, W), with Pillow, which releases the GIL while it decodes.
 
-A picture stands as its EXIF orientation says, as viewers show it (torchvision's reader ignores that).
-Transparency is dropped, palettes become RGB. PNG files of 16 bits a channel keep all of them as float32, 0 to 1 as
-value / 65535; as uint8 they keep the upper 8, which is told once.
+The EXIF orientation is applied, as viewers do (torchvision's reader ignores it). Transparency is dropped, and
+palettes become RGB. PNG files of 16 bits per channel keep all bits as float32 (value / 65535). As uint8 they keep the
+upper 8 bits, and a note says so once.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Form:
-    """How pictures come out.
+    """Shape and type of decoded pictures.
 
-    shape: (C, H, W), 1 channel for grey, 3 for RGB; None is RGB in the size of the file.
-    fit: what is done where the sides are in another proportion: "crop" the middle, or "stretch".
+    shape: (C, H, W) with 1 channel for grey or 3 for RGB. None: RGB in the size of the file.
+    fit: for sides in another proportion: "crop" the middle, or "stretch".
     dtype: "uint8" from 0 to 255, or "float32" from 0 to 1.
-    only_bytes: the bytes will be scaled to 0..1 later, so a picture of 16 bits is refused: it would lose half of them.
-    draft: a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where that is at least twice the size
-        wanted: several times faster, and pixels differ by little from those of the whole picture.
+    only_bytes: the bytes will be scaled to 0..1 later. So a picture of 16 bits is refused, because it would lose half
+        of them.
+    draft: whether a JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that is at least twice the requested size. This
+        is several times as fast, and pixels differ slightly.
     """
 
     shape: tuple[int, int, int] | None = None
@@ -60,7 +61,7 @@ class Form:
     only_bytes: bool = False
 
     def decode(self, content: bytes) -> Tensor:
-        """Decode a picture to (C, H, W) in the wanted type. Raise one of FAULTS if it is damaged."""
+        """Decode a picture to (C, H, W) in the requested type. Raise one of FAULTS if it is damaged."""
         if self.dtype == "float32" and has_16_bits(content):
             return self._decode_16_bits(content)
         return self.scale(self.pixels(content))
@@ -76,13 +77,13 @@ class Form:
         return copy_pixels(picture if turn is None else picture.transpose(turn), into)
 
     def scale(self, pixels: Tensor) -> Tensor:
-        """Convert pixels of one picture, or of many, to the wanted type and range."""
+        """Convert pixels of one picture, or of many, to the requested type and range."""
         return pixels if self.dtype == "uint8" else pixels.to(torch.float32).div_(255)
 
     def _resize_upright(self, opened: Image.Image, lies: bool) -> Image.Image:
-        """Return a picture in the wanted mode and size, before it is turned upright.
+        """Return a picture in the requested mode and size, before it is turned upright.
 
-        lies: the file has the picture turned by 90 degrees.
+        lies: whether the file stores the picture turned by 90 degrees.
         """
         if self.shape is None:
             return convert_to_mode(opened, "RGB")
@@ -149,8 +150,8 @@ def warn_of_16_bits() -> None:
 def decode_16_bits(content: bytes) -> Array:
     """Decode a PNG file of 16 bits per channel to (H, W, C) uint16. Pillow would read only the upper 8 bits.
 
-    The filters of PNG treat each byte of a pixel by itself. So the upper and the lower bytes are each a picture of 8
-    bits, with the same filters, which Pillow reads. Raise ValueError if the file is cut short or interlaced.
+    The filters of PNG treat each byte of a pixel separately. So the upper bytes form a picture of 8 bits, and the
+    lower bytes another one. Pillow reads both. Raise ValueError if the file is cut short or interlaced.
     """
     chunks, begin = [], len(PNG_MAGIC)
     while begin + 8 <= len(content):
@@ -170,7 +171,7 @@ def decode_16_bits(content: bytes) -> Array:
 
 
 def _decode_8_bits(width: int, height: int, color: int, lines: Array, first: int) -> Array:
-    """Return (H, W, C) uint8 made from every second byte of the lines."""
+    """Return (H, W, C) uint8 from every second byte of the lines."""
     chosen = np.concatenate([lines[:, :1], lines[:, first::2]], axis=1).tobytes()
     header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
     parts = [PNG_MAGIC]
@@ -181,9 +182,7 @@ def _decode_8_bits(width: int, height: int, color: int, lines: Array, first: int
 
 
 def select_channels(pixels: Array, number: int) -> list[Array]:
-    """Return `number` (1 or 3) channels (H, W) float32 of pixels (H, W, C) that are grey or RGB, with or without
-    alpha.
-    """
+    """Return `number` (1 or 3) channels (H, W) float32 of grey or RGB pixels (H, W, C), with or without alpha."""
     values = pixels.astype(np.float32)
     colors = [values[:, :, channel] for channel in range(3 if pixels.shape[2] > 2 else 1)]
     if number == 1 and len(colors) == 3:
@@ -217,7 +216,7 @@ def copy_pixels(picture: Image.Image, into: Array | None = None) -> Tensor:
 
 
 def compute_draft_size(size: tuple[int, int], wanted: tuple[int, int], fit: str) -> tuple[int, int]:
-    """Return the smallest size that a fast, reduced decode may give: twice what is left of the whole picture."""
+    """Return the smallest size for a fast, reduced decode: twice the part of the picture that is kept."""
     if fit == "stretch":
         return 2 * wanted[0], 2 * wanted[1]
     scale = max(wanted[0] / size[0], wanted[1] / size[1])

@@ -1,6 +1,7 @@
-"""`data=image_folder`: JPEG and PNG files, a folder for each class; or all in one, with a table of labels.
+"""`data=image_folder`: JPEG and PNG files, with a folder for each class; or all in one folder, with a table of
+labels.
 
-pictures/cat/1.jpg  pictures/dog/2.png                     a part of it is held out (val_fraction)
+pictures/cat/1.jpg  pictures/dog/2.png                     val_fraction of them is held out
 pictures/train/cat/1.jpg  pictures/val/cat/9.jpg           the folders train, val (or validation, ...) and test
 pictures/1.jpg  pictures/2.png  pictures/labels.csv        data.train.labels=labels.csv
 """
@@ -41,8 +42,8 @@ EXAMPLE = "put pictures into a folder per class (cat/1.jpg), or name a table: da
 class ImageFolder:
     """Samples `(picture, class)`: (C, H, W) uint8 or float32, and a 0-d int64 (or (1,) float32) tensor.
 
-    names: of the files below `root`. labels: the class of each sample. Files are opened when they are read, so it can
-    go to any process and be read by any number of threads. notice: for the first lines of a run.
+    names: the files below `root`. labels: the class of each sample. notice: a line for the start of a run. Files are
+        opened when they are read. So any process and any number of threads can use the data set.
     """
 
     thread_safe = True
@@ -71,7 +72,7 @@ class ImageFolder:
         return [(read_content(self.describe(index)), self.labels[index]) for index in indices]
 
     def read_batch(self, indices: list[int]) -> tuple[Tensor, Tensor] | None:
-        """Read pictures (B, C, H, W) and targets (B,). Each picture is decoded directly into its place in the batch."""
+        """Read pictures (B, C, H, W) and targets (B,). Each picture is decoded directly into the batch."""
         if self.form.shape is None or self._deep:
             return None
         pictures = np.empty((len(indices), *self.form.shape), np.uint8)
@@ -93,8 +94,8 @@ class ImageFolder:
             return False
 
     def as_bytes(self) -> tuple[ImageFolder, Scale] | None:
-        """Return the same pictures as bytes from 0 to 255, and the scale to 0 to 1; None if they are bytes anyway,
-        or have 16 bits.
+        """Return the same pictures as bytes from 0 to 255, and the scale to 0..1; None if they are bytes already or
+        have 16 bits.
         """
         if self.form.dtype == "uint8" or self._deep:
             return None
@@ -132,8 +133,9 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
          draft: bool = True, groups: str | None = None, val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
     """Return the splits. Classes are those of the training data, by their names.
 
-    labels: a CSV file in the folder, whose first two columns are file and label. The others: see `Form`
-        and `SplitRequest`; val_path and test_path are not needed where `path` has the folders val and test.
+    labels: a CSV file in the folder. Its first two columns are file and label.
+    Other arguments: see `Form` and `SplitRequest`. val_path and test_path are not needed if `path` has the folders
+    val and test.
     """
     form = build_form(shape, fit, dtype, draft)
     require_folder(path, "data.path")
@@ -187,8 +189,9 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
 
 
 class FolderTable(NamedTuple):
-    """Pictures of a folder. names: of the files below `root`; words: the label of each; describe: names a label in
-    messages; others: pictures of formats that are not read."""
+    """The pictures of a folder. names: the files below `root`. words: the label of each. describe: names a label in
+    messages. others: pictures of formats that are not read.
+    """
 
     root: Path
     names: list[str]
@@ -198,7 +201,7 @@ class FolderTable(NamedTuple):
 
 
 def read_folder(folder: Path, key: str, labels: str | None, held: Sequence[Path]) -> FolderTable:
-    """Return the pictures of a folder. held: folders inside it of validation or test data, which are left out."""
+    """Return the pictures of a folder. held: folders inside it with validation or test data, which are left out."""
     if labels is not None:
         files, classes, describe = _read_table(folder, folder / labels)
         kept = [row for row, name in enumerate(files) if not (held and is_inside(folder / name, held))]
@@ -231,7 +234,7 @@ def read_folder(folder: Path, key: str, labels: str | None, held: Sequence[Path]
 
 
 def has_folders(place: Path) -> bool:
-    """Return whether a folder has subfolders, as a part of the data does and a class does not."""
+    """Return whether a folder has subfolders. The folder of a split has them, and the folder of a class has none."""
     if not place.is_dir():
         return False
     with os.scandir(place) as entries:

@@ -1,11 +1,10 @@
 """`data=lmdb`: records of an LMDB environment (https://www.symas.com/lmdb), a folder or one file.
 
-Keys: the number of the sample, eight digits or more (`00000042`), and `__meta__` for what is known of
-all samples (`Facts`); `trainrun convert` writes this. Without `__meta__`, or where it has no length,
-all keys count, in their order. A value is a sample as `record` writes it (where the file of a picture comes
-first, it is decoded), or the bytes of a picture or of a .npy array; pickled objects are never read.
-The environment is opened read-only and without its lock file: nothing may write to it meanwhile. LMDB
-itself trusts the pages of a file; what is held against the file here is its length.
+Keys are the numbers of samples, with eight digits or more (`00000042`), and `__meta__` for facts about all samples
+(`Facts`). `trainrun convert` writes this. Without `__meta__`, or without a length in it, all keys are samples, in
+their order. A value is a sample as `record` writes it, or the bytes of a picture or of a .npy array. Pickled objects
+are never read. The environment is opened read-only and without its lock file, so nothing may write to it meanwhile.
+LMDB itself trusts the pages of a file. Only the length of the file is checked here.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ def load(path: str | None, val_path: str | None = None, test_path: str | None = 
          dtype: PixelType = "uint8", draft: bool = True) -> Splits:  # fmt: skip
     """Return the splits.
 
-    shape, fit, dtype, draft: of pictures, see `Form`; the others: see `SplitRequest`. A folder with train or
-    train.lmdb in it (and val, test) names all splits by itself.
+    shape, fit, dtype, draft: see `Form`. Other arguments: see `SplitRequest`. A folder that contains train or
+        train.lmdb (and val, test) has all splits.
     """
     if path is None:
         raise DataError("data.path: name an LMDB environment, as data.path=train.lmdb (a folder or a file)")
@@ -69,8 +68,8 @@ def build_key(number: int) -> bytes:
 class LmdbRecords:
     """The values of an environment, in the order of their keys. facts: those of its entry `__meta__`.
 
-    Keys that are no numbers of samples are a ragged column of the store. A value is looked up by its key, which takes
-    about as long as reading bytes at a reference.
+    Keys that are not numbers of samples are a ragged column of the store. A lookup by key takes about as long as
+    reading bytes at a reference.
     """
 
     settings = ()
@@ -132,7 +131,7 @@ class LmdbRecords:
 
 
 def decode_entry(content: bytes | None, form: Form | None) -> Any:
-    """Return the sample of a value. ValueError: there is none, or it is neither a sample nor a picture nor an array."""
+    """Return the sample of a value. Raise ValueError if there is no value, or if it is no sample, picture or array."""
     if content is None:
         raise ValueError("there is no such record")
     if is_sample(content):
@@ -162,8 +161,8 @@ class _Environments:
         self._by_path: dict[str, tuple[str, Any]] = {}
 
     def _leave_parent(self) -> None:
-        """Forget and close, in a forked child, the environments opened before the fork: LMDB forbids using them
-        there.
+        """In a forked child, drop and close the environments that were opened before the fork. LMDB forbids using
+        them there.
         """
         inherited = list(self._by_path.values())
         self._renew()
@@ -175,7 +174,7 @@ class _Environments:
         return self.opened(file) if found is None else found
 
     def opened(self, file: str) -> Any:
-        """Open the file again if another one now has the name."""
+        """Return the environment, opened again if its file was replaced."""
         try:
             path, state = os.path.realpath(file), os.stat(file)
         except OSError as error:

@@ -1,12 +1,12 @@
-"""A sample as bytes that describe themselves, without pickle: what LMDB, TFRecord and tar shards hold.
+"""Samples as self-describing bytes without pickle, as they are stored in LMDB, TFRecord and tar shards.
 
-The bytes are a safetensors file (https://github.com/huggingface/safetensors), which any reader of that format
-opens. Its metadata say how the arrays form the sample: `tree`, JSON with the name of an array in place of each
-part, inside `{"tuple": [...]}`, `{"list": [...]}` and `{"dict": {...}}`; and `kinds`, from the name of each part, in
-order, to what it was: an array, a tensor, a number, text or bytes.
+The bytes are a safetensors file (https://github.com/huggingface/safetensors). Its metadata describe how the arrays
+form the sample. `tree` is JSON with the name of an array instead of each part, inside `{"tuple": [...]}`, `{"list":
+[...]}` and `{"dict": {...}}`. `kinds` maps each name to the kind of the part: an array, a tensor, a number, text or
+bytes.
 
-Next to the samples stands what is known of all of them (`Facts`): in LMDB under the key `__meta__`, for
-files in `meta.json` of their folder.
+Facts about all samples (`Facts`) are stored beside them: in LMDB under the key `__meta__`, for files in `meta.json`
+of their folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALLOWED = "allowed: an array, tensor, number, text or bytes, or a tuple, list or
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a whole data set; length is None if it was not written down."""
+    """Facts about a whole data set. length: None if it was not stored."""
 
     length: int | None = None
     class_names: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ def encode_sample(sample: Any) -> bytes:
 def decode_sample(content: bytes | memoryview) -> Any:
     """Return the stored sample: arrays as writable NumPy arrays, tensors on the CPU.
 
-    A safetensors file from elsewhere becomes a dict of arrays. Raise ValueError if it is damaged, or not such a
+    A safetensors file of another program becomes a dict of arrays. Raise ValueError if it is damaged, or no such
     file.
     """
     content = bytes(content)
@@ -93,7 +93,7 @@ def encode_facts(facts: Facts) -> bytes:
 
 
 def decode_facts(content: bytes | memoryview) -> Facts:
-    """Return what `encode_facts` wrote. Raise ValueError for any other content."""
+    """Return the facts that `encode_facts` wrote. Raise ValueError for any other content."""
     found = _parse_object(bytes(content))
     length, names, number = found.get("length"), found.get("class_names") or [], found.get("num_classes")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -105,9 +105,7 @@ def decode_facts(content: bytes | memoryview) -> Facts:
 
 
 def _describe_tree(value: Any, path: str, leaves: dict[str, Any]) -> Any:
-    """Describe containers as JSON, with a name in place of each leaf; the leaves are added to `leaves` by these
-    names.
-    """
+    """Describe containers as JSON, with a name instead of each leaf. Add the leaves to `leaves` by these names."""
     if isinstance(value, Mapping):
         if wrong := [name for name in value if not isinstance(name, str) or name == METADATA]:
             raise TypeError(
@@ -127,7 +125,9 @@ def _describe_tree(value: Any, path: str, leaves: dict[str, Any]) -> Any:
 
 
 def _build_tree(tree: Any, values: dict[str, Any]) -> Any:
-    """Build the containers that `_describe_tree` described. Raise ValueError if it is no such description."""
+    """Build the containers from the description of `_describe_tree`. Raise ValueError if the description is not
+    valid.
+    """
     if isinstance(tree, str) and tree in values:
         return values[tree]
     kind, inner = next(iter(tree.items())) if isinstance(tree, dict) and len(tree) == 1 else ("", None)

@@ -1,7 +1,7 @@
-"""Records that stay in their files: columns of references to their bytes, and one reader for all formats of records.
+"""Records that stay in their files: columns of references to their bytes, and one reader for all record formats.
 
-A reference is (number of the file, first byte, number of bytes). A format says where its records lie, which is learnt
-once and kept in the column store, and what the bytes of a record mean.
+A reference is (number of the file, first byte, number of bytes). A format finds the positions of its records once and
+stores them as columns. It also decodes the bytes of a record.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_OPEN_FILES = 64
 
 
 class Records(Protocol):
-    """The records of some files, as one format reads them. settings: those on which its samples depend."""
+    """The records of some files, as one format reads them. settings: the settings that its samples depend on."""
 
     files: tuple[Path, ...]
     settings: Any
@@ -36,7 +36,7 @@ class Records(Protocol):
     def __len__(self) -> int: ...
 
     def read_samples(self, numbers: Sequence[int], form: Form | None) -> list[Any]:
-        """Return samples. form: of pictures; None: the bytes of its file stand for each picture.
+        """Return samples. form: how pictures are decoded. None: a picture stays the bytes of its file.
 
         Raise ValueError or DataError if a record is damaged.
         """
@@ -64,12 +64,12 @@ class RecordReader:
         return self._records.read_samples(indices, self._form)
 
     def read_files(self, indices: Sequence[int]) -> list[Any]:
-        """Return samples with the bytes of its file in place of each picture."""
+        """Return samples with undecoded bytes of the file instead of each picture."""
         return self._records.read_samples(indices, None)
 
 
 def load_references(files: Sequence[Path], kind: str, build: Build) -> StoredColumns:
-    """Return columns of references into files: learnt once, and kept in the store if the files are large.
+    """Return columns of references into files. They are found once, and stored if the files are large.
 
     kind: names the format. build: writes the columns and returns facts, see `load_columns`.
     """
@@ -80,9 +80,9 @@ def load_references(files: Sequence[Path], kind: str, build: Build) -> StoredCol
 
 
 def read_facts(files: Sequence[Path]) -> Facts:
-    """Return what `meta.json` in the folder of the files says; nothing where there is none.
+    """Return the facts in `meta.json` of the folder of the files; empty facts without that file.
 
-    Its length is that of all shards of the folder, so it is no length of these files.
+    The length in it is left out, because it counts all shards of the folder, not these files.
     """
     path = files[0].parent / META_NAME
     if not path.is_file():
@@ -94,7 +94,7 @@ def read_facts(files: Sequence[Path]) -> Facts:
 
 
 class OpenFile:
-    """A file that is open as long as somebody holds this."""
+    """An open file that is closed when the last reference to this object is dropped."""
 
     def __init__(self, path: str) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -105,14 +105,16 @@ class OpenFile:
 
 
 class RecordFiles:
-    """The bytes at references into files. No position is kept, so any thread and any process may read."""
+    """The bytes at references into files. No file position is stored, so any thread and process may read."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = tuple(files)
         self._open = Kept(OpenFile, MAX_OPEN_FILES)
 
     def read(self, number: int, begin: int, size: int) -> bytes:
-        """Return `size` bytes of file `number` from byte `begin` on. DataError: they are not there (any more)."""
+        """Return `size` bytes of file `number`, beginning at byte `begin`. Raise DataError if the file has no such
+        bytes.
+        """
         path = str(self.files[number])
         try:
             file = self._open[path]  # held while it is read: another thread may drop it from those kept open
@@ -130,7 +132,9 @@ class RecordFiles:
 
 
 class StoredIndex:
-    """Arrays of the store that a reader looks rows up in: plain views in this process, mapped again in another."""
+    """Arrays of the store in which a reader looks up rows. They are plain views in this process, and mapped again in
+    another.
+    """
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._arrays = tuple(arrays)

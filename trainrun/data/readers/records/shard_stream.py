@@ -1,12 +1,13 @@
-"""`data.train.stream=shuffled|in_order`: shards that are read one after the other, for data larger than the disk.
+"""`data.train.stream=shuffled|in_order`: read shards one after the other, for data that is larger than the disk.
 
 what: the training samples as an IterableDataset. Each rank, and each of its workers, reads shards of its own. A shard
-    of an object store is downloaded when its turn comes; afterwards the limit of the cache may remove it. `shuffled`:
-    each epoch has another order of the shards, and of the samples inside each. A resume continues at shard and sample.
+    of an object store is downloaded when its turn comes. Afterwards the limit of the cache may remove it. `shuffled`:
+    each epoch has another order of the shards, and of the samples inside each. A resume continues at the same shard
+    and sample.
 when: the shards do not fit on the disk, or an epoch is not read to its end. when not: all other data. Without
     `stream`, each epoch shuffles over all samples, and the batches do not depend on ranks and workers.
-source: https://github.com/webdataset/webdataset reads shards in this way. gain: with a cache that holds half of the
-    shards, a shuffle over all samples would download a shard for every second sample; a stream downloads each once.
+source: https://github.com/webdataset/webdataset reads shards in this way. gain: with a cache for half of the shards,
+    a shuffle over all samples would download a shard for every second sample. A stream downloads each shard once.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ ReadShards = Callable[[tuple[Path, ...]], ReadFiles]
 class ShardStream(IterableDataset[Any]):
     """The samples of shards, one shard after the other.
 
-    shards: paths or URLs. read: reads local files of the format. numbers: of these shards among all; their samples
-    have the same order however the shards are divided. info: of the first shard, if it names the classes of all.
+    shards: paths or URLs. read: reads local files of the format. numbers: the numbers of these shards among all. The
+        order of their samples does not depend on how shards are divided. info: facts of the first shard, if it names
+        the classes of all.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class ShardStream(IterableDataset[Any]):
         return len(self._shards)
 
     def shard(self, num_shards: int, index: int) -> ShardStream:
-        """Return a part of the shards, which is the same in each epoch: so a machine finds them in its cache."""
+        """Return a part of the shards. It is the same in each epoch, so that a machine has its shards in its cache."""
         chosen = slice(index, None, num_shards)
         numbers = self._numbers[chosen]
         return ShardStream(self._shards[chosen], self._read, self._order, self._seed, numbers, self._info)
@@ -72,7 +74,7 @@ class ShardStream(IterableDataset[Any]):
         self._position, self._num_read, self._shard = state["position"], state["num_read"], state["shard"]
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the samples from the loaded state on. DataError: its shard is no longer at this position."""
+        """Yield the samples that follow the loaded state. Raise DataError if the shard has moved."""
         order = self._numbers_in_order(len(self._shards), SHARD_ORDER)[self._position :]
         if self._shard and (not order or self._shards[order[0]] != self._shard):
             raise DataError(f"data.path: {self._shard} was being read, and the shards are now others")

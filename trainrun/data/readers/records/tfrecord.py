@@ -1,9 +1,9 @@
-"""`data=tfrecord`: TFRecord files (https://www.tensorflow.org/tutorials/load_data/tfrecord), no TensorFlow.
+"""`data=tfrecord`: TFRecord files (https://www.tensorflow.org/tutorials/load_data/tfrecord), read without TensorFlow.
 
-A record is its length (8 bytes), a checksum of that (4), the content, a checksum of the content (4).
-Where records lie is learnt by going once from length to length.
-The content is a tf.train.Example, a map from names to bytes, floats or integers in protobuf: with the one feature
-`sample` as `record` encodes it (`trainrun convert` writes this), or with features of any names.
+A record is its length (8 bytes), a checksum of the length (4), the content, and a checksum of the content (4). The
+positions of records are found by one pass from length to length. The content is a tf.train.Example, a protobuf map
+from names to bytes, floats or integers. It has one feature `sample` as `record` encodes it (`trainrun convert` writes
+this), or features of any names.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def load(path: str | None, columns: Sequence[str] | None = None,
          draft: bool = True, stream: StreamOrder | None = None) -> Splits:  # fmt: skip
     """Return the splits.
 
-    columns: features by name; two or more form a tuple in this order. None: a dict of all of them.
-    sequences: features that stay 1-D where they hold one number; others become a scalar.
-    stream: read the training shards one after the other, see `shard_stream`; None: any sample at any time.
+    columns: the names of features. Two or more form a tuple in this order. None: a dict of all of them.
+    sequences: features that stay 1-D if they have one number. Others become a scalar.
+    stream: read the training shards one after the other, see `shard_stream`. None: samples are read by index.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed)
     form = build_form(shape, fit, dtype, draft)
@@ -96,7 +96,7 @@ def compute_masked_crc(content: bytes) -> bytes:
 class ExampleRecords:
     """The records of TFRecord files, one file after the other.
 
-    columns: the features of a sample, in this order; None: all of them. sequences: features that stay 1-D.
+    columns: the features of a sample, in this order. None: all of them. sequences: features that stay 1-D.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ExampleRecords:
         return decode_guessed(feature[0], form)
 
     def _read_content(self, file: int, begin: int, size: int) -> bytes:
-        """Return the content of a record. ValueError: it is damaged."""
+        """Return the content of a record. Raise ValueError if it is damaged."""
         record = self._record_files.read(file, begin, HEADER + size + FOOTER)
         if int.from_bytes(record[:8], "little") != size:
             raise ValueError("its length is not what it was when the data was opened: the record is damaged")
@@ -158,7 +158,7 @@ class ExampleRecords:
 
 
 def write_references(record_files: RecordFiles, writer: ColumnWriter) -> dict[str, Any]:
-    """Write the column `records` (N, 3) int64: of each record its file, its first byte, the size of its content."""
+    """Write the column `records` (N, 3) int64: file, first byte and size of the content of each record."""
     num_records = 0
     for number in range(len(record_files.files)):
         references = iterate_references(record_files, number)
@@ -172,7 +172,7 @@ def write_references(record_files: RecordFiles, writer: ColumnWriter) -> dict[st
 
 
 def iterate_references(record_files: RecordFiles, number: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the references of one file. DataError: it is no TFRecord file, damaged or cut short."""
+    """Yield the references of one file. Raise DataError if it is no TFRecord file, damaged or cut short."""
     file = record_files.files[number]
     file_size, begin, record = file.stat().st_size, 0, 0
     while begin < file_size:
@@ -223,7 +223,7 @@ def build_example_class() -> Any:
 
 
 def parse_example(content: bytes) -> dict[str, Feature]:
-    """Return each feature by name: a list of bytes, or an array (L,) float32 or int64; empty ones are []."""
+    """Return each feature by name: a list of bytes, or an array (L,) float32 or int64. Empty features are []."""
     try:
         entries = build_example_class().FromString(content).features.feature
     except import_protobuf("message").DecodeError as error:
@@ -240,7 +240,7 @@ def _list_values(feature: Any) -> Feature:
 
 
 def encode_example(features: Mapping[str, bytes | list[bytes] | np.ndarray[Any, Any]]) -> bytes:
-    """Return the bytes of an Example. Arrays of any shape are flattened; floats become float32, integers and bools
+    """Return the bytes of an Example. Arrays are flattened, floats become float32, and integers and bools become
     int64.
     """
     example = build_example_class()()

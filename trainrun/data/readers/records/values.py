@@ -1,4 +1,4 @@
-"""From bytes of a known or guessed kind to a value: pictures, .npy arrays, text, JSON, class numbers."""
+"""Decode bytes of a known or guessed kind: pictures, .npy arrays, text, JSON, class numbers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NPY_FAULTS = (ValueError, SyntaxError, TypeError, KeyError, EOFError, OverflowEr
 def decode_value(extension: str, content: bytes, form: Form | None) -> Any:
     """Decode bytes by a file's extension. Raise ValueError if they are damaged.
 
-    Pictures become tensors (C, H, W), or stay bytes without a form. Numbers become ints, .npy files arrays. Bytes
-    with an unknown extension are decoded by `decode_guessed`.
+    Pictures become tensors (C, H, W), or stay bytes without a form. Numbers become ints, and .npy files become
+    arrays. Bytes with an unknown extension are decoded by `decode_guessed`.
     """
     kind = extension.rpartition(".")[2]
     if kind in NUMBERS:
@@ -39,7 +39,9 @@ def decode_value(extension: str, content: bytes, form: Form | None) -> Any:
 
 
 def decode_guessed(content: bytes, form: Form | None) -> Any:
-    """Decode bytes by how they begin: a JPEG or PNG picture, or a .npy array; all else becomes an array (L,) uint8."""
+    """Decode bytes by their beginning: a JPEG or PNG picture, or a .npy array. Other bytes become an array (L,)
+    uint8.
+    """
     if content.startswith(PICTURE_MAGICS):
         return decode_stored_picture(content, form)
     if content.startswith(NPY_MAGIC):
@@ -48,7 +50,7 @@ def decode_guessed(content: bytes, form: Form | None) -> Any:
 
 
 def decode_stored_picture(content: bytes, form: Form | None) -> Any:
-    """Return a picture as a tensor; without a form the bytes of its file."""
+    """Return a picture as a tensor, or the bytes of its file without a form."""
     if form is None:
         return content
     try:
@@ -58,7 +60,9 @@ def decode_stored_picture(content: bytes, form: Form | None) -> Any:
 
 
 def read_npy(content: bytes) -> np.ndarray[Any, Any]:
-    """Return the array of a .npy file. Memory that its header asks for beyond the content is never touched."""
+    """Return the array of a .npy file. If its header announces more than the content has, no memory is touched for
+    the rest.
+    """
     try:
         array: np.ndarray[Any, Any] = np.load(io.BytesIO(content), allow_pickle=False)
     except NPY_FAULTS as error:

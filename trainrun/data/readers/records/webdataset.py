@@ -1,10 +1,10 @@
 """`data=webdataset`: tar shards in the form of WebDataset (https://github.com/webdataset/webdataset).
 
-Members that follow each other and share a name up to the first dot form a sample: `a/007.jpg` and
-`a/007.cls`. Their ends say what they hold: jpg, png (pictures), cls (a class number), txt, json, npy;
-`safetensors` is a whole sample as `record` encodes it (`trainrun convert` writes this).
-The headers are read once when the data is opened, so any sample can be read at once and a shuffle is a
-true one. Shards must be plain tar files: inside a compressed one nothing can be found.
+Consecutive members that share a name up to the first dot form a sample: `a/007.jpg` and `a/007.cls`. Their extension
+is their kind: jpg, png (pictures), cls (a class number), txt, json, npy. `safetensors` is a whole sample as `record`
+encodes it (`trainrun convert` writes this). The headers are read once when the data is opened, so samples are read by
+index and shuffled completely. Shards must be plain tar files, because members of a compressed file have no known
+position.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
          draft: bool = True, stream: StreamOrder | None = None) -> Splits:  # fmt: skip
     """Return the splits.
 
-    columns: what a sample consists of, as `[jpg;png, cls]`, where `;` separates alternatives; two or more
-        form a tuple. None: a whole sample where there is one; (picture, number) where samples are such a
-        pair; else a dict of all that the first sample has.
-    stream: read the training shards one after the other, see `shard_stream`; None: any sample at any time.
+    columns: the parts of a sample, such as `[jpg;png, cls]`, where `;` separates alternatives. Two or more form a
+        tuple. None: the whole sample if one is stored; (picture, number) for samples of these two; else a dict of all
+        parts of the first sample.
+    stream: read the training shards one after the other, see `shard_stream`. None: samples are read by index.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed)
     form = build_form(shape, fit, dtype, draft)
@@ -73,7 +73,7 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
 
 
 class TarRecords:
-    """The samples of tar shards, one shard after the other. columns: what a sample consists of, see `load`."""
+    """The samples of tar shards, one shard after the other. columns: the parts of a sample, see `load`."""
 
     def __init__(self, files: Sequence[Path], columns: Sequence[str] | None) -> None:
         self.files, self._record_files = tuple(files), RecordFiles(files)
@@ -95,7 +95,7 @@ class TarRecords:
         return [self._sample(number, form) for number in numbers]
 
     def describe(self, number: int) -> str:
-        """Format file and name for messages; the name is read again from the header."""
+        """Format file and name for messages. The name is read from the header."""
         self._index.check_files()
         starts, _, members, headers = self._index.views
         first = int(starts[number])
@@ -130,7 +130,7 @@ class TarRecords:
         }
 
     def _check_columns(self) -> None:
-        """Raise DataError if a sample lacks a column: before the training rather than in it."""
+        """Raise DataError before the training if a sample lacks a column."""
         starts, kinds, _, _ = self._index.views
         sample_of = np.repeat(np.arange(len(self)), np.diff(starts))  # of each member
         for column in self._columns:
@@ -147,7 +147,7 @@ class TarRecords:
 
 
 def choose_columns(extensions: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-    """Return the columns where none are named, and whether they form a tuple. extensions: of a sample's members."""
+    """Return the default columns, and whether they form a tuple. extensions: those of the members of a sample."""
     if WHOLE in extensions:
         return (WHOLE,), True
     pictures = [name for name in extensions if name in PICTURES]
@@ -158,10 +158,11 @@ def choose_columns(extensions: Sequence[str]) -> tuple[tuple[str, ...], bool]:
 
 
 def write_references(files: Sequence[Path], writer: ColumnWriter) -> dict[str, Any]:
-    """Read the headers of all shards. DataError: one is damaged, compressed, or has two members with one name.
+    """Read the headers of all shards. Raise DataError for a damaged or compressed shard, or two members with one
+    name.
 
-    Columns: `members` (M, 3) int64 references to contents, `headers` (M,) int64 where their headers begin, `kinds`
-    (M,) int64 the number of each extension, and `starts` (N + 1,) int64, the first member of each sample. Facts:
+    Columns: `members` (M, 3) int64 references to contents, `headers` (M,) int64 first bytes of their headers, `kinds`
+    (M,) int64 numbers of their extensions, and `starts` (N + 1,) int64, the first member of each sample. Facts:
     extensions, the names of the kinds.
     """
     extensions: dict[str, int] = {}
@@ -194,10 +195,10 @@ def write_references(files: Sequence[Path], writer: ColumnWriter) -> dict[str, A
 
 
 def iterate_members(file: Path, begin: int = 0) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a tar file from byte `begin` on; a name is only ever a name.
+    """Yield the regular files of a tar file, beginning at byte `begin`. Names are never used as paths.
 
-    DataError: damaged, cut short or compressed. tarfile stops without a word at a damaged header and in front of a
-    missing end; here both are faults.
+    Raise DataError if the file is damaged, cut short or compressed. tarfile would stop silently at a damaged header
+    or a missing end.
     """
     try:
         with file.open("rb") as opened:
@@ -227,7 +228,7 @@ def iterate_members(file: Path, begin: int = 0) -> Iterator[tarfile.TarInfo]:
 
 
 def split_name(path: str) -> tuple[str, str]:
-    """Return the name up to the first dot of its last part, and the extension in small letters; "" for none."""
+    """Return the name up to the first dot of its last part, and the extension in lower case ("" without one)."""
     folder, slash, name = path.rpartition("/")
     stem, _, extension = name.partition(".")
     return (folder + slash + stem, extension.lower()) if stem else (path, "")

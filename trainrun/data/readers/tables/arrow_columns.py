@@ -1,4 +1,4 @@
-"""Columns of Arrow tables: what kind they are, and what of them goes into the column store."""
+"""Columns of Arrow tables: their kinds, and how they are written into the column store."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def find_stored_class_names(schema: Any, column: str) -> tuple[str, ...]:
 
 
 def read_feature(schema: Any, column: str) -> dict[str, Any]:
-    """Return what Hugging Face `datasets` notes of a column."""
+    """Return the feature that Hugging Face `datasets` stores for a column."""
     try:
         noted = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         feature = noted["info"]["features"][column]
@@ -91,9 +91,9 @@ def read_feature(schema: Any, column: str) -> dict[str, Any]:
 
 
 def convert_column(kind: Kind, column: Any, dtype: str, fill: float | None, where: NameCell) -> Array:
-    """Return a column of numbers (N,), or of fixed lists (N, size). where: names a row, in this column.
+    """Return a column of numbers (N,), or of fixed lists (N, size). where: names a row of this column.
 
-    fill: stands for a missing number. DataError: a row has no value, or one that dtype cannot hold.
+    fill: replaces a missing number. Raise DataError if a row has no value, or one that dtype cannot represent.
     """
     array = combine_chunks(column)
     if kind.name == "fixed":
@@ -122,8 +122,10 @@ def convert_column(kind: Kind, column: Any, dtype: str, fill: float | None, wher
 
 
 def write_ragged(kind: Kind, column: Any, dtype: str, name: str, begin: int, writer: ColumnWriter) -> None:
-    """Write lists, words or pictures as a ragged column, the shapes of nested lists, and as `<name>.missing` the rows
-    without a value. begin: the first row of the block."""
+    """Write lists, words or pictures as a ragged column, with the shapes of nested lists.
+
+    `<name>.missing` has the rows without a value. begin: the first row of the block.
+    """
     array = combine_chunks(column)
     if kind.name in ("picture", "word"):
         values, lengths, missing = bytes_of(array)
@@ -138,7 +140,7 @@ def write_ragged(kind: Kind, column: Any, dtype: str, name: str, begin: int, wri
 
 
 def check_whole(kind: Kind, values: Array) -> None:
-    """Raise DataError for a whole number that int64 cannot hold."""
+    """Raise DataError for a whole number that int64 cannot represent."""
     if values.dtype == np.uint64 and values.max(initial=0) > np.iinfo(np.int64).max:
         raise DataError(
             f"column {kind.column!r} holds {values.max()}, which int64 cannot hold; leave the column out by naming the "
@@ -147,7 +149,7 @@ def check_whole(kind: Kind, values: Array) -> None:
 
 
 def write_number(kind: Kind, column: Any, name: str, begin: int, writer: ColumnWriter) -> None:
-    """Write numbers in 64 bits, or bools, and as `<name>.missing` the rows without a value."""
+    """Write numbers in 64 bits, or bools. `<name>.missing` has the rows without a value."""
     array = combine_chunks(column)
     missing = np.flatnonzero(np.asarray(array.is_null()))
     values = array.fill_null(False if import_pyarrow().types.is_boolean(array.type) else 0).to_numpy(
@@ -175,7 +177,7 @@ def join_reasons(rows: Array, reason: int) -> Array:
 
 
 def bytes_of(array: Any) -> tuple[Array, Array, Array]:
-    """Return all bytes of words or pictures, their lengths (N,), and the rows without one (M, 2)."""
+    """Return all bytes of words or pictures, their lengths (N,), and the rows without a value (M, 2)."""
     empty = np.asarray(array.is_null())
     reasons = np.full(len(array), IS_MISSING)
     if import_pyarrow().types.is_struct(array.type):
@@ -221,7 +223,7 @@ def list_of(kind: Kind, array: Any, dtype: str) -> tuple[Array, Array, Array]:
 
 
 def list_dtype(kind: Kind, dtype: str) -> np.dtype[Any]:
-    """Return what the numbers of a list become: bytes of fixed lists stay bytes where that is asked for."""
+    """Return the type to which the numbers of a list are converted. Bytes of fixed lists can stay bytes."""
     assert kind.dtype is not None
     if kind.name == "fixed" and kind.dtype == np.uint8 and dtype == "uint8":
         return kind.dtype
@@ -229,7 +231,7 @@ def list_dtype(kind: Kind, dtype: str) -> np.dtype[Any]:
 
 
 def read_target_cells(kind: Kind, column: Any, where: NameCell) -> Any:
-    """Return the cells of a target: an array of numbers, or words. DataError: one is missing."""
+    """Return the cells of a target: an array of numbers, or words. Raise DataError if a cell is missing."""
     array = combine_chunks(column)
     if array.null_count:
         raise DataError(f"{where(find_first_null(array))} is missing")

@@ -1,4 +1,4 @@
-"""Files of tables that pyarrow reads, and several of them as one table.
+"""Table files that pyarrow reads, and several files as one table.
 
 A format is a class that opens a file: `schema`, `num_rows`, `count_bytes(columns)` and `batches(columns, at_once)`.
 """
@@ -37,7 +37,7 @@ JSON_ROWS = (
 
 
 class TableFile(Protocol):
-    """A file of a table. Its methods raise what pyarrow and the file system raise. name: of the format."""
+    """A file of a table. Its methods raise the errors of pyarrow and the file system. name: that of the format."""
 
     name: ClassVar[str]
 
@@ -50,11 +50,11 @@ class TableFile(Protocol):
     def num_rows(self) -> int: ...
 
     def count_bytes(self, columns: Sequence[str] | None) -> int:
-        """Return about how many bytes some columns (None: all) take, without reading them."""
+        """Return the approximate size of some columns (None: all) in bytes, without reading them."""
         ...
 
     def batches(self, columns: Sequence[str], at_once: int) -> Iterator[Any]:
-        """Yield Arrow batches of some columns, of up to so many rows."""
+        """Yield Arrow batches of some columns, with at most `at_once` rows."""
         ...
 
 
@@ -112,9 +112,9 @@ class ArrowFile:
 
 
 class JsonFile:
-    """A file of JSON lines, or of one array of objects; plain or gzip. Types are those that fit all rows.
+    """A file of JSON lines, or of one array of objects, plain or gzip. The type of a column fits all its rows.
 
-    It is parsed block by block, once for the types and once for the values.
+    The file is parsed block by block: once for the types and once for the values.
     """
 
     name: ClassVar[str] = "JSON"
@@ -163,9 +163,9 @@ class JsonFile:
 
 
 def iterate_line_blocks(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield whole JSON lines of a file, many at a time. An array of objects becomes lines.
+    """Yield blocks of whole JSON lines of a file. An array of objects is converted to lines.
 
-    DataError: the rows are something else than objects.
+    Raise DataError if the rows are not objects.
     """
     first = file.read(64).lstrip()[:1]
     file.seek(0)
@@ -181,7 +181,7 @@ def iterate_line_blocks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def read_objects(file: IO[bytes]) -> list[Any]:
-    """Return the objects of a file that is one array. DataError: its rows are arrays or numbers."""
+    """Return the objects of a file that is one array. Raise DataError if its rows are arrays or numbers."""
     try:
         rows: list[Any] = json.load(file)
     except json.JSONDecodeError as error:
@@ -194,7 +194,7 @@ def read_objects(file: IO[bytes]) -> list[Any]:
 
 
 def list_dotted_prefixes(parts: Sequence[str]) -> list[str]:
-    """Return `a`, `a.b` and `a.b.c` of the parts of a dotted name."""
+    """Return `a`, `a.b` and `a.b.c` for the dotted name `a.b.c`."""
     return list(itertools.accumulate(parts, "{}.{}".format))
 
 
@@ -212,10 +212,10 @@ def describe_read_errors(path: Path, kind: str, what: str = "it") -> Iterator[No
 
 @dataclass(frozen=True)
 class ArrowTable:
-    """Files as one table of rows. ends: (files,) the row behind the last one of each file.
+    """Several files as one table. ends: (files,) the number of rows up to the end of each file.
 
-    open_file: the format. kinds: of the columns of the first file; unlike: what is wrong with those that are not the
-    same in all.
+    open_file: opens a file of the format. kinds: those of the columns of the first file. unlike: the problem of each
+        column that differs between files.
     """
 
     files: tuple[Path, ...]
@@ -245,11 +245,11 @@ class ArrowTable:
             raise DataError(wrong[0])
 
     def count_bytes(self, columns: Sequence[str] | None) -> int:
-        """Return about how many bytes some columns take."""
+        """Return the approximate size of some columns in bytes."""
         return sum(self.open_file(path).count_bytes(columns) for path in self.files)
 
     def blocks(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
-        """Yield the first row and an Arrow batch of rows, in turn."""
+        """Yield Arrow batches, each with the number of its first row."""
         begin = 0
         at_once = max(1, min(ROWS_AT_ONCE, CELLS_AT_ONCE // max(1, len(columns))))
         for path in self.files:
@@ -260,7 +260,7 @@ class ArrowTable:
                     begin += len(batch)
 
     def column(self, name: str) -> Any:
-        """Return all cells of a column of numbers; None if there is none of that name."""
+        """Return all cells of a column of numbers; None if the table has no such column."""
         self.check([name])
         if (kind := self.kinds.get(name)) is None:
             return None
@@ -277,13 +277,13 @@ class ArrowTable:
 
 
 def name_row_in_files(files: Sequence[Path], ends: Any, row: int) -> str:
-    """Name a row of several files, counted from 0 in its file."""
+    """Format the file and row of a row of several files, for messages. The row is counted from 0 in its file."""
     file = int(np.searchsorted(ends, row, side="right"))
     return f"{files[file]} row {row - (int(ends[file - 1]) if file else 0)}"
 
 
 def open_table(files: Sequence[Path], open_file: type[TableFile]) -> ArrowTable:
-    """Return files as one table. DataError: one is damaged; or there is no row."""
+    """Return files as one table. Raise DataError if a file is damaged, or if there are no rows."""
     kinds: dict[str, Kind] = {}
     unlike: dict[str, str] = {}
     first, sizes = None, []
@@ -309,7 +309,7 @@ def open_table(files: Sequence[Path], open_file: type[TableFile]) -> ArrowTable:
 def describe_column_differences(
     own: dict[str, Kind], kinds: dict[str, Kind], path: Path, first: Path
 ) -> dict[str, str]:
-    """Return what is wrong with the columns of a file that are not those of the first."""
+    """Return the differences between the columns of a file and those of the first file."""
     faults = {name: f"{path}: has no column {name!r}, which {first} has" for name in kinds if name not in own}
     for name, kind in own.items():
         if name not in kinds:

@@ -1,4 +1,4 @@
-"""One message for all input columns of a table that are not numbers in every row, with settings to paste."""
+"""One message for all input columns of a table with cells that are not numbers, with settings to paste."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMATTED_NUMBER = re.compile(r"[-+]?[$€£]?\s*\d[\d.,' ]*[$€£%]?")
 
 
 class CellPosition(NamedTuple):
-    """A row, counted from 0, and the line of the file on which it ends."""
+    """The row of a cell, counted from 0, and the line of the file on which the row ends."""
 
     row: int
     line: int
@@ -26,7 +26,7 @@ class CellPosition(NamedTuple):
 
 @dataclass
 class ColumnProblems:
-    """The cells of an input column that are no numbers. categories: the allowed words of a column of words."""
+    """The cells of an input column that are not numbers. categories: the allowed words of a column of words."""
 
     name: str
     whole: bool  # whether the numbers must be whole
@@ -68,7 +68,7 @@ class ColumnProblems:
 
     @property
     def can_be_categories(self) -> bool:
-        """Return whether the column holds categories: more words than numbers, and few different words."""
+        """Return whether the column has categories: more words than numbers, and few different words."""
         few = len(self.words) <= MOST_CATEGORIES
         return self.categories is None and self.num_words > self.num_numbers and few
 
@@ -81,7 +81,7 @@ class ColumnProblems:
 
     @property
     def number_format(self) -> str:
-        """Return how the numbers of the column are written, if this is why they are not read; else ""."""
+        """Return the format of the numbers of the column, if this is why they cannot be read; else ""."""
         if not self.has_formatted_numbers or parse_cells([self.first_word]) is not None:
             return ""
         return "a decimal comma" if any(map(DECIMAL_COMMA.fullmatch, self.words)) else "other signs"
@@ -92,9 +92,9 @@ class ColumnProblems:
 
 
 class InputFault(DataError):
-    """Input columns of a table have cells that are no numbers.
+    """The error for input columns of a table with cells that are not numbers.
 
-    file: as messages name it.
+    file: its name in messages.
     """
 
     def __init__(self, file: str, problems: Sequence[ColumnProblems], choice: TableChoice) -> None:
@@ -105,7 +105,7 @@ class InputFault(DataError):
         super().__init__(self.describe(file, [way for way in ways if way]))
 
     def describe(self, file: str, ways: Sequence[str], by_rows: bool = False) -> str:
-        """Return one line for each column, and what to do. by_rows: name rows, counted from 0, in place of lines."""
+        """Return one line for each column, with advice. by_rows: name rows, counted from 0, instead of lines."""
         shown = [self.describe_column(problem, by_rows) for problem in self.problems[:MOST_SHOWN]]
         left = len(self.problems) - len(shown)
         more = [f"and {left} more columns"] if left else []
@@ -165,7 +165,7 @@ class InputFault(DataError):
         return f"Add these settings: {quoted}"
 
     def remedies(self) -> Iterable[str]:
-        """Yield what no setting can mend."""
+        """Yield the changes to the file that no setting can replace."""
         if any(problem.categories is not None and problem.num_words for problem in self.problems):
             yield (
                 "Correct the unknown words, or add rows with them to the training data. "
@@ -188,7 +188,7 @@ class InputFault(DataError):
 
 
 def describe_formatted(problems: Sequence[ColumnProblems]) -> str:
-    """Return how to write the numbers of columns whose numbers have signs that no number has here."""
+    """Return how to write numbers in columns that have signs which are not allowed in a number."""
     names = join_names([problem.name for problem in problems], MOST_WORDS)
     words = [word for one in problems for word in one.words if FORMATTED_NUMBER.fullmatch(word)]
     comma = next((word for word in words if DECIMAL_COMMA.fullmatch(word)), None)
@@ -200,7 +200,7 @@ def describe_formatted(problems: Sequence[ColumnProblems]) -> str:
 
 
 def adapt_choice(choice: TableChoice, fault: InputFault) -> TableChoice:
-    """Return a choice that takes the columns as they are: words as categories, gaps with an input of their own.
+    """Return a choice that fits the columns: words become categories, and gaps get an input of their own.
 
     Columns of too many words are left out. Raise InputFault for columns whose cells have to be corrected.
     """

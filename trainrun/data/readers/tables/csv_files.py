@@ -1,7 +1,8 @@
-"""`data=csv`: tables as text (https://www.rfc-editor.org/rfc/rfc4180), cut by Python's own parser, plain or gzip.
+"""`data=csv`: text tables (https://www.rfc-editor.org/rfc/rfc4180), plain or gzip, parsed by Python's csv module.
 
-A table is parsed into columns, and those of a large table stay in the column store. The parser is Python's and not that
-of pyarrow: it needs no package, and it knows on which line a row ends. It is slower, but a large table is parsed once.
+A table is parsed into columns, and the columns of a large table are cached in the column store. Python's parser needs
+no package, and it knows the line on which a row ends. It is slower than pyarrow's, but a large table is parsed only
+once.
 """
 
 from __future__ import annotations
@@ -75,14 +76,14 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
          val_by: HeldOutBy = "auto", categories: str | Sequence[str] | None = None) -> Splits:  # fmt: skip
     """Return the splits: the inputs (N, K), or (N, *shape), of `dtype`, and the target.
 
-    inputs: names of columns of numbers, or of True and False (1 and 0); null is all but the target. target: a name
+    inputs: names of columns of numbers, or of True and False (1 and 0). null: all but the target. target: a name
         (int64 (N,) or floats (N, 1); words become classes 0, 1, ... in the order of their names), a list of names
-        (floats (N, M)), or "none". fill: stands for a missing input.
+        (floats (N, M)), or "none". fill: replaces a missing input.
     categories: columns of words. Each word of the training data becomes an input `color=red`, which is 1 in its rows
         and 0 in others. `inputs` may name these instead of the column, as a checkpoint does. Without `categories` and
-        `inputs`, columns of up to 100 words are categories, and those of more are left out.
-    A missing number is 0 without `fill`, and the input `width=` is 1 there.
-    DataError: names the file, line and column.
+        `inputs`, columns of up to 100 words are categories, and columns of more words are left out.
+    Without `fill`, a missing number is 0, and the input `width=` is 1 there.
+    Raise DataError with the file, line and column.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     if fill is not None and "int" in dtype and fill != int(fill):
@@ -128,7 +129,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
 
 
 def read_first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
-    """Return the first targets of the training data; None if several columns are the target, or one holds words.
+    """Return the first targets of the training data; None for several target columns, or for a column of words.
 
     node: `data.train`.
     """
@@ -155,7 +156,7 @@ def read_first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
 def replace_word_inputs(
     inputs: Any, columns: Sequence[str]
 ) -> tuple[Any, dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Return the inputs with `color` in place of `color=red`, the words of each such column, and columns with gaps."""
+    """Return the inputs with `color` instead of `color=red`, the words of each such column, and columns with gaps."""
     if not isinstance(inputs, list | tuple):
         return inputs, {}, ()
     names: list[str] = []
@@ -176,7 +177,7 @@ def replace_word_inputs(
 
 
 def find_categories(files: Sequence[Path], choice: TableChoice) -> Categories:
-    """Return the words of each column of categories, sorted. DataError: they are too many."""
+    """Return the sorted words of each column of categories. Raise DataError if a column has too many."""
     found: dict[str, set[str]] = {name: set() for name, words in choice.categories if not words}
     for block in (
         iterate_cell_blocks(files, TableChoice((), (), dialect=choice.dialect), list(found)) if found else ()
@@ -197,8 +198,9 @@ def find_categories(files: Sequence[Path], choice: TableChoice) -> Categories:
 
 @dataclass(frozen=True)
 class TextTable:
-    """The columns of a table: `inputs` (N, K), `lines` (N,) on which each row ends in its file, and where they are
-    asked for `target` and `groups` (N,)."""
+    """The columns of a table: `inputs` (N, K), `lines` (N,) on which each row ends in its file, and, on request,
+    `target` and `groups` (N,).
+    """
 
     files: tuple[Path, ...]
     columns: StoredColumns
@@ -208,7 +210,7 @@ class TextTable:
         return read_coding(self.columns)
 
     def as_read(self, choice: TableChoice) -> TableChoice:
-        """Return the choice with the inputs that the table has by it."""
+        """Return the choice, with the inputs that the table has with this choice."""
         facts = self.columns.facts
         categories = tuple((name, tuple(words)) for name, words in facts["categories"])
         return choice._replace(
@@ -224,7 +226,7 @@ def name_line(files: Sequence[Path], file_ends: Sequence[int], row: int, line: i
 
 
 def read_table(files: Sequence[Path], choice: TableChoice, coding: Coding | None = None) -> TextTable:
-    """Return the columns of files. coding: of the target in other files."""
+    """Return the columns of files. coding: the coding of the target, if it was chosen on other files."""
     build = partial(write_columns, tuple(files), choice, coding)
     return TextTable(tuple(files), load_table(files, choice, coding, estimate_unpacked_bytes(files), build))
 
@@ -232,7 +234,7 @@ def read_table(files: Sequence[Path], choice: TableChoice, coding: Coding | None
 def write_columns(
     files: Sequence[Path], choice: TableChoice, coding: Coding | None, writer: ColumnWriter
 ) -> dict[str, Any]:
-    """Parse files into a writer. DataError: names the file, line and column of what is wrong."""
+    """Parse files into a writer. Raise DataError with the file, line and column of a fault."""
     while True:
         adapted = choice._replace(categories=find_categories(files, choice))
         try:
@@ -293,7 +295,9 @@ def write_chosen(
 
 
 class WordColumn:
-    """A column of words: the different ones in the order in which they appear, and (N,) which of them each row has."""
+    """A column of words: the different words in the order of their first rows, and the index of the word of each row
+    (N,).
+    """
 
     def __init__(self) -> None:
         self._code_of: dict[str, int] = {}
@@ -312,7 +316,7 @@ class WordColumn:
         return np.frombuffer(self._codes, np.int64)
 
     def check_complete(self, where: Callable[[int], str]) -> None:
-        """Raise DataError if a word is missing; among numbers, also `NA` and the like."""
+        """Raise DataError if a word is missing. Among numbers, `NA` and similar words are missing too."""
         missing = {word for word in self._code_of if is_missing(word)}
         present = [word for word in self._code_of if word not in missing]
         if not present or parse_cells(present) is None:
@@ -322,7 +326,7 @@ class WordColumn:
             raise DataError(f"{where(self.first_row(self._code_of[word]))} is missing ({word!r})")
 
     def encode(self, coding: Coding, where: Callable[[int], str]) -> np.ndarray[Any, Any]:
-        """Return the targets that the words become, (N,) or (N, 1)."""
+        """Return the targets of the words, (N,) or (N, 1)."""
         encoded = coding.encode(self.words, lambda code: where(self.first_row(code)))
         return np.asarray(encoded.numpy()[self.codes])
 
@@ -354,7 +358,7 @@ def build_text_samples(table: TextTable, choice: TableChoice, shape: Sequence[in
 
 
 def describe_inputs(table: TextTable, choice: TableChoice) -> str:
-    """Return a line about columns of words and columns with missing cells; "" without any."""
+    """Return a line about columns of words and columns with missing cells; "" if there are none."""
     read = table.as_read(choice)
     counts = ", ".join(f"{name} {len(words)}" for name, words in read.categories)
     dropped = [name for name in choice.inputs if name not in read.inputs]
@@ -371,7 +375,7 @@ def describe_target(table: TextTable, column: str, row: int) -> str:
 
 
 def read_numbers(files: Sequence[Path], dialect: Dialect, name: str) -> np.ndarray[Any, Any] | None:
-    """Return a column of numbers that was not read yet; None if there is none of that name."""
+    """Return a column of numbers that was not read yet; None if the table has no such column."""
     if name not in read_column_names(files[0], dialect):
         return None
     table = read_table(files, TableChoice((name,), (), dtype="float64", dialect=dialect))
@@ -379,7 +383,9 @@ def read_numbers(files: Sequence[Path], dialect: Dialect, name: str) -> np.ndarr
 
 
 def guess_delimiter(file: Path) -> str:
-    """Return a tab for .tsv files, a tab or semicolon that a first line without commas has, else a comma."""
+    """Return a tab for .tsv files. Otherwise, return a tab or semicolon if the first line has one and no comma, else
+    a comma.
+    """
     if file.suffix == ".tsv":
         return "tab"
     with _open_csv(file, Dialect()) as reader:
@@ -390,7 +396,7 @@ def guess_delimiter(file: Path) -> str:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How the text is cut. delimiter: one character, or a word of `WORDS`."""
+    """How rows are split into cells. delimiter: one character, or a word of `WORDS`."""
 
     delimiter: str = ","
     header: bool = True
@@ -422,7 +428,7 @@ def read_column_names(file: Path, dialect: Dialect) -> tuple[str, ...]:
 
 
 class UnreadableCell(Exception):
-    """A cell of an input column is missing, no number or no category."""
+    """The error for a cell of an input column that is missing, or neither a number nor a category."""
 
 
 class CellBlock(NamedTuple):
@@ -439,7 +445,7 @@ def iterate_cell_blocks(
 ) -> Iterator[CellBlock]:
     """Yield the chosen columns of all files. words: the text columns among them.
 
-    DataError: names the file, line and column of what is wrong.
+    Raise DataError with the file, line and column of a fault.
     """
     dtype = np.dtype(choice.dtype)
     flags: set[str] | None = None  # columns of True and False, as the first block shows
@@ -484,7 +490,7 @@ def iterate_cell_blocks(
 
 
 def find_problems(file: Path, choice: TableChoice, flags: Iterable[str]) -> list[ColumnProblems]:
-    """Return what is wrong with the input columns of a file, which is read again for that."""
+    """Return the problems of the input columns of a file. The file is read again for this."""
     columns = read_column_names(file, choice.dialect)
     words_of, whole = dict(choice.categories), np.dtype(choice.dtype).kind in "iu"
     flag_words = {name: tuple(FLAGS) for name in flags}
@@ -508,7 +514,7 @@ def is_missing_word(cell: str) -> bool:
 
 
 def encode_one_hot(cells: Sequence[str], words: Sequence[str], fill: float | None) -> np.ndarray[Any, Any]:
-    """Return (N, words) bool, where each cell is its word. A missing one is none of them, if `fill` is given."""
+    """Return (N, words) bool: whether each cell equals each word. With `fill`, a missing cell equals no word."""
     number_of = {word: number for number, word in enumerate(words)}
     numbers = np.array([number_of.get(cell.strip(), -1) for cell in cells])
     if any(fill is None or cells[row].strip() for row in np.flatnonzero(numbers < 0).tolist()):
@@ -520,7 +526,7 @@ def encode_one_hot(cells: Sequence[str], words: Sequence[str], fill: float | Non
 def read_words(
     file: Path, dialect: Dialect, columns: Sequence[str]
 ) -> tuple[list[str], list[str], list[int]]:
-    """Return the words of two columns, and the lines on which the rows end. DataError: there is no row."""
+    """Return the words of two columns, and the lines on which the rows end. Raise DataError without rows."""
     words: dict[str, list[str]] = {name: [] for name in columns}
     lines: list[int] = []
     for block in iterate_cell_blocks([file], TableChoice((), (), dialect=dialect), columns):
@@ -575,7 +581,7 @@ def _open_csv(file: Path, dialect: Dialect) -> Iterator[Any]:
 
 
 def _iterate_lines(text: IO[str]) -> Iterator[str]:
-    """Yield the lines. Raise csv.Error at an endless line: a few packed bytes may hold many gigabytes."""
+    """Yield the lines. Raise csv.Error for a very long line, because a few bytes may unpack to many gigabytes."""
     while line := text.readline(MAX_LINE_CHARACTERS):
         if len(line) == MAX_LINE_CHARACTERS:
             raise csv.Error(f"a line of more than {MAX_LINE_CHARACTERS} characters")
@@ -583,7 +589,7 @@ def _iterate_lines(text: IO[str]) -> Iterator[str]:
 
 
 def _are_flags(texts: Sequence[str]) -> bool:
-    """Return whether all cells that are not missing are True or False, as pandas writes bools."""
+    """Return whether all present cells are True or False, as pandas writes bools."""
     present = (text.strip().lower() for text in texts if not is_missing(text))
     return next(present, None) in FLAGS and all(text in FLAGS for text in present)
 
@@ -598,7 +604,7 @@ def _parse_flag(text: str, where: Callable[[], str]) -> str:
 
 
 def _parse_numbers(texts: Sequence[str], dtype: np.dtype[Any], fill: float | None, where: Any) -> Any:
-    """Convert cells to numbers of the type, all at once; one by one only if that fails, to find the wrong cell."""
+    """Convert cells to numbers of the type, all at once. If that fails, convert one by one to find the wrong cell."""
     whole, values = dtype.kind in "iu", parse_cells(texts)
     if values is None or (values.dtype.kind == "f" and (whole or np.isnan(values).any())):
         numbers = [_number(text, whole, fill) for text in texts]

@@ -1,8 +1,7 @@
-"""`data=datasets`: data in the forms of Hugging Face datasets, from this machine alone, read by pyarrow.
+"""`data=datasets`: local data sets in the formats of Hugging Face, read by pyarrow. Nothing is downloaded.
 
-A folder that save_to_disk wrote (one set, or one with a part each for train, validation and test), or files: .arrow,
-.feather, .parquet, .json and .jsonl (.gz too). What is read is stored as columns, see `column_store`. Nothing is
-downloaded.
+A folder that save_to_disk wrote (one set, or a part each for train, validation and test), or files: .arrow, .feather,
+.parquet, .json and .jsonl (.gz too). The columns that are read are stored, see `column_store`.
 """
 
 from __future__ import annotations
@@ -64,9 +63,9 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
          val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
     """Return the splits. The last column is the target.
 
-    columns: two or more form a tuple; null: all, as a dict. Pictures are tensors (C, H, W); lists of numbers arrays of
-        int64 or float32; text stays text. shape, fit, dtype, draft: of pictures, see `Form`. The others: see
-        `SplitRequest`.
+    columns: two or more form a tuple. null: all of them, as a dict. Pictures become tensors (C, H, W), and lists of
+        numbers become arrays of int64 or float32. Text stays text. shape, fit, dtype, draft: see `Form`. Other
+        arguments: see `SplitRequest`.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     found = request.find_files(tuple(FORMATS), set_or_files)
@@ -86,8 +85,11 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
 
 def load_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tuple[str, ...] | None,
                  left_out: str | None, group: str | None) -> StoredColumns:  # fmt: skip
-    """Return the columns of files. names: of the columns; None: all but that which is left out. group: the column of
-    the groups, if they are needed."""
+    """Return the columns of files.
+
+    names: those of the columns. None: all of them but one that is left out. group: the column of the groups, if they
+        are needed.
+    """
     key = fingerprint_files(paths, VERSION, "samples", names, left_out, group)
     num_bytes = 0
     for path in paths:
@@ -100,8 +102,9 @@ def load_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tup
 
 def write_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tuple[str, ...] | None,
                   left_out: str | None, group: str | None, writer: ColumnWriter) -> dict[str, Any]:  # fmt: skip
-    """Read files into a writer. The facts: `ends` of the files, the `kinds` of the columns by name, and the
-    `class_names` of the last."""
+    """Read files into a writer. The facts are `ends` of the files, `kinds` of the columns by name, and `class_names`
+    of the last column.
+    """
     table = open_table(paths, open_file)
     if names is None:
         names = tuple(name for name in table.columns if name != left_out)
@@ -129,7 +132,7 @@ def write_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tu
 
 
 def check_sample_columns(table: ArrowTable, names: Sequence[str]) -> None:
-    """Raise DataError if a column is missing, differs between files, or holds what no sample can have."""
+    """Raise DataError if a column is missing, differs between files, or has values that a sample cannot contain."""
     for name in names:
         if name not in table.kinds:
             raise DataError(
@@ -175,7 +178,7 @@ def open_stored_column(stored: StoredColumns, number: int, name: str, kind: str,
 
 
 def pack_columns(names: tuple[str, ...] | None, cells: Sequence[Any]) -> Any:
-    """Return the columns of a sample as a dict, a tuple, or the only one alone."""
+    """Return the columns of a sample as a dict or a tuple; a single column as it is."""
     if names is not None:
         return dict(zip(names, cells, strict=True))
     return tuple(cells) if len(cells) > 1 else cells[0]
@@ -186,7 +189,7 @@ def name_cell(place: Callable[[int], str], column: str, row: int) -> str:
 
 
 def read_column(paths: tuple[Path, ...], open_file: type[TableFile], name: str) -> Any:
-    """Return a column of numbers; None if there is none of that name."""
+    """Return a column of numbers; None if the table has no such column."""
     return open_table(paths, open_file).column(name)
 
 
@@ -203,7 +206,7 @@ def set_or_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Pa
 
 
 def find_table_files(files: tuple[Path, ...], setting: str) -> tuple[tuple[Path, ...], type[TableFile]]:
-    """Return the files of a table and their format. files: of a split; a saved data set is one folder."""
+    """Return the files of a table and their format. files: those of a split. A saved data set is one folder."""
     if not files or (len(files) > 1 and files[0].is_dir()):
         sets = ", ".join(file.name for file in files) or "none"
         raise DataError(
@@ -224,7 +227,7 @@ def find_table_files(files: tuple[Path, ...], setting: str) -> tuple[tuple[Path,
 
 
 def list_saved_files(folder: Path, setting: str) -> tuple[Path, ...]:
-    """Return the Arrow files of a data set that save_to_disk wrote, in their order."""
+    """Return the Arrow files of a data set that save_to_disk wrote, in the order of their rows."""
     try:
         state = json.loads((folder / SET_FILE).read_bytes())
         names = [str(file["filename"]) for file in state["_data_files"]]

@@ -1,4 +1,4 @@
-"""`data=parquet`: tables in Parquet files (pyarrow). What is read of them is stored as columns, see `column_store`."""
+"""`data=parquet`: tables in Parquet files (pyarrow). The columns that are read are stored, see `column_store`."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
          val_by: HeldOutBy = "auto", stream: StreamOrder | None = None) -> Splits:  # fmt: skip
     """Return the splits: `Arrays`, or data sets of stored columns for lists, pictures and large tables.
 
-    inputs, target: names of columns, as for CSV files. Inputs that are all numbers become one vector (K,);
-        one list (int64 where it holds integers) or picture is taken as it is; several inputs with lists
-        or pictures among them become a dict by name. A list as target is taken as it is too.
-    dtype: of numbers and of lists of floats; pictures are float32 from 0 to 1, or with "uint8" as stored.
-    stream: read the training files one after the other, see `shard_stream`; their columns and classes are those of the
-        first one. None: any sample at any time.
+    inputs, target: names of columns, as for CSV files. Inputs that are all numbers become one vector (K,). A single
+        list (int64 if it has integers) or picture stays as it is. Several inputs with lists or pictures become a dict
+        by name. A list as target stays as it is.
+    dtype: the type of numbers and of lists of floats. Pictures are float32 from 0 to 1, or with "uint8" as stored.
+    stream: read the training files one after the other, see `shard_stream`. Their columns and classes are those of
+        the first file. None: samples are read by index.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     found = find_files(request, stream)
@@ -100,7 +100,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
 
 
 def find_files(request: SplitRequest, stream: StreamOrder | None) -> SplitFiles:
-    """Return the files of each split; of a stream the first training file alone."""
+    """Return the files of each split. Of a stream, return only the first training file."""
     return (
         request.find_files(ENDINGS["parquet"])
         if stream is None
@@ -109,7 +109,8 @@ def find_files(request: SplitRequest, stream: StreamOrder | None) -> SplitFiles:
 
 
 def read_first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
-    """Return the first targets of the training data; None if several columns are the target, or one holds no numbers.
+    """Return the first targets of the training data; None for several target columns, or for a column without
+    numbers.
 
     node: `data.train`.
     """
@@ -127,7 +128,7 @@ def read_first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
 
 
 class InputForm(NamedTuple):
-    """What is made of inputs. pictures: their form. shape: of numbers; None: as they are."""
+    """How inputs are converted. pictures: how they are decoded. shape: the shape of numbers. None: unchanged."""
 
     pictures: Form
     shape: tuple[int, ...] | None
@@ -176,12 +177,12 @@ def build_table_samples(
 
 
 def choose_converter(kind: Kind, pictures: Form) -> Any:
-    """Return what is made of the values of a row of inputs; None: a copy of them."""
+    """Return the function that converts the values of a row of inputs; None: they are only copied."""
     return DecodePicture(pictures) if kind.name == "picture" else None
 
 
 def pack_sample(names: tuple[str, ...] | None, has_target: bool, cells: Sequence[Any]) -> Any:
-    """Return `(inputs, target)`, or inputs alone. names: of several inputs, which become a dict."""
+    """Return `(inputs, target)`, or inputs alone. names: those of several inputs, which become a dict."""
     inputs = cells[0] if names is None else dict(zip(names, cells, strict=False))
     return (inputs, cells[-1]) if has_target else inputs
 
@@ -197,7 +198,7 @@ def is_matrix(kinds: Sequence[Kind]) -> bool:
 
 
 def read_table(table: ArrowTable, choice: TableChoice, coding: Coding | None = None) -> StoredColumns:
-    """Return the chosen columns. coding: of the target in other files."""
+    """Return the chosen columns. coding: the coding of the target, if it was chosen on other files."""
     num_bytes = table.count_bytes(choice.columns)
     return load_table(table.files, choice, coding, num_bytes, partial(write_columns, table, choice, coding))
 
@@ -205,7 +206,7 @@ def read_table(table: ArrowTable, choice: TableChoice, coding: Coding | None = N
 def write_columns(
     table: ArrowTable, choice: TableChoice, coding: Coding | None, writer: ColumnWriter
 ) -> dict[str, Any]:
-    """Read a table into a writer. DataError: names the file, row and column of what is wrong."""
+    """Read a table into a writer. Raise DataError with the file, row and column of a fault."""
     kinds = [table.kinds[name] for name in choice.inputs]
     is_list = has_list_target(choice, table)
     cells: dict[str, list[Any]] = {name: [] for name in choice.columns if name not in choice.inputs}
@@ -265,7 +266,7 @@ def join_blocks(kind: Kind, parts: list[Any]) -> Any:
 
 
 def choose_table_coding(table: ArrowTable, choice: TableChoice, cells: Any, coding: Coding | None) -> Coding:
-    """Return how the target is coded. coding: of the training data, if the table holds other data."""
+    """Return the coding of the target. coding: that of the training data, if the table has other data."""
     names = find_stored_class_names(table.schema, choice.targets[0])
     if coding is None:
         return choose_coding(cells, choice.target_dtype, names, partial(table.where, choice.targets[0]))
@@ -275,7 +276,7 @@ def choose_table_coding(table: ArrowTable, choice: TableChoice, cells: Any, codi
 
 
 def check_like(table: ArrowTable, training: ArrowTable, names: Sequence[str]) -> None:
-    """Raise DataError if the columns to read are not those of the training data."""
+    """Raise DataError if the columns to read differ from those of the training data."""
     for name in names:
         if name not in table.kinds:
             raise DataError(f"{table.files[0]}: has no column {name!r}, which the training data has")
@@ -286,7 +287,7 @@ def check_like(table: ArrowTable, training: ArrowTable, names: Sequence[str]) ->
 
 
 def check_kinds(inputs: Sequence[Kind], targets: Sequence[Kind]) -> None:
-    """Raise DataError if a column holds what cannot be an input, or a target."""
+    """Raise DataError if a column has values that cannot be an input or a target."""
     for kind in inputs:
         if kind.name in ("word", "nested", "other"):
             raise DataError(
@@ -303,7 +304,7 @@ def check_kinds(inputs: Sequence[Kind], targets: Sequence[Kind]) -> None:
 
 
 def choose_input_shape(shape: Sequence[int] | None, kinds: Sequence[Kind]) -> tuple[int, ...] | None:
-    """Return what inputs are reshaped to; pictures and lists are not."""
+    """Return the shape to which inputs are reshaped. Pictures and lists are not reshaped."""
     if shape is None or any(kind.name in ("picture", "list") for kind in kinds):
         return None
     size = sum(kind.size for kind in kinds)

@@ -36,9 +36,10 @@ REASONS = (
 class SampleField:
     """One column of samples.
 
-    values: numbers (N, ...); of a ragged column all its values, and ends (N,) where each row ends in them. missing:
-    (M, 2) rows without a value, rising, and why. shapes: (N, dimensions) of lists inside lists. convert: makes of the
-    values of a row what a sample holds; None: a copy. is_sequence: whether its lengths are those of the samples.
+    values: numbers (N, ...), or all values of a ragged column. ends: (N,) the end of each row in a ragged column.
+        missing: (M, 2) rows without a value, in rising order, each with the reason. shapes: (N, dimensions) of nested
+        lists. convert: converts the values of a row to the value in a sample. None: they are copied. is_sequence:
+        whether the lengths of this column are those of the samples.
     """
 
     name: str
@@ -53,7 +54,7 @@ class SampleField:
         return len(self.values if self.ends is None else self.ends)
 
     def count_lengths(self) -> Array:
-        """Return how long each row is, (N,) int64."""
+        """Return the length of each row, (N,) int64."""
         assert self.ends is not None
         return np.diff(self.ends, prepend=0) if self.shapes is None else np.array(self.shapes[:, 0])
 
@@ -62,7 +63,7 @@ class SampleField:
         return [array for array in (self.values, self.ends, self.shapes) if array is not None]
 
     def rows_of_one_shape(self) -> Array | None:
-        """Return the column as (N, ...) if all its rows have one shape and a value, else None."""
+        """Return the column as (N, ...) if all rows have a value and the same shape; else None."""
         if len(self.missing) or (self.convert is not None and self.ends is not None):
             return None
         if self.ends is None:
@@ -79,7 +80,7 @@ class SampleField:
         return self.ends is None or (self.shapes is None and self.convert is None)
 
     def rows(self, numbers: Array) -> Tensor | RaggedRows | None:
-        """Return some rows of numbers, lists before they are copied; None if a row has no value."""
+        """Return some rows of numbers, with lists not yet copied; None if a row has no value."""
         if len(self.missing) and np.isin(numbers, self.missing[:, 0]).any():
             return None
         if self.ends is None:
@@ -89,7 +90,7 @@ class SampleField:
         return RaggedRows(np.asarray(self.values), begins, ends[numbers] - begins)
 
     def cell(self, row: int, where: Where, cut: Cut | None = None) -> Any:
-        """Return the value of a row. where: names it. cut: takes the part of a list that is copied."""
+        """Return the value of a row. where: names the row. cut: returns the part of a list that is copied."""
         if len(self.missing):
             position = int(np.searchsorted(self.missing[:, 0], row))
             if position < len(self.missing) and self.missing[position, 0] == row:
@@ -108,7 +109,7 @@ class SampleField:
 
 @dataclass(frozen=True)
 class DecodePicture:
-    """Makes a tensor of the bytes of a picture."""
+    """A converter from the bytes of a picture to a tensor."""
 
     form: Form
 
@@ -125,7 +126,7 @@ def decode_text(values: Array, where: Where) -> str:
 
 
 def number_of(values: Any, where: Where) -> Any:
-    """Return a Python number."""
+    """Return the value as a Python number."""
     return values.item()
 
 
@@ -137,9 +138,9 @@ def convert_tensor(values: Any, where: Where) -> Tensor:
 class StoredSamples:
     """Samples of stored columns.
 
-    names: of the columns as fields of a sample. pack: makes a sample of their values. columns: makes of their rows of
-    one shape what is gathered without reading them one by one; None: there is no such form. where: names a cell by
-    its column and row.
+    names: the columns, which are fields of a sample. pack: builds a sample from their values. columns: builds columns
+        for batches from rows of one shape, which are gathered at once. None: samples are read one by one. where:
+        names a cell by its column and row.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class StoredSamples:
         return [self._sample(index, fields=fields) for index in indices]
 
     def read_cut(self, index: int, cut: Callable[[str, Any], Any]) -> Any:
-        """Return one sample of which `cut(name, values)` says what part of each list is copied."""
+        """Return one sample. `cut(name, values)` returns the part of each list that is copied."""
         self._check_files()
         return self._sample(index, cut)
 

@@ -1,4 +1,4 @@
-"""What is read of a table, its columns in the column store, and what its target is."""
+"""The chosen columns of a table and its target, and the columns in the column store."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ Categories = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class TableChoice(NamedTuple):
-    """What is read of a table.
+    """The chosen columns of a table.
 
-    dialect: of text. same_columns: the other columns must be the same in all files too. categories: columns of words,
-    each with its words; none: those that it has. gaps: columns with missing cells, which are 0; an input of their own,
-    `width=`, is 1 there. is_open: whether the training data may add categories and gaps, and drop columns.
+    dialect: that of a text table. same_columns: whether the other columns must be equal in all files too. categories:
+        columns of words with their words; empty: the words of the table. gaps: columns with missing cells. These are
+        0, and an input `width=` is 1 there. is_open: whether the training data may add categories and gaps, and drop
+        columns.
     """
 
     inputs: tuple[str, ...]
@@ -46,7 +47,7 @@ class TableChoice(NamedTuple):
 
     @property
     def usual_coding(self) -> Coding:
-        """Return how targets are encoded if there are several, or none."""
+        """Return the coding for several targets, or for none."""
         return Coding("float64" if self.target_dtype == "float64" else "float32")
 
     @property
@@ -61,32 +62,36 @@ class TableChoice(NamedTuple):
         return names
 
     def fill_of(self, column: str) -> float | None:
-        """Return what stands for a missing cell; None: it is an error."""
+        """Return the value that replaces a missing cell; None if a missing cell is an error."""
         return 0.0 if column in self.gaps else self.fill
 
 
 def load_table(
     files: Sequence[Path], choice: TableChoice, coding: Coding | None, num_bytes: int, build: Build
 ) -> StoredColumns:
-    """Return the columns of files, which a large table keeps in the store. coding: of the target in other files."""
+    """Return the columns of files. A large table stores them. coding: that of the target, if it was chosen on other
+    files.
+    """
     key = fingerprint_files(files, VERSION, choice, coding)
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return load_columns(key, f"{files[0]}{more}", num_bytes, build)
 
 
 def format_coding(coding: Coding) -> list[Any]:
-    """Return a coding as JSON holds it."""
+    """Return a coding as a JSON-compatible value."""
     return [coding.kind, coding.names, coding.num_classes]
 
 
 def read_coding(stored: StoredColumns) -> Coding:
-    """Return how the target of stored columns is encoded: its type, its class names and their number."""
+    """Return the coding of the target of stored columns: its type, its class names and their number."""
     kind, names, num_classes = stored.facts["coding"]
     return Coding(kind, tuple(names), num_classes)
 
 
 class FirstTargets(NamedTuple):
-    """The first targets of a table. column: its name. numbers: (N,). is_whole: whether they are all."""
+    """The first targets of a table. column: the name of the target. numbers: (N,). is_whole: whether these are all
+    targets.
+    """
 
     column: str
     numbers: Array
@@ -94,9 +99,9 @@ class FirstTargets(NamedTuple):
 
 
 def describe_quantities(node: Mapping[str, Any]) -> str:
-    """Return how many different real numbers the target of a table holds; "" if it holds classes or ids.
+    """Return how many different real numbers the target of a table has; "" if the target is classes or ids.
 
-    node: `data.train` of any format. DataError: the table cannot be read.
+    node: `data.train` of any format. Raise DataError if the table cannot be read.
     """
     names = {f"{__package__}.{name}.load": f"{__package__}.{name}" for name in FORMATS}
     module = names.get(str(node.get("_target_")))

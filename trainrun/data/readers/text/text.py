@@ -1,13 +1,13 @@
-"""`data=text`: a text as bytes, or as the tokens of a tokenizer, for models that predict the next one.
+"""`data=text`: a text as bytes, or as the tokens of a tokenizer, for models that predict the next token.
 
-blocks: windows of block_size + 1 tokens without gaps, from one end of the text to the other; neighbours
-    share one token, so that each is predicted once. What does not fill a window at the end is left out.
-lines, documents: each line or file is a sample of its own length. A line keeps its newline, which says
-    that it ends; what is shorter than two tokens has nothing to predict and is passed over.
-A sample is (inputs, target), both int64 (L,): target[i] is the token that follows inputs[i].
-The validation part is the end of the text, so that no neighbour of it is trained on.
+blocks: consecutive windows of block_size + 1 tokens. Neighbours share one token, so that each token is predicted
+    once. A rest at the end that fills no window is left out.
+lines, documents: each line or file is a sample of its own length. A line keeps its newline, which marks its end.
+    Samples of less than two tokens have nothing to predict and are left out.
+A sample is (inputs, target), both int64 (L,). target[i] is the token that follows inputs[i]. The validation part is
+the end of the text.
 
-Bits per byte = (loss in nats) / ln 2 / `bytes_per_token`, which is a mean over all of the text, its end too.
+Bits per byte = (loss in nats) / ln 2 / `bytes_per_token`, a mean over the whole text.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from trainrun.limits import BelowOne, Count
 class TextSamples:
     """Samples of a mapped file of tokens.
 
-    begins, ends: (N,) int64, the tokens of each sample, the last target among them.
-    lengths: (N,) int64, of inputs and target. num_classes: how many different tokens there are.
-    num_tokens: that are predicted. bytes_per_token: over the whole text.
+    begins, ends: (N,) int64, the range of tokens of each sample, including the last target.
+    lengths: (N,) int64, the length of inputs and target. num_classes: the number of different tokens.
+    num_tokens: the number of predicted tokens. bytes_per_token: the mean over the whole text.
     """
 
     thread_safe = True
@@ -73,7 +73,7 @@ class TextSamples:
         return window[:-1], window[1:]
 
     def read_cut(self, index: int, cut: Callable[[str, Any], Any]) -> tuple[Tensor, Tensor]:
-        """Return a part of one sample: only what `cut(name, tokens)` leaves of inputs and target is copied."""
+        """Return a part of one sample. Only the tokens that `cut(name, tokens)` returns are copied."""
         found = self._mapped()[int(self._begins[index]) : int(self._ends[index])]
         inputs, target = cut("inputs", found[:-1]), cut("target", found[1:])
         return torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(target.astype(np.int64))
@@ -89,7 +89,7 @@ class TextSamples:
         return [(window[:-1], window[1:]) for window in windows.unbind()]
 
     def as_rows(self) -> Columns | None:
-        """Return blocks as rows of the token file, to gather many at once. Targets start one token after the inputs."""
+        """Return blocks as rows of the token file, to gather many at once. Targets begin one token after the inputs."""
         return self._open_columns() if self._text.kind == "blocks" else None
 
     def _open_columns(self) -> Columns:
@@ -101,7 +101,7 @@ class TextSamples:
         return Columns(values, (), tuple, again=self._open_columns, int_dtype=torch.int64, unsigned=unsigned)
 
     def describe(self, index: int) -> str:
-        """Return file and line of a sample; for a block the position of its first token in the file."""
+        """Return file and line of a sample. For a block, return the position of its first token in the file."""
         begin, tokens = int(self._begins[index]), self._tokens
         file = int(np.searchsorted(tokens.file_ends, begin, side="right"))
         name, start = self._text.files[file], int(tokens.file_ends[file - 1]) if file else 0
@@ -130,9 +130,9 @@ def load(path: str | None, kind: Literal["blocks", "lines", "documents"] = "bloc
          cache_dir: str | None = None) -> Splits:  # fmt: skip
     """Return the splits.
 
-    path: a file, a pattern or a folder; plain or gzip. None: Python's own sources.
-    block_size: tokens in a sample, for blocks. max_bytes: only so much of the text is read.
-    cache_dir: see `open_token_file`; None: ~/.cache/trainrun/text. tokenizer: a file, or see `trained_tokenizer`.
+    path: a file, a pattern or a folder, plain or gzip. None: the sources of Python's standard library.
+    block_size: tokens in a sample, for blocks. max_bytes: the part of the text that is read.
+    cache_dir: see `open_token_file`. None: ~/.cache/trainrun/text. tokenizer: a file, or see `trained_tokenizer`.
     """
     found = SplitRequest(path, val_path, test_path, val_fraction).find_files(TEXTS, find_text_files)
     held = None
@@ -171,7 +171,7 @@ def load(path: str | None, kind: Literal["blocks", "lines", "documents"] = "bloc
 def find_sample_bounds(
     tokens: TokenFile, kind: str, block_size: int, part: Part
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return the begins and ends of the samples of a split, (N,) each."""
+    """Return the first tokens and the ends of the samples of a split, (N,) each."""
     middle = tokens.num_training
     if kind == "blocks":
         begin, end = _cut(len(tokens), part, middle)
@@ -185,9 +185,7 @@ def find_sample_bounds(
 
 
 def find_tokenizer(node: Mapping[str, Any]) -> str:
-    """Return the path of the tokenizer that is trained for a `data.train` node. It is trained if it is not cached
-    yet.
-    """
+    """Return the path of the trained tokenizer of a `data.train` node. Train the tokenizer if it is not cached."""
     arguments = {name: node[name] for name in ("val_path", "test_path", "val_fraction") if name in node}
     request = SplitRequest(node.get("path"), **{"val_fraction": 0.1, **arguments})
     found = request.find_files(TEXTS, find_text_files)
@@ -197,12 +195,12 @@ def find_tokenizer(node: Mapping[str, Any]) -> str:
 
 
 def read_held_share(found: SplitFiles) -> float:
-    """Return the share at the end of the training text that validates, which no tokenizer may see."""
+    """Return the fraction of the text that is held out at its end. A tokenizer must not see it."""
     return found.request.val_fraction if found.holds_out else 0.0
 
 
 def _cut(number: int, part: Part, middle: int | None) -> tuple[int, int]:
-    """Begin and end of the part among `number` tokens or samples in their order. middle: where validation begins."""
+    """Return the begin and end of a split among `number` tokens or samples. middle: the begin of the validation."""
     if part.is_own:
         return 0, number
     middle = number - round(number * part.of.request.val_fraction) if middle is None else middle

@@ -1,4 +1,4 @@
-"""Which files a text consists of, and their bytes in whole lines."""
+"""The files of a text, and their bytes in whole lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 
 
 def find_text_files(path: str | None, key: str, endings: Sequence[str] = TEXTS) -> tuple[Path, ...]:
-    """Return the files of a text; without a path, the sources of Python's standard library, without its tests."""
+    """Return the files of a text. The default is Python's standard library without its tests."""
     if path is not None:
         return list_files(path, key, endings)
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -45,9 +45,9 @@ def is_packed(file: Path) -> bool:
 
 
 def iterate_chunks(files: Sequence[Path], max_bytes: int | None) -> Iterator[tuple[int, bytes]]:
-    """Yield (file number, bytes). Each chunk ends with a line or with the file; after `max_bytes` none follows.
+    """Yield (file number, bytes). Each chunk ends with a line or with the file. At most `max_bytes` are read.
 
-    Every file that is reached gives at least one chunk. Files that begin as gzip does are unpacked.
+    Every file that is read gives at least one chunk. gzip files are recognised by their first bytes and unpacked.
     """
     left = max_bytes
     for number, file in enumerate(files):

@@ -1,7 +1,7 @@
-"""One long file of tokens, mapped into memory: made once from a text and kept, or the text itself.
+"""One long file of tokens that is mapped into memory: the text itself, or tokens that are stored once.
 
-Bytes of one plain file need nothing made: the file is its tokens. Of several files, of packed ones and
-with a tokenizer, the tokens are stored once, see `column_store`.
+The bytes of a single plain file are its tokens. For several files, packed files or a tokenizer, the tokens are stored
+once, see `column_store`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Ends = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Text:
-    """Which text, and how it becomes samples.
+    """A text, and how it is divided into samples.
 
-    kind: "blocks", "lines" or "documents". tokenizer: a file of Hugging Face tokenizers; None: bytes. held: the share
-    at the end that a tokenizer trained on the rest has not seen, where the text is cut for it.
+    kind: "blocks", "lines" or "documents". tokenizer: a file of Hugging Face tokenizers. None: bytes. held: the
+        fraction at the end that a tokenizer trained on this text has not seen.
     """
 
     files: tuple[Path, ...]
@@ -48,10 +48,11 @@ class Text:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """Mapped tokens. vocabulary: how many different ones there may be. num_training: of the part that is not held.
+    """Mapped tokens. vocabulary: the largest number of different tokens. num_training: the tokens of the part that is
+    not held out.
 
-    num_bytes: of the text. file_ends: (files reached,) the token behind each file's last.
-    sample_ends: (N,) the same for lines or documents; empty for blocks.
+    num_bytes: the size of the text. file_ends: (files,) the end of each file that is read, in tokens.
+    sample_ends: (N,) the end of each line or document, in tokens; empty for blocks.
     """
 
     values: Values
@@ -70,7 +71,7 @@ def find_text_cache(cache_dir: str | None) -> Path:
 
 
 def open_token_file(text: Text, cache_dir: str | None) -> TokenFile:
-    """Return the file of tokens of a text; it is built if it is not cached.
+    """Return the file of tokens of a text. Build it if it is not cached.
 
     Raise DataError if a file or the tokenizer cannot be read, or the cache cannot be written.
     """
@@ -130,8 +131,10 @@ def _check_lines(file: Path, number: int) -> None:
 
 
 def write_tokens(text: Text, tokens: Tokens, writer: ColumnWriter) -> dict[str, Any]:
-    """Read a text into a writer: `tokens`, `file_ends` and `sample_ends`. Return the facts: `num_bytes` of the text,
-    and `num_training` tokens of the part that is not held."""
+    """Write `tokens`, `file_ends` and `sample_ends` of a text.
+
+    Return the facts: `num_bytes` of the text, and `num_training`, the tokens of the part that is not held out.
+    """
     num_tokens, num_bytes, num_lines, num_training = 0, 0, 0, 0
     end = None if text.held is None else find_training_end(text.files, text.kind, text.max_bytes, text.held)
     file_ends: dict[int, int] = {}

@@ -21,7 +21,9 @@ Values = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Tokens:
-    """vocabulary: one more than the largest token. encode: the tokens of each text; None: bytes. decode: back."""
+    """A conversion between text and tokens. vocabulary: one more than the largest token. encode: returns the tokens
+    of each text. None: bytes. decode: returns the text of tokens.
+    """
 
     vocabulary: int
     encode: Callable[[list[str]], list[list[int]]] | None = None
@@ -29,7 +31,7 @@ class Tokens:
 
     @property
     def dtype(self) -> str:
-        """Return the smallest integer type that holds every token."""
+        """Return the smallest integer type that can represent every token."""
         return "uint8" if self.vocabulary <= 2**8 else "uint16" if self.vocabulary <= 2**16 else "int32"
 
 
@@ -68,7 +70,7 @@ def encode_chunk(
 ) -> tuple[Values, Values]:
     """Encode some whole lines. With `by_line`, also return the position after the last token of each line.
 
-    is_cut: the content may end inside a character, which is then left out.
+    is_cut: whether the content may end inside a character. Such a character is left out.
     """
     if tokens.encode is None:
         values = np.frombuffer(content, np.uint8)
@@ -98,7 +100,7 @@ def decode_text_block(content: bytes, is_cut: bool, file: Path) -> str:
 
 
 def _join_lines(lines: list[str]) -> list[str]:
-    """Join lines to pieces, so that the cores can share the work."""
+    """Join lines to larger pieces, so that several cores can work on them."""
     pieces, current, size = [], [], 0
     for line in lines:
         current.append(line)

@@ -1,9 +1,10 @@
-"""`data.train.tokenizer=bpe:4096`: byte-level BPE trained on the training part of a text, made once and kept.
+"""`data.train.tokenizer=bpe:4096`: byte-level BPE, trained once on the training part of a text.
 
-When: text of one's own, of one language or kind; a vocabulary of 1,000 to 8,000 is enough for some megabytes.
-When not: a pretrained model, which has a tokenizer of its own.
-How: validation and test text is never looked at: the text is cut by bytes, between characters (lines, documents), and
-the same cut divides the samples. The same text and size give the same file. `bpe:4096@FILE` is one that is there.
+When: text of one's own, of one language or kind. A vocabulary of 1,000 to 8,000 is enough for some megabytes.
+When not: a pretrained model, which has its own tokenizer.
+How: the text is divided by bytes, between characters (lines, documents), in the same way as the samples. So
+validation and test text is never read. The same text and size give the same file. `bpe:4096@FILE` uses an existing
+file.
 Source: Sennrich et al. 2016 (arXiv:1508.07909); bytes as the first tokens: GPT-2.
 """
 
@@ -100,8 +101,8 @@ def divide_chunks(
 ) -> Iterator[tuple[int, bytes, bool]]:
     """Yield (file number, bytes, whether they belong to the training part).
 
-    The chunk in which the training part ends is cut in two, after a line, or between two characters if it has no
-    line end.
+    The chunk in which the training part ends is divided after a line. Without a line end it is divided between two
+    characters.
     """
     seen = 0
     for number, content in chunks:
