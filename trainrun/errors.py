@@ -50,7 +50,7 @@ class CheckpointError(TrainrunError):
 
 
 class SaveError(CheckpointError):
-    """The error that a run cannot write its files, because the disk is full or gone. The settings were right."""
+    """The error for a run that cannot write its files, because the disk is full or was removed."""
 
     exit_code = EXIT_FAILED
 
@@ -76,7 +76,7 @@ class LostContact(LaunchError):
 
 
 class MeetingFailed(LostContact):
-    """Ranks did not come, or cannot be reached, before the first step."""
+    """The error for ranks that did not connect, or cannot be reached, before the first step."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)

@@ -146,7 +146,9 @@ class RunContext:
 
 
 def check_targets(config: RunConfig) -> None:
-    """Bind every open node to the signature of its target. Raise ConfigError with all faults."""
+    """Bind the arguments of every `_target_` node to the signature of its target. Raise ConfigError with all
+    faults.
+    """
     data = config.data
     transforms = {name: getattr(data, name) for name in ("transform", "val_transform", "test_transform")}
     nodes: dict[str, Any] = {

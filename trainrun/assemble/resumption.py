@@ -1,4 +1,4 @@
-"""What a run takes from another run: the state of a checkpoint, or the network of a teacher."""
+"""Load parts of another run: the state of a checkpoint, or the network of a teacher."""
 
 from __future__ import annotations
 

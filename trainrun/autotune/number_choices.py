@@ -1,15 +1,16 @@
-"""`auto` of precision and trainer.num_threads: the rule's choice, or what is measured to be faster.
+"""Choose the number type and the number of threads of a run by short measurements in a child process.
 
-what: forward and backward of the first batch, in `32-true` and `bf16-mixed` in turns; the latter is taken where it is
-    surely 10 % faster. Then the usual number of threads, its root and one; fewer are taken where they are surely 1.2x
-    as fast, so that a quiet machine always takes the same. All of it in a child process that is thrown away.
-when: runs long enough; at most 0.5 s and 1 % of the run for number types, half of that for threads.
-when not: short runs, resumes and evaluation (which take what the run began with), what is named, compiled, recomputed
-    or deterministic steps, steps of more than 60 ms, iterable sources (a sample that is read is gone, if it came from a
-    pipe), and where no child can be forked (on a GPU): there the rules stay.
-source: a tiny network spends its time in the casts; two threads next to busy processes each wait for the other to be
+what: float32 and bfloat16 autocast are timed, and bfloat16 is chosen if it is certainly at least 10 % faster. Then
+    torch's default number of threads, its square root, and one thread are timed. Fewer threads are chosen if they
+    are certainly at least 1.2x as fast. So the choice on a quiet machine is always the same.
+when: runs that are long enough. The budget is 0.5 s and 1 % of the run for number types, and half of that for
+    threads.
+when not: short runs; resumes and evaluations, which use the choices of the run; settings that the user typed;
+    compiled, recomputed or deterministic steps; steps of more than 60 ms; iterable sources, whose samples could be
+    lost; no safe fork, as on a GPU. Rules decide there.
+source: a tiny network spends its time in casts. Two threads beside busy processes wait for each other to be
     scheduled.
-gain: none over the better of the two named by hand; it spares finding out.
+gain: none over the better one of the two if the user types it.
 """
 
 from __future__ import annotations

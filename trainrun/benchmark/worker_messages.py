@@ -74,11 +74,12 @@ class RunInfo:
 
     unit: of an item (`samples`, `tokens`). engine, number: the data engine and its number of readers; "" for a
         custom stream.
-    total_steps, val_every: in steps; None without an end or without validations. layers: class names of all modules.
+    total_steps, val_every: in steps; None without an end or without validations. layers: class names of all
+        modules.
     thread_safe: whether threads may read the data. reads_ahead: whether batches are read during the training.
-        padded: the number of positions divided by that of batches with similar lengths. sample_positions: positions
-        of one sample, including padding. Both are 0 if lengths are unknown. one_graph: whether a step of the task
-        can be one graph.
+    padded: the positions of batches, relative to batches of samples with similar lengths. sample_positions: the
+        positions of one sample, including padding. Both are 0 if lengths are unknown. one_graph: whether a step of
+        the task can be one graph.
     """
 
     unit: str

@@ -130,13 +130,13 @@ class Ranking:
 
 
 class Mirror(Protocol):
-    """What copies committed checkpoints to another place, in the background: see `mirror.py`."""
+    """A copier of committed checkpoints to another store, in the background; see `ObjectStoreMirror`."""
 
     def offer(self, folder: Path) -> None:
-        """Take a committed checkpoint."""
+        """Queue a committed checkpoint for the copy."""
 
     def finish(self) -> None:
-        """Wait until what was offered is copied; no longer than that makes progress."""
+        """Wait until all queued checkpoints are copied, as long as the copy makes progress."""
 
     def take_notes(self) -> list[str]:
         """Return messages since the last call."""

@@ -140,7 +140,7 @@ class ObjectStoreMirror:
                     self._changed.notify_all()
 
     def _report(self, text: str) -> None:
-        """Note a failure, unless the upload before failed too."""
+        """Report a failed upload, unless the previous upload failed too."""
         with self._changed:
             if not self._has_failed:
                 self._notes.append(f"{KEY}={self.url}: {text}")
@@ -274,7 +274,7 @@ def fetch_run(url: str, say: Callable[[str], None]) -> Path:
 
 
 def check_same_run(url: str, folder: Path, newest: str) -> None:
-    """Raise ConfigError if a folder holds something else than the run, or an older state of it."""
+    """Raise ConfigError if a folder has other files than the run, or an older state of the run."""
     steps = list_committed_steps(folder / "checkpoints")
     is_run = RunDir(folder).config.is_file()
     if not is_run or not steps or format_folder_name(steps[-1]) < newest:
@@ -308,7 +308,7 @@ def download(store: Any, root: str, steps: list[str], folder: Path, say: Callabl
 
 
 def download_step(store: Any, source: str, folder: Path) -> Path:
-    """Download one checkpoint, all of it or nothing; return its folder. Raise CheckpointError."""
+    """Download one checkpoint completely, or not at all."""
     manifest = store.cat_file(f"{source}/{MANIFEST}")
     files = parse_manifest(manifest, f"{source}/{MANIFEST}").files
     download_files(store, source, folder, files)

@@ -137,8 +137,8 @@ def read_nested_value(values: dict[str, Any], key: str) -> Any:
 def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
     """Return saved values with each reference to another setting replaced by its value.
 
-    Raise ValueError for references that no run saves: to nothing, to a section, inside a list, in a circle, or to so
-    many long lists that they would fill the memory.
+    Raise ValueError for references that no run saves: to a missing setting, to a section, inside a list, in a
+    circle, or to lists that would fill the memory.
     """
     num_values = 0
 

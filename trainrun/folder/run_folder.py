@@ -38,7 +38,7 @@ IDENTITY_KINDS: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What ranks need besides the config: `job.json` in the run folder.
+    """The facts that ranks need besides the config: `job.json` in the run folder.
 
     paths: where the user's modules are found. resume: continue from the newest checkpoint. began: the start of the
         run's time (`time.perf_counter()`), not passed to ranks; None for the start of this process. typed: the

@@ -43,7 +43,7 @@ class RankActor:
             return ray.util.get_node_ip_address(), listener.getsockname()[1]
 
     def start(self, words: Sequence[str], folder: Path, variables: dict[str, str]) -> None:
-        """Start the rank in the working directory `folder`. It is asked to stop if this actor exits."""
+        """Start the rank in the working directory `folder`. It receives SIGTERM if this actor exits."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "trainrun", *words],
             cwd=folder, env={**os.environ, **variables},

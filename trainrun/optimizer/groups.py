@@ -54,11 +54,7 @@ class GroupRules:
 
 
 class SharedOptions(NamedTuple):
-    """What the parameters of a group have in common. In sorted order, the group with the usual options is the first.
-
-    entry: the index of the entry of `groups`, -1 for none. above: the number of layers above theirs. undecayed:
-        whether they have no weight decay because of their kind.
-    """
+    """The common options of the parameters of a group."""
 
     entry: int
     above: int

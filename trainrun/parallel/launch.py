@@ -284,7 +284,7 @@ def is_any_failed(ranks: list[Rank]) -> bool:
 def check_for_hang(ranks: list[Rank], run_dir: RunDir, seconds: float) -> None:
     """Raise RankFailed for a rank that still runs although the others exited normally, after it printed its stacks.
 
-    A rank that was stopped is asked to continue.
+    A suspended rank is continued first (SIGCONT).
     """
     for number in (signal.SIGQUIT, signal.SIGCONT):
         send_signal(ranks, number)

@@ -118,7 +118,7 @@ def report_failure(run_dir: RunDir, rank: int, error: Exception) -> None:
 
 
 def read_failure(run_dir: RunDir, rank: int) -> Failure | None:
-    """Return what the error file of a rank says; None without one."""
+    """Return the failure in a rank's error file; None if there is no file."""
     path = run_dir.rank_error(rank)
     return Failure(**read_json(path)) if path.exists() else None
 

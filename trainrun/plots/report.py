@@ -39,7 +39,7 @@ MOST_SAMPLES = 40  # of text
 def draw_report(run: RunDir) -> Path:
     """Write the facts, the curves and the predictions of the run to `report.html`. Return its path.
 
-    Raises DataError if the metrics file is damaged, OSError without one.
+    Raise DataError if the metrics file is damaged, and OSError if there is no metrics file.
     """
     history = read_history(run)
     name = str(history.facts.get("name") or run.root.name)

@@ -97,8 +97,8 @@ def job_words(words: list[str], folder: Path) -> list[str]:
 def earlier_seconds(noted: float | None, said: object) -> float:
     """Return the seconds of a job's earlier attempts, the larger of two measurements.
 
-    noted: by the sweep, with start-up and end, without attempts during which the sweep was killed. said: by the job's
-    own status, of all attempts.
+    noted: measured by the sweep, with start-up and end, without attempts during which the sweep was killed. said:
+        the value in the job's own status, of all attempts.
     """
     return max(noted or 0.0, finite_or_none(said) or 0.0)
 

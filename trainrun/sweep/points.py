@@ -55,7 +55,7 @@ class SweepPoint:
 
 
 def half_of_mean(values: Sequence[float]) -> float | None:
-    """Return half of Student's 95 % interval of a mean; None for fewer than two values."""
+    """Return half of the width of Student's 95 % interval of a mean; None for fewer than two values."""
     if len(values) < 2:
         return None
     mean = fmean(values)

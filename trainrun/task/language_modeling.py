@@ -26,15 +26,15 @@ from trainrun.task.dict_batches import inspect_forward, unwrap_model
 class LanguageModeling:
     """Cross-entropy of logits (B, T, V) against targets (B, T). An item is a target token, so means are per token.
 
-    A batch without targets is shifted here: the target of a token is the next token of the same segment; padding has
-    none.
+    If a batch has no targets, they are made here: the target of a token is the next token of the same segment.
+    Padding has no target.
 
     bytes_per_token: the divisor for `bpb` (bits per byte); 1 for bytes; None for no `bpb`.
     loss_chunks: the number of chunks in which the logits are computed and dropped (see `compute_chunked_loss`).
-    `auto` is 1
-        if they fit into the memory that the runner allows (`limit_memory`), or if the model does not support it.
+        `auto` is 1 if all logits fit into the memory that the runner allows (`limit_memory`), or if the model does
+        not support chunks.
     shift_labels: True: the targets belong to the tokens at their own position, like `labels` of transformers, and
-        are shifted here. False: they are the next tokens already. None: the same, but targets equal to the inputs
+        are shifted here. False: they are already the next tokens. None: the same, but targets that equal the inputs
         are refused.
     """
 

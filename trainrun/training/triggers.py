@@ -176,7 +176,7 @@ class MetricTracker:
 
 
 class Due(NamedTuple):
-    """What is due after a step. log: whether the next step is a log point."""
+    """The actions that are due after a step. log: whether the next step is a log point."""
 
     validate: bool
     stop: bool

@@ -16,18 +16,21 @@ from trainrun.interfaces import Batches, MicroBatch, read_attached_fields
 
 
 class Augmentation(Protocol):
-    """`(batch, draws) -> batch`: the data of a micro-batch on the device, and its random numbers.
+    """A function `(batch, draws) -> batch` that changes the data of a micro-batch on the device. draws: its random
+    numbers.
 
-    It must leave the tensors that it gets as they are: they may belong to the data set. Randomness comes
-    from `draws` alone. An attribute `random = False` says that it belongs to evaluation too, where its
-    draws are always those of epoch 0; without it, it is applied in training only.
+    It must not change the tensors that it gets, because they may belong to the data set. It must use no other
+    random numbers. With the attribute `random = False` it is applied in evaluation too, always with the random
+    numbers of epoch 0.
     """
 
     def __call__(self, batch: Any, draws: Draws) -> Any: ...
 
 
 class NamedAugmentation(NamedTuple):
-    """key: as typed, `data.augment.crop`: for messages, and for the streams of random numbers."""
+    """An augmentation with its setting. key: as typed, `data.augment.crop`, for messages and for the random
+    streams.
+    """
 
     key: str
     apply: Augmentation
@@ -36,16 +39,16 @@ class NamedAugmentation(NamedTuple):
 
 def augment_batches(batches: Batches, augmentations: Sequence[NamedAugmentation], seed: int, training: bool,
               float_dtype: torch.dtype, number: int | None = None) -> Batches:  # fmt: skip
-    """Return the stream with its augmentations: all in training, those without randomness in evaluation.
+    """Return the stream with its augmentations: all in training, and those without random numbers in evaluation.
 
-    number: as in `Draws`.
+    number: see `Draws`.
     """
     chosen = [item for item in augmentations if training or not item.random]
     return Augmented(batches, chosen, seed, float_dtype, number) if chosen else batches
 
 
 class Augmented(Around):
-    """A stream with its batches augmented, in the order given; nothing else of it changes."""
+    """A stream whose batches are augmented in the given order."""
 
     def __init__(self, batches: Batches, augmentations: Sequence[NamedAugmentation], seed: int,
                  float_dtype: torch.dtype = torch.float32, number: int | None = None) -> None:  # fmt: skip

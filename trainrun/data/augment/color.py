@@ -1,7 +1,7 @@
-"""Brightness and contrast at random, each image by factors of its own.
+"""Random brightness and contrast, with different factors for each image.
 
-When: photographs, whose light differs from one to the next. When not: pixels that measure something, as a height or a
-density. Source: ColorJitter of torchvision, without hue and saturation.
+When: photographs, whose light differs. When not: pixels that measure something, such as a height or a density.
+Source: ColorJitter of torchvision, without hue and saturation.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trainrun.limits import Fraction
 
 
 class ColorJitter:
-    """Multiply all pixels of an image by a factor, then their distances from its mean by another.
+    """Multiply all pixels of an image by a factor. Then multiply their distances from its mean by another factor.
 
-    brightness, contrast: b and c. The factors are drawn uniformly from 1 - b to 1 + b, and from 1 - c to 1 + c. Images
-    are meant as they are scaled, from 0 to 1 or in bytes, so `Normalize` stands behind. Bytes stay bytes, cut off at 0
-    and 255; floating-point values are not cut off.
+    brightness, contrast: b and c. The factors are uniform from 1 - b to 1 + b, and from 1 - c to 1 + c. Images must
+        be from 0 to 1 or in bytes, so put `Normalize` after this. Bytes are clipped at 0 and 255. Floating-point
+        values are not clipped.
     """
 
     random = True

@@ -1,8 +1,9 @@
-"""Random crop with padding: every image is shifted by a few pixels, zeros come in; in a map of classes, ignored ones.
+"""Random crop with padding: every image is shifted by a few pixels. New pixels are 0, or ignored in a map of
+classes.
 
-When: small images whose object keeps its class wherever it stands. When not: where the place is the answer.
-Source: He et al. 2015 (https://arxiv.org/abs/1512.03385). After `Normalize` the zeros are the mean colour,
-before it they are black.
+When: small images whose class does not depend on the position of the object. When not: the position is the target.
+Source: He et al. 2015 (https://arxiv.org/abs/1512.03385). After `Normalize` the zeros are the mean colour, before
+it they are black.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from trainrun.limits import Count
 
 
 class RandomCrop:
-    """Pads every side by `padding` zeros and cuts the old size out at a random place. Any number type.
+    """Pad every side by `padding` zeros and cut the old size at a random position. It works for any number type.
 
-    ignored: what comes into a map of classes (B, H, W), as task.ignore_index."""
+    ignored: fills new pixels of a map of classes (B, H, W), such as task.ignore_index.
+    """
 
     random = True
 
@@ -54,9 +56,8 @@ class RandomCrop:
 def cut_out(images: Tensor, places: Tensor, padding: int) -> Tensor:
     """Cut windows of the original size from padded images. places: (B, 2) int64, first row and column of each.
 
-    All windows are gathered at once, from the padded images seen as one line of numbers. On a CPU that is 2.6 to 9
-    times as
-    fast as indexing with `unfold` (128x1x28x28 float32 0.09 ms, 32x3x224x224 uint8 0.5 ms).
+    All windows are gathered at once from the flattened images. On a CPU that is 2.6 to 9 times as fast as indexing
+    with `unfold` (128x1x28x28 float32 0.09 ms, 32x3x224x224 uint8 0.5 ms).
     """
     num, channels, height, width = images.shape
     item = channels if is_channels_last(images) else 1  # numbers that stand together in memory

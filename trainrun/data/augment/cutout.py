@@ -1,7 +1,7 @@
-"""Cutout: a square of zeros at a random place, so that no single part of an image decides.
+"""Cutout: a square of zeros at a random position, so that the class does not depend on a single part of an image.
 
-When: small images and long training. When not: the class may hang on a detail. Source: DeVries and Taylor 2017
-(https://arxiv.org/abs/1708.04552). After `Normalize` the square has the mean colour, before it it is black.
+When: small images and long training. When not: the class may depend on a detail. Source: DeVries and Taylor 2017
+(https://arxiv.org/abs/1708.04552). After `Normalize` the square has the mean colour, before it the square is black.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trainrun.limits import Count
 
 
 class Cutout:
-    """A square of size x size pixels, its centre anywhere in the image, so that part of it may lie outside."""
+    """Cover a square of size x size pixels. Its centre is anywhere in the image, so a part of it may be outside."""
 
     random = True
 

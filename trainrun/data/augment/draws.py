@@ -1,8 +1,8 @@
-"""Random numbers for the samples of a batch, each a pure function of seed, epoch, index and name.
+"""Random numbers for the samples of a batch. Each is a pure function of seed, epoch, index and name.
 
-A counter-based generator: the finalizer of SplitMix64 (Steele, Lea and Flood 2014, with the constants of
-Stafford's mix 13) over `key + index * golden ratio`. A key is a BLAKE2 hash of seed, epoch, name and column,
-so streams share nothing. Only integers are computed, modulo 2^64, so every device gives the same bits.
+A counter-based generator: the finalizer of SplitMix64 (Steele, Lea and Flood 2014, with the constants of Stafford's
+mix 13) over `key + index * golden ratio`. A key is a BLAKE2 hash of seed, epoch, name and column, so streams are
+independent. Only integers are computed, modulo 2^64, so every device gives the same bits.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ QUANTILES = 4096
 
 @dataclass(frozen=True)
 class Draws:
-    """Numbers for the samples `indices` (B,) int64; which other samples are in the batch does not matter.
+    """Random numbers for the samples `indices` (B,) int64. They do not depend on the other samples of the batch.
 
-    They are computed on the host, in NumPy, which takes a quarter of torch's time for so few numbers, and returned
-    on `device` (None: where `indices` lie) without waiting for it. A name stands for one stream, and the same name
-    gives the same numbers again; column j is the same for every n.
-    float_dtype: what the floating-point data of the run has, for augmentations that make some.
-    stream: put before every name. number: of all samples, where one that comes again is counted on from there.
+    They are computed on the host with NumPy, which takes a quarter of torch's time for so few numbers. They are
+    copied to `device` (None: that of `indices`) without waiting for it. A name selects a stream, and the same name
+    gives the same numbers again. Column j is the same for every n.
+    float_dtype: the floating-point type of the run.
+    stream: a prefix of every name. number: the number of samples. The index of a repeated sample is increased by
+        it.
     """
 
     seed: int
@@ -42,7 +43,7 @@ class Draws:
     number: int | None = None
 
     def named(self, name: str) -> Draws:
-        """Return draws with random streams of their own, for example for one of several augmentations."""
+        """Return draws with separate random streams, for example for one of several augmentations."""
         return replace(self, stream=f"{self.stream}{name}/")
 
     def ignore_epoch(self) -> Draws:
@@ -70,14 +71,14 @@ class Draws:
         return self._copy_to_device((self.words(name, n) >> 40).astype(np.float32) * np.float32(2.0**-24))
 
     def normal(self, name: str, n: int = 1) -> Tensor:
-        """Draw (B, n) of `float_dtype` with mean 0 and variance 1: the inverse distribution at 2^24 places, up to
+        """Draw (B, n) of `float_dtype` with mean 0 and variance 1: the inverse distribution at 2^24 points, up to
         5.4.
         """
         places = torch.from_numpy(((self.words(name, n) >> 40).astype(np.float64) + 0.5) * 2.0**-24)
         return self._copy_to_device(torch.special.ndtri(places).to(self.float_dtype).numpy())
 
     def integers(self, name: str, low: int, high: int, n: int = 1) -> Tensor:
-        """Draw (B, n) int64 in low..high-1. No value is likelier than another by more than (high - low) / 2^32."""
+        """Draw (B, n) int64 in low..high-1. Probabilities differ by at most (high - low) / 2^32."""
         assert 0 < high - low <= 2**31, f"integers from {low} below {high}: one to 2^31 values"
         scaled = ((self.words(name, n) >> 32) * np.uint64(high - low)) >> 32
         return self._copy_to_device(scaled.astype(np.int64) + low)
@@ -104,7 +105,7 @@ class Draws:
 
 @lru_cache(maxsize=64)
 def sample_keys(seed: int, epoch: int, stream: int, n: int) -> tuple[int, ...]:
-    """Return a key for each of n columns, the same throughout an epoch."""
+    """Return a key for each of n columns. The keys are the same for all samples of an epoch."""
     return tuple(derive_seed(seed, epoch, stream, column) for column in range(n))
 
 
@@ -112,9 +113,9 @@ def sample_keys(seed: int, epoch: int, stream: int, n: int) -> tuple[int, ...]:
 def compute_beta_quantiles(alpha: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """Return the quantiles i/4096 of Beta(alpha, alpha), (4097,) float32, for alpha up to 8.
 
-    The density of s = (2 x)^alpha on the lower half is (1 - x)^(alpha - 1), up to a factor. It is bounded, where that
-    of x has
-    a pole for alpha < 1. It is summed up by trapezoids; the upper half mirrors the lower.
+    On the lower half, the density of s = (2 x)^alpha is (1 - x)^(alpha - 1), up to a factor. It is bounded, while
+    the density of x has a pole for alpha < 1. It is integrated by trapezoids. The upper half mirrors the lower
+    half.
     """
     assert 0 < alpha <= 8
     s = np.linspace(0, 1, 2**14 + 1) ** max(1.0, alpha)  # for alpha > 1 the density falls fast at 0

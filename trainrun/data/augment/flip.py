@@ -1,8 +1,9 @@
-"""Horizontal flips: at random, or by turns. Targets that are maps of the pixels are mirrored with their image.
+"""Horizontal flips: at random, or in alternate epochs. Targets that are maps of the pixels are flipped with their
+image.
 
-When: the mirror image of a class is that class (clothes, animals). When not: letters, digits, left and right.
-Source of the turns: Jordan 2024 (https://arxiv.org/abs/2404.00498), who flips half of the images in the first
-epoch and from then on every image in every second epoch: no image is seen twice the same way in a row.
+When: the mirror image has the same class (clothes, animals). When not: letters, digits, left and right.
+Source of alternating flips: Jordan 2024 (https://arxiv.org/abs/2404.00498). Half of the images are flipped in the
+first epoch. From then on every image is flipped in every second epoch.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class AlternatingFlip:
 
 
 def flip_images(images: Tensor, which: Tensor) -> Tensor:
-    """Return the images, with those of `which` (B,) bool mirrored.
+    """Return the images, flipped where `which` (B,) bool is True.
 
-    Whole images are picked from both versions, which is up to 4 times as fast on a CPU as `torch.where`.
+    Whole images are selected from both versions, which is up to 4 times as fast on a CPU as `torch.where`.
     """
     ordered = as_contiguous(images)
     both = torch.cat((ordered, ordered.flip(2 if is_channels_last(images) else 3)))

@@ -1,4 +1,4 @@
-"""The images and the targets inside a batch, and images as they lie in memory."""
+"""Find and replace the images and the targets of a batch, and handle the memory layout of images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, choose_input_key, choos
 def get_images(batch: Any) -> Tensor:
     """Return the images (B, C, H, W): the batch itself, the first element of a tuple or list, or a field of a dict.
 
-    Raise DataError, without the key, if it has none.
+    Raise DataError, without a setting, if the batch has no images.
     """
     place = find_images_key(batch)
     inputs = batch if isinstance(batch, Tensor) else None if place is None else batch[place]
@@ -33,9 +33,10 @@ def get_images(batch: Any) -> Tensor:
 
 
 def find_images_key(batch: Any) -> Any:
-    """Return where the images lie in a batch: 0, or a key. None: nowhere, or the batch itself is the images.
+    """Return the key of the images in a batch: 0, or a field. None: there are no images, or the batch itself is the
+    images.
 
-    Of several inputs in a dict (pixel_values beside input_ids) those are meant that have the shape of images.
+    If a dict has several inputs (pixel_values beside input_ids), those with the shape of images are chosen.
     """
     if isinstance(batch, Mapping):
         pictures = [key for key in batch if isinstance(batch[key], Tensor) and batch[key].ndim == 4]
@@ -49,14 +50,14 @@ def replace_images(batch: Any, images: Tensor) -> Any:
 
 
 def find_target_key(batch: Any) -> Any:
-    """Return where the target lies in a batch: 1, or the key that the loss reads too. None: it has none."""
+    """Return the key of the target in a batch: 1, or the field that the loss uses too. None: there is no target."""
     if isinstance(batch, Mapping):
         return choose_target_key(batch)
     return 1 if isinstance(batch, tuple | list) and len(batch) > 1 else None
 
 
 def get_target(batch: Any) -> Tensor:
-    """Return the targets of a batch. Raise DataError, without the key, if it has none or several."""
+    """Return the targets of a batch. Raise DataError, without a setting, if it has none or several."""
     if isinstance(batch, Mapping) and len(several := [key for key in TARGET_KEYS if key in batch]) > 1:
         raise DataError(
             f"mixes the target, and this batch has {len(several)} fields that may be it: {', '.join(several)}; "
@@ -82,7 +83,7 @@ def get_target_map(batch: Any, images: Tensor) -> Tensor | None:
 
 
 def change_images_and_map(batch: Any, images: Tensor, move: Callable[[Tensor], Tensor]) -> Any:
-    """`move_seconds` of the images, and of a map of targets, channels or not."""
+    """Apply a function to the images of a batch, and to a target that is a map, with or without channels."""
     target = get_target_map(batch, images)
     if target is not None:
         batch = replace_target(
@@ -118,7 +119,7 @@ def as_contiguous(images: Tensor) -> Tensor:
 
 
 def restore_layout(images: Tensor, ordered: Tensor) -> Tensor:
-    """Return what was made from `as_contiguous(images)` as (B, C, H, W) again."""
+    """Return a result computed from `as_contiguous(images)` as (B, C, H, W)."""
     return ordered.permute(0, 3, 1, 2) if is_channels_last(images) else ordered
 
 
@@ -128,8 +129,9 @@ def select_images(images: Tensor, positions: Tensor) -> Tensor:
 
 
 def build_box_mask(corners: Tensor, height: int, width: int) -> Tensor:
-    """Return a mask (B, 1, H, W), True inside the box. corners: (B, 4) int64: top, bottom, left, right; bottom and
-    right are the first outside.
+    """Return a mask (B, 1, H, W), True inside the box. corners: (B, 4) int64: top, bottom, left, right.
+
+    bottom and right are the first row and column outside of the box.
     """
     y = torch.arange(height, device=corners.device)[:, None]
     x = torch.arange(width, device=corners.device)

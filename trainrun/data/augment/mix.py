@@ -1,12 +1,12 @@
-"""MixUp and CutMix: two images and their targets in one.
+"""MixUp and CutMix: combine two images and their targets.
 
-When: classification that overfits. When not: short training, or targets that cannot be averaged. Sources:
-Zhang et al. 2017 (https://arxiv.org/abs/1710.09412), Yun et al. 2019 (https://arxiv.org/abs/1905.04899).
+When: classification that overfits. When not: short training, or targets that cannot be averaged. Sources: Zhang et
+al. 2017 (https://arxiv.org/abs/1710.09412), Yun et al. 2019 (https://arxiv.org/abs/1905.04899).
 
-The partner of an image is its neighbour in the order of the epoch: the 1st and 2nd, the 3rd and 4th, and so on.
-The order is random, so the partner is; and with an even `data.batch_size` the pairs do not depend on batch size,
-accumulation or number of ranks. Only a last, short batch that ranks share can pair otherwise. In a batch of an
-odd number the last image stays as it is; with `data.shuffle=false` the partners are the same in every epoch.
+The partner of an image is its neighbour in the order of the epoch: the 1st and 2nd, the 3rd and 4th, and so on. The
+order is random, so the partners are random too. With an even `data.batch_size` the pairs do not depend on batch
+size, accumulation or number of ranks. Only a last, short batch of several ranks can have other pairs. In a batch of
+an odd number the last image is not mixed. With `data.shuffle=false` the partners are the same in every epoch.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from trainrun.limits import Fraction, Limits
 
 
 class MixUp:
-    """weight * image + (1 - weight) * partner, the targets alike; weight is drawn from Beta(alpha, alpha).
+    """Mix images as weight * image + (1 - weight) * partner, and their targets in the same way.
 
-    p: how many of the images are mixed. num_classes: class numbers (B,) become probabilities (B, num_classes);
-    floating-point targets are mixed as they are.
+    weight: drawn from Beta(alpha, alpha). p: the fraction of images that are mixed. num_classes: class numbers (B,)
+        become probabilities (B, num_classes). Floating-point targets are mixed directly.
     """
 
     random = True
@@ -61,10 +61,11 @@ class MixUp:
 
 
 class CutMix:
-    """A box of the image holds the partner's pixels; the targets are mixed by the area. Any number type.
+    """Replace a box of the image by the partner's pixels. Targets are mixed by the area. It works for any number
+    type.
 
-    The box covers the fraction 1 - weight of the image, where weight is drawn from Beta(alpha, alpha). It covers less
-    if a part of the box is outside of the image. p and num_classes are those of MixUp.
+    The box covers the fraction 1 - weight of the image, where weight is drawn from Beta(alpha, alpha). It covers
+    less if a part of the box is outside of the image. p and num_classes are those of MixUp.
     """
 
     random = True
@@ -99,19 +100,19 @@ class CutMix:
 
 
 class Mixture:
-    """What the two have in common: how much is mixed, and the targets."""
+    """The common part of MixUp and CutMix: the weights and the targets."""
 
     def __init__(self, alpha: float, num_classes: int | None, p: float) -> None:
         self.alpha, self.num_classes, self.p = alpha, num_classes, p
         self.checked = False
 
     def weight(self, draws: Draws) -> Tensor:
-        """Draw the weight of the image itself, (B,) float32; an image that is not mixed has 1."""
+        """Draw the weight of each image, (B,) float32. An image that is not mixed has 1."""
         weight = draws.beta("weight", self.alpha)[:, 0]
         return weight if self.p == 1 else torch.where(draws.uniform("mixed")[:, 0] < self.p, weight, 1.0)
 
     def mix_targets(self, batch: Any, weight: Tensor, dtype: torch.dtype) -> Any:
-        """Return the batch with mixed targets. weight: (B,), of the image's own target."""
+        """Return the batch with mixed targets. weight: (B,), of the target of the image itself."""
         target = get_target(batch)
         if not target.is_floating_point():
             target = self._convert_to_probabilities(target, dtype)
@@ -120,7 +121,7 @@ class Mixture:
         return replace_target(batch, torch.lerp(partners, target, own))
 
     def _convert_to_probabilities(self, target: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return class numbers (B,) as probabilities (B, num_classes)."""
+        """Convert class numbers (B,) to probabilities (B, num_classes)."""
         if self.num_classes is None or target.ndim != 1:
             raise DataError(
                 f"class numbers of shape {tuple(target.shape)} are mixed as probabilities; one number for each image "
@@ -138,5 +139,7 @@ class Mixture:
 
 
 def partner_positions(rows: Tensor) -> Tensor:
-    """Return the position of each sample's partner, (B,): 1, 0, 3, 2, ...; the last of an odd number is its own."""
+    """Return the position of each sample's partner, (B,): 1, 0, 3, 2, ... A last sample without a neighbour is its
+    own partner.
+    """
     return (torch.arange(len(rows), device=rows.device) ^ 1).clamp(max=len(rows) - 1)

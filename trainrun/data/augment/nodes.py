@@ -1,4 +1,4 @@
-"""From the nodes of `data.augment` to augmentations, with the key in every message."""
+"""Build augmentations from the nodes of `data.augment`. Every message names the setting."""
 
 from __future__ import annotations
 

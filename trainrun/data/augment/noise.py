@@ -18,11 +18,11 @@ from trainrun.limits import Count, Fraction
 
 
 class LatentNoise:
-    """The batch gets a field `noise` (B, size), standard normal, for a `forward` that names it.
+    """Add a field `noise` (B, size) to the batch, standard normal, for a `forward` with an argument `noise`.
 
-    A model that draws from torch's generator itself draws other numbers when a batch is divided into
-    micro-batches or among ranks; these stay. In evaluation a sample has the same noise every time.
-    size: null, the default for a model without `latent_dim`, leaves the batch as it is.
+    If a model uses torch's generator itself, its random numbers change when a batch is divided into micro-batches
+    or among ranks. These numbers stay the same. In evaluation a sample has the same noise every time.
+    size: null, the default for a model without `latent_dim`, adds no field.
     """
 
     random = False  # a bound that is validated needs its noise too
@@ -37,7 +37,7 @@ class LatentNoise:
 
 
 class SampleNumbers:
-    """The batch gets a field `index` (B,) int64: which samples of the data set it holds."""
+    """Add a field `index` (B,) int64 to the batch: the numbers of its samples in the data set."""
 
     random = False
 
@@ -46,9 +46,9 @@ class SampleNumbers:
 
 
 class WordDropout:
-    """The batch gets a field `word_dropout` (B, T + 1) bool: which tokens a decoder does not see in training.
+    """Add a field `word_dropout` (B, T + 1) bool to the batch: the tokens that a decoder does not see in training.
 
-    Tokens are (B, T). One column more than tokens, because a last target may follow them.
+    Tokens are (B, T). There is one more column, because a last target may follow them.
     """
 
     def __init__(self, rate: Fraction = 0.0) -> None:

@@ -1,4 +1,6 @@
-"""Images of uint8 to numbers of mean 0 and deviation 1, on the device: memory and transfers stay four times smaller."""
+"""Convert uint8 images to floats of mean 0 and deviation 1 on the device. Memory and copies stay four times
+smaller.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,10 @@ from trainrun.limits import Number, Positive
 
 
 class Normalize:
-    """(pixel - mean) / std per channel, for pixels between 0 and 1; applied in evaluation too.
+    """Compute (pixel - mean) / std per channel, for pixels between 0 and 1. It is applied in evaluation too.
 
-    Images of uint8 are divided by 255 first and become the floating-point type of the run; floating-point
-    images count as scaled already and keep their type. mean, std: one number, or one for every channel.
+    uint8 images are divided by 255 first and get the floating-point type of the run. Floating-point images are not
+    divided and keep their type. mean, std: one number, or one for every channel.
     """
 
     random = False
@@ -43,7 +45,7 @@ class Normalize:
         return replace_images(batch, torch.sub(images, mean).mul_(scale))  # uint8 minus a float is a float
 
     def _constants_on(self, device: torch.device, dtype: torch.dtype, whole: bool) -> tuple[Tensor, Tensor]:
-        """Return mean and 1 / deviation in units of the pixels, (C, 1, 1), copied to a device once."""
+        """Return mean and 1 / deviation in units of the pixels, (C, 1, 1), on a device. They are copied once."""
         if (device, dtype, whole) not in self._constants:
             unit = 255 if whole else 1
             mean = torch.tensor([unit * value for value in self.mean], dtype=dtype, device=device)

@@ -48,7 +48,9 @@ def check_padding(run: Components, data: Any) -> bool:
 
 
 def describe_padding_effect(run: Components, data: Any, mask: Tensor | None) -> str:
-    """Return the message if a padded sample gives another result than alone; else "". Call it in a trial."""
+    """Return a message if the result of a padded sample differs from that of the sample alone; else "". It runs the
+    model.
+    """
     row, length, filled = 0, 0, [False]
     if mask is not None:
         row, length = int(mask.sum(1).argmin()), int(mask.sum(1).min())
