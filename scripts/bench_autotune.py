@@ -104,7 +104,7 @@ def planted_faults(names: Sequence[str], budget: float) -> None:
         right = CAUSES[expected] in used and tuning.is_claimed
         mended += right
         print(
-            f"{name}: {'yes' if right else 'NO'}, {tuning.seconds:.0f} s; {' '.join(tuning.found)}",
+            f"{name}: {'yes' if right else 'NO'}, {tuning.seconds:.0f} s; {' '.join(tuning.best_settings)}",
             flush=True,
         )
         print("\n".join(f"    {line}" for line in "\n".join(tuning_lines(tuning)).splitlines()), flush=True)
@@ -126,12 +126,12 @@ def in_fresh_processes(names: Sequence[str], budget: float) -> None:
         began = time.monotonic()
         tuning = tuned(WORKLOADS[name], budget, "numeric")
         took = time.monotonic() - began
-        again = started_again(tuning.overrides, replace_overrides(tuning.overrides, tuning.found))
+        again = started_again(tuning.overrides, replace_overrides(tuning.overrides, tuning.best_settings))
         claim = tuning.claim if tuning.is_claimed else None
         holds = claim is None or (claim.low <= again.high and again.low <= claim.high)
         print(
             f"{name:5} {took:.0f} s of {budget:.0f} s: claimed {claim or 'nothing'}; fresh {again}: "
-            f"{'holds' if holds else 'DOES NOT HOLD'}; {' '.join(tuning.found) or tuning.verdict}",
+            f"{'holds' if holds else 'DOES NOT HOLD'}; {' '.join(tuning.best_settings) or tuning.verdict}",
             flush=True,
         )
 

@@ -99,7 +99,7 @@ class Trainrun:
             lambda: read_host_memory().free, FileLayer(self._heard),
         )  # fmt: skip
         self.keep.start(training, TrainState())
-        self.keep.due(self.state)  # after the first step the memory for copies is made ready
+        self.keep.is_due(self.state)  # after the first step the memory for copies is made ready
 
     def _heard(self, operation: str, path: Path) -> None:
         """Durable is what the operation before this one made so: the sync of the folder after the rename."""
@@ -111,13 +111,13 @@ class Trainrun:
         self.durable_at, self._committed = 0.0, False
         self.state.step += 1
         self.state.save_request = SAVE_NOW
-        assert self.keep.due(self.state)
+        assert self.keep.is_due(self.state)
         self.keep.save(self.training, self.state)
 
     def done(self) -> bool:
         self.state.step += 1
         self.state.save_request = self.keep.save_status()
-        if self.state.save_request == SAVE_NONE and self.keep.due(self.state):
+        if self.state.save_request == SAVE_NONE and self.keep.is_due(self.state):
             self.keep.save(self.training, self.state)
         ended = self.state.save_request == SAVE_NONE
         if ended and not self.durable_at:  # nothing was deleted after the commit

@@ -392,7 +392,7 @@ MUTANTS: Final = (
     Mutant(
         "one graph for a task that keeps state",
         "trainrun/step",
-        "    if informed or saves_all(task):\n",
+        "    if informed or saves_whole_state(task):\n",
         "    if informed:\n",
         ("tests/runs/test_task_state.py", "tests/step/test_whole_step.py"),
     ),

@@ -370,7 +370,7 @@ class Precision(Protocol):
     def had_gradient(self) -> Collection[Tensor]:
         """Return the parameters that have had a gradient at an update so far."""
 
-    def look_again(self) -> None:
+    def reload_optimizer_state(self) -> None:
         """Read groups, states and weights of the optimizer again, because the user's code may have changed them."""
 
     def failure(self, wait: bool) -> str:

@@ -40,7 +40,7 @@ def true_gain(world: World, tuning: Tuning, *words: str) -> float:
     seconds = []
     for overrides in (
         replace_overrides(SETTINGS, words),
-        replace_overrides([*SETTINGS, *words], tuning.found),
+        replace_overrides([*SETTINGS, *words], tuning.best_settings),
     ):
         run = World(world.costs).start(compose_config(overrides))
         phases = run.seconds_of_step(["validating", "saving"])
@@ -79,7 +79,7 @@ def test_planted_fault_ends_with_its_remedy_and_the_gain_it_has(name: str) -> No
 
 def test_slow_items_are_thirteen_times_faster_from_memory() -> None:
     tuning = tuned(World(SLOW_READING, noise=0.02))
-    assert tuning.found == ("data.cache=memory",)
+    assert tuning.best_settings == ("data.cache=memory",)
     assert tuning.claim is not None
     assert tuning.claim.value == pytest.approx(12.2, rel=0.05)
     assert "the speed of your settings" in tuning_lines(tuning)[-1]
@@ -88,7 +88,11 @@ def test_slow_items_are_thirteen_times_faster_from_memory() -> None:
 def test_several_faults_are_mended_one_after_the_other() -> None:
     costs = replace(FAST, read=5e-4, threads=0.6, save=0.05)
     tuning = tuned(World(costs, noise=0.01), *OFTEN, budget=300.0)
-    assert set(tuning.found) == {"data.cache=memory", "trainer.num_threads=2", "checkpoint.async_save=true"}
+    assert set(tuning.best_settings) == {
+        "data.cache=memory",
+        "trainer.num_threads=2",
+        "checkpoint.async_save=true",
+    }
     assert len(tuning.diagnoses) == 4
     assert tuning.diagnoses[-1].startswith("healthy")
 
@@ -97,7 +101,7 @@ def test_several_faults_are_mended_one_after_the_other() -> None:
 def test_remedy_that_changes_the_training_is_measured_but_used_only_if_allowed(name: str) -> None:
     costs, words, setting, _ = PLANTED[name]
     tuning = tuned(World(costs, noise=0.02), *words)
-    assert tuning.found == ()
+    assert tuning.best_settings == ()
     trial = trial_of(tuning, setting)
     assert trial.is_faster
     assert trial.reason == "--allow training"
@@ -109,11 +113,15 @@ def test_remedy_that_changes_the_training_is_measured_but_used_only_if_allowed(n
 
 def test_number_types_are_tried_only_if_rounding_is_allowed() -> None:
     world = World(Costs(fp32=0.5), noise=0.02)
-    assert tuned(world, "precision=32-true").found == ()
+    assert tuned(world, "precision=32-true").best_settings == ()
     assert {config.precision.mode for config in world.started} == {"32-true"}
-    assert tuned(World(FAST), "precision=32-true", allowed=NUMERIC).found == ("precision.mode=bf16-mixed",)
+    assert tuned(World(FAST), "precision=32-true", allowed=NUMERIC).best_settings == (
+        "precision.mode=bf16-mixed",
+    )
     emulated = World(Costs(fp32=2.0))
-    assert tuned(emulated, "precision=bf16-mixed", allowed=NUMERIC).found == ("precision.mode=32-true",)
+    assert tuned(emulated, "precision=bf16-mixed", allowed=NUMERIC).best_settings == (
+        "precision.mode=32-true",
+    )
 
 
 def test_nothing_is_claimed_where_nothing_is_to_be_found() -> None:
@@ -121,7 +129,7 @@ def test_nothing_is_claimed_where_nothing_is_to_be_found() -> None:
     claims = [
         tuned(
             World(FAST, 0.02 + 0.04 * (seed % 3), seed, 0.05 if seed % 2 else 0.01, 0.3), allowed=TRAINING
-        ).found
+        ).best_settings
         for seed in range(20)
     ]
     assert claims == [()] * 20
@@ -151,7 +159,7 @@ def test_claim_holds_the_truth_however_much_processes_differ(spread: float) -> N
 )
 def test_cache_must_be_filled_in_time_and_pay_for_itself(fill: float, total_steps: int, found: bool) -> None:
     tuning = tuned(World(replace(SLOW_READING, fill=fill), total_steps=total_steps), budget=240.0)
-    assert ("data.cache=memory" in tuning.found) is found
+    assert ("data.cache=memory" in tuning.best_settings) is found
     assert trial_of(tuning, "data.cache=memory").used is found
     assert trial_of(tuning, "data.engine=workers data.num_workers=auto").ratio is not None
 
@@ -160,13 +168,13 @@ def test_remedy_that_cannot_start_is_named_and_the_search_goes_on() -> None:
     costs = replace(FAST, read=5e-4, threads=0.6)
     tuning = tuned(World(costs, noise=0.01, fails="cache='memory'"))
     assert trial_of(tuning, "data.cache=memory").reason == "it fell over"
-    assert tuning.found == ("trainer.num_threads=2",)
+    assert tuning.best_settings == ("trainer.num_threads=2",)
 
 
 def test_remedy_that_does_not_start_leaves_time_for_other_causes() -> None:
     tuning = tuned(World(replace(FAST, read=5e-4, threads=0.6, fill=1000.0), noise=0.01))
     assert trial_of(tuning, "data.cache=memory").ratio is None
-    assert tuning.found == ("trainer.num_threads=2",)
+    assert tuning.best_settings == ("trainer.num_threads=2",)
 
 
 def test_settings_that_cannot_start_are_refused() -> None:
@@ -183,7 +191,7 @@ def test_nothing_is_claimed_without_time_for_fresh_processes() -> None:
     tuning = tuned(SlowToConfirm(replace(FAST, threads=0.6), noise=0.01))
     assert tuning.claim is None
     assert trial_of(tuning, "trainer.num_threads=2").used
-    assert tuning.found == ()
+    assert tuning.best_settings == ()
     assert tuning.problem
 
 
@@ -191,7 +199,7 @@ def test_nothing_is_claimed_without_time_for_fresh_processes() -> None:
 def test_claim_that_was_begun_is_finished_a_little_after_the_budget(fill: float) -> None:
     world = World(replace(SLOW_READING, fill=fill), noise=0.02)
     tuning = tuned(world, budget=80.0)
-    assert tuning.found == ("data.cache=memory",)
+    assert tuning.best_settings == ("data.cache=memory",)
     assert world.now <= 1.2 * 80
 
 
@@ -202,7 +210,7 @@ def test_time_that_is_short_is_kept(budget: float) -> None:
     tuning = tuned(world, budget=budget)
     assert world.now <= 1.3 * budget
     late = [trial for trial in tuning.trials if trial.reason == NO_TIME]
-    assert tuning.found or tuning.problem or late or tuning.diagnoses[0].startswith("unclear")
+    assert tuning.best_settings or tuning.problem or late or tuning.diagnoses[0].startswith("unclear")
 
 
 TECHNIQUES = (
@@ -222,7 +230,7 @@ def test_techniques_alone_and_together() -> None:
     rows: dict[str, Row] = {row.trial.cause: row for row in table.rows}
     assert world.alive == 0
     computing, rest = 0.0628, 0.0005 + 64 * 2e-4
-    alone = {title: row.alone.value for title, row in rows.items() if row.alone is not None}
+    alone = {title: row.speedup_alone.value for title, row in rows.items() if row.speedup_alone is not None}
     assert alone["two threads"] == pytest.approx((computing + rest) / (0.6 * computing + rest), rel=0.03)
     assert alone["cache"] == pytest.approx((computing + rest) / (computing + 0.0005), rel=0.03)
     assert rows["bf16"].is_on  # it was measured by taking it away
@@ -230,7 +238,10 @@ def test_techniques_alone_and_together() -> None:
     assert rows["one thread"].trial.reason == "on already"
     assert rows["gpu"].trial.reason == "needs a GPU"
     assert alone["large"] > 1.3
-    assert set(table.found) == {"trainer.num_threads=2", "data.cache=memory"}  # large is another training
+    assert set(table.best_settings) == {
+        "trainer.num_threads=2",
+        "data.cache=memory",
+    }  # large is another training
     assert table.claim is not None
     together = (computing + rest) / (0.6 * computing + 0.0005)
     assert table.claim.low <= together <= table.claim.high

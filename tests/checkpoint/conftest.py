@@ -142,7 +142,7 @@ class Run:
         state.save_request = save_request
         if acc is not None:
             state.validated_step, state.last_metrics = step, {"val/acc": acc, "val/loss": -acc}
-        due = self.keep.due(state)
+        due = self.keep.is_due(state)
         if due:
             self.keep.save(self.parts, state)
         return due

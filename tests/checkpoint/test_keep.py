@@ -183,7 +183,7 @@ def test_a_metric_that_a_resume_adds_is_not_missed(make_run: MakeRun) -> None:
     make_run(every_n_train_steps=1).go(1, acc=0.5)
     run = resumed(make_run, monitor="val/f1")
     run.state.last_metrics = {"val/acc": 0.5}
-    assert not run.keep.due(run.state)
+    assert not run.keep.is_due(run.state)
 
 
 def test_leftovers_are_swept_only_by_who_goes_on(make_run: MakeRun) -> None:

@@ -27,7 +27,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from trainrun.data.map_style import thread_safe
+from trainrun.data.map_style import is_thread_safe
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset
 from trainrun.data.stream_options import StreamOptions
@@ -394,7 +394,7 @@ class OwnReader:
 
 def test_a_reader_is_not_safe_for_threads_unless_it_says_so(tmp_path: Path) -> None:
     source = ReaderDataset(OwnReader(tmp_path))
-    assert not thread_safe(source)
+    assert not is_thread_safe(source)
     stream = opened(source)
     assert wrong_of(stream.epoch(0)) == (0, N)
     stream.close()

@@ -67,7 +67,7 @@ def test_saving_is_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
     logger, rows = logger_and_rows(phases=phases)
     for step in (1, 2):
         now[0] += 2.0
-        with phases.on(CHECKPOINT):
+        with phases.measure(CHECKPOINT):
             now[0] += 50.0 * step
         state = TrainState(step=step, items=8.0 * step, losses=[torch.ones(())], logged_items=8)
         logger.on_step(state, StepReport(state.losses, 8))

@@ -40,7 +40,7 @@ class Clock:
 
     def spend(self, steps: int, times: tuple[float, ...] = USUAL) -> None:
         for phase, milliseconds in zip((DATA, FORWARD, BACKWARD, RANKS), times, strict=True):
-            with self.phases.on(phase):
+            with self.phases.measure(phase):
                 self.now += steps * milliseconds / 1000
 
 

@@ -151,7 +151,7 @@ def test_user_code_may_change_the_layout_of_weights_and_states(name: str) -> Non
                 larger = torch.zeros(6, 20)
                 larger[:, :16] = model.hidden.weight.data
                 model.hidden.weight.data = larger[:, :16]
-            update.look_again()  # as after every hook
+            update.reload_optimizer_state()  # as after every hook
         results.append({name: value.detach().clone() for name, value in model.state_dict().items()})
     assert_same(*results, bound=1e-4)  # matrix products of Muon round by their layout
 

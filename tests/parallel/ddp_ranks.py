@@ -186,7 +186,7 @@ def train_what_was_frozen(parallel: Ddp, seen: dict[str, Any]) -> None:
     for number in range(4):
         if number == 1:
             model[1].requires_grad_(True)
-            update.look_again()
+            update.reload_optimizer_state()
         if number == 2:
             model[0].requires_grad_(True)
         with again.sync_gradients(last=True):

@@ -31,9 +31,9 @@ Start = Callable[..., int]
 RANK = """
 import os, signal, time
 from trainrun.errors import DataError, LostContact, TrainingError
-from trainrun.parallel.rank_place import die_with_parent, print_stacks_at_sigquit, run_rank
+from trainrun.parallel.rank_place import exit_with_parent, print_stacks_at_sigquit, run_rank
 from trainrun.runtime.signals import StopFlag, catch_signals
-die_with_parent(float(os.environ.get("SAVE_SECONDS", "30")))
+exit_with_parent(float(os.environ.get("SAVE_SECONDS", "30")))
 rank = int(os.environ["RANK"])
 flag = StopFlag()
 

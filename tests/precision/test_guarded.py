@@ -401,7 +401,7 @@ def test_a_parameter_that_joins_a_group_is_updated_and_cleared_after_another_loo
     for number in range(4):
         if number == 2:
             optimizer.param_groups[0]["params"] += list(model[1].parameters())
-            update.look_again()
+            update.reload_optimizer_state()
         update.backward(model(torch.ones(2, 3)).square().sum(), 1.0)
         update.optimizer_step(optimizer, want_norm=False)
         assert all(param.grad is None for param in model.parameters())

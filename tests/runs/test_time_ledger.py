@@ -131,7 +131,7 @@ def test_the_throughput_on_the_screen_is_items_over_the_seconds_of_the_account(m
 
 
 def interrupted(phases, clock):
-    with phases.on(ACCOUNTS.index("plots")):
+    with phases.measure(ACCOUNTS.index("plots")):
         clock.now = 2.0
         raise KeyError
 

@@ -46,7 +46,7 @@ def test_a_fork_runs_its_words_alone(tmp_path: Path) -> None:
 
 
 def test_a_fork_ends_by_its_signals_and_by_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked_job, "exit_code_of_command", lambda: time.sleep(DEADLINE_SECONDS) or 0)
+    monkeypatch.setattr(forked_job, "run_main_module", lambda: time.sleep(DEADLINE_SECONDS) or 0)
     assert end_of([], tmp_path / "out", kill=True) == -signal.SIGTERM
     monkeypatch.undo()
     monkeypatch.setattr("trainrun.cli.main.main", lambda: 1 / 0)

@@ -30,7 +30,7 @@ def test_the_best_is_the_best_mean_and_not_the_luckiest_seed() -> None:
     best = best_job(points)
     assert best is not None
     assert best.words == ("lr=2", "seed=1")
-    assert points[0].half == pytest.approx(
+    assert points[0].half_interval == pytest.approx(
         4.302653 * 0.05 / 3**0.5, rel=1e-4
     )  # Student's, two degrees of freedom
 

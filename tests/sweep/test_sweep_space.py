@@ -8,7 +8,7 @@ from approved import refused
 from trainrun.errors import ConfigError
 from trainrun.sweep.options import SweepOptions, read_options
 from trainrun.sweep.run_sweep import notes_on_points
-from trainrun.sweep.space import draw_points, num_points, parse_dimensions, points_of, words_to_check
+from trainrun.sweep.space import draw_points, num_points, overrides_to_check, parse_dimensions, points_of
 
 SPACE = ["lr=tag(log, interval(1e-4, 1e-1))", "width=int(interval(16, 20))", "model=mlp,cnn", "fixed=1"]
 
@@ -135,7 +135,7 @@ def test_a_word_of_a_branch_is_in_its_points_alone() -> None:
 
 def test_every_branch_is_checked_before_the_first_job() -> None:
     words = [*BRANCHES, "sweep=random", "sweep.trials=1"]
-    checked = words_to_check(words)
+    checked = overrides_to_check(words)
     assert set(checked) <= {jobs[0] for jobs in points_of(BRANCHES)}
     assert {word for job in checked for word in job} == {word for job in draw(BRANCHES, 6, 0) for word in job}
 
@@ -148,13 +148,13 @@ def test_a_branch_that_no_point_has_is_refused(word: str) -> None:
 
 def test_a_space_of_many_settings_is_checked_one_value_at_a_time() -> None:
     words = [f"s{number}=1,2,3,4" for number in range(30)]
-    checked = words_to_check([*words, "sweep=random", "sweep.trials=1"])
+    checked = overrides_to_check([*words, "sweep=random", "sweep.trials=1"])
     assert len(checked) == 1 + 30 * 3
     assert {len(job) for job in checked} == {30}
 
 
 def test_both_ends_and_all_choices_are_checked() -> None:
-    checked = words_to_check([*SPACE, "sweep=random", "sweep.trials=1"])
+    checked = overrides_to_check([*SPACE, "sweep=random", "sweep.trials=1"])
     assert {word for job in checked for word in job} == {
         "lr=0.0001", "lr=0.1", "width=16", "width=20", "model=mlp", "model=cnn", "fixed=1",
     }  # fmt: skip

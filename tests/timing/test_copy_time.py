@@ -26,7 +26,7 @@ def test_copies_have_an_account_of_their_own():
             yield from (MicroBatch(torch.ones(1)), MicroBatch(torch.ones(1)))
 
     phases = PhaseTimer(clock=Clock())
-    with phases.on(FORWARD):  # whatever is open is open again after a copy
+    with phases.measure(FORWARD):  # whatever is open is open again after a copy
         batches = list(DeviceFeed(Source(), torch.device("meta"), partial(phases.on, COPY)).epoch(0))
     assert all(batch.data.device.type == "meta" for batch in batches)
     assert phases.read()["copy"] == 2.0

@@ -58,7 +58,7 @@ def due_steps(built: Triggers, micro_per_epoch: int, accumulate: int, steps: int
         state.step += 1
         if state.batches == micro_per_epoch:
             state.epoch, state.batches = state.epoch + 1, 0
-        if built.validation_due(state):
+        if built.is_validation_due(state):
             found.append(state.step)
             state.validated_step = state.step
     return found
@@ -96,13 +96,13 @@ def test_the_end_is_validated_once_and_a_signal_is_not() -> None:
     state = TrainState(step=3, batches=3)
     built.after_step(state)
     assert state.stop_reason == "trainer.max_steps=3 reached"
-    assert built.validation_due(state)
+    assert built.is_validation_due(state)
     state.validated_step, state.last_metrics = 3, {"val/loss": 1.0}
-    assert not built.validation_due(state)
+    assert not built.is_validation_due(state)
     stopped = TrainState(step=10, epoch=1, stop_request=2)
     built.after_step(stopped)
     assert stopped.stop_reason == "interrupted by Ctrl-C"
-    assert not built.validation_due(stopped)
+    assert not built.is_validation_due(stopped)
 
 
 def test_the_first_limit_wins_and_is_named() -> None:
@@ -129,7 +129,7 @@ def test_time_is_a_request_that_ranks_agree_on() -> None:
 def test_log_points_are_every_n_steps_and_the_last_and_many_at_the_begin_of_a_run_of_unknown_length() -> None:
     for log_every, total, steps in ((4, 10, [4, 8, 10]), (None, 10, []), (6, None, [1, 2, 4, 6, 12, 18])):
         built, _, _ = triggers(log_every=log_every, total=total)
-        assert [step for step in range(1, 19) if built.log_due(step)][: len(steps)] == steps
+        assert [step for step in range(1, 19) if built.is_log_due(step)][: len(steps)] == steps
 
 
 def test_a_failure_ends_the_run_before_anything_is_saved() -> None:

@@ -70,7 +70,7 @@ from trainrun.assemble.unread_settings import check_nodes_are_read
 from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.config.saved_values import separate_secrets
 from trainrun.config.schema import DISTILLATION, SAME, RunConfig, convert_to_plain_values, validation_nodes
-from trainrun.data.facts import describe_classes, facts_of_all
+from trainrun.data.facts import collect_facts, describe_classes
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import SourceStates, StreamOptions, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
@@ -304,7 +304,7 @@ def load_data_sets(config: RunConfig, context: RunContext, notes: StartNotes) ->
     if not context.trains:  # new samples to predict may be fewer than a batch of the training had
         splits["train"] = replace(splits["train"], may_shrink=True)
     check_same_inputs(config, sources, splits)
-    facts = add_trained_classes(facts_of_all(sources, splits["train"]), context)
+    facts = add_trained_classes(collect_facts(sources, splits["train"]), context)
     notes.advice.extend(describe_sources(config, sources, splits, context.is_new))
     return DataSets(sources, drawn, splits, facts)
 
@@ -327,7 +327,7 @@ def open_data(
 ) -> DataParts:
     """Open the batches of every split that has data."""
     tokens, places = TokenCounter(), SourceStates()
-    copying = None if context.parallel.device.type == "cpu" else partial(context.phases.on, COPY)
+    copying = None if context.parallel.device.type == "cpu" else partial(context.phases.measure, COPY)
     sizes = task.sizes if isinstance(task, CountsSamples) and has_count_method(task) else None
     options = replace(data_sets.splits["train"], tally=tokens, copying=copying, sizes=sizes, places=places)
     train, note = open_batches(data_sets.sources["train"], options)
@@ -447,7 +447,7 @@ def build_monitors(
 
     def find_nan_cause() -> str:
         average = update.average
-        with nullcontext() if average is None else average.in_model():
+        with nullcontext() if average is None else average.weights_swapped_in():
             return find_likely_cause(model, next(iter(data.validation.values())))
 
     return MetricLogger(

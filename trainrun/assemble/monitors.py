@@ -184,7 +184,7 @@ class RunMonitors:
         """Write the report and draw the plots. Return whether another process draws them. may_wait: draw in this
         process.
         """
-        with self._phases.on(PLOTS):
+        with self._phases.measure(PLOTS):
             plots = import_satellite("plots.draw", "no pictures are drawn", self._note_once)
             if plots is None:
                 return False

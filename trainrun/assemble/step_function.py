@@ -42,7 +42,7 @@ def build_compile_log(config: RunConfig, monitors: MetricLogger, phases: PhaseTi
 
     @contextmanager
     def time_as_compilation() -> Iterator[None]:
-        with phases.on(COMPILE), monitors.exclude_time():
+        with phases.measure(COMPILE), monitors.exclude_time():
             yield
             freeze_new_objects()  # or each validation would look at the compiler's 200,000 objects, 0.1 s and more
 

@@ -126,7 +126,7 @@ class NumberTrial:
         )
         if "precision" in wanted:
             types = {name: partial(self._turn, name) for name in (FULL, MIXED)}
-            choice = choose_fastest(types, FULL, NOTABLE, PRECISION.of(run_length), seconds, clock)
+            choice = choose_fastest(types, FULL, NOTABLE, PRECISION.limit_for(run_length), seconds, clock)
             chosen["precision"] = choice
             mode = mode if choice is None else choice.name
         usual = torch.get_num_threads()
@@ -135,7 +135,7 @@ class NumberTrial:
                 str(number): partial(self._with_threads, number, mode)
                 for number in (usual, math.isqrt(usual), 1)
             }
-            limit = THREADS.of(run_length)
+            limit = THREADS.limit_for(run_length)
             chosen["num_threads"] = choose_fastest(
                 numbers, str(usual), NOTABLE_OF_THREADS, limit, 2 * seconds, clock
             )

@@ -41,7 +41,7 @@ class TrialBudget(NamedTuple):
     seconds: float
     fraction: float
 
-    def of(self, run_seconds: float) -> float:
+    def limit_for(self, run_seconds: float) -> float:
         return min(self.seconds, self.fraction * run_seconds)
 
 

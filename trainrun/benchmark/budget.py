@@ -23,12 +23,12 @@ class Budget:
         self._began = clock()
 
     @property
-    def spent(self) -> float:
+    def elapsed_seconds(self) -> float:
         return self.clock() - self._began
 
-    def left(self, until: float = 1.0) -> float:
+    def remaining_seconds(self, until: float = 1.0) -> float:
         """Return the seconds until a fraction of the budget is spent; below 0 after that."""
-        return until * self.seconds - self.spent
+        return until * self.seconds - self.elapsed_seconds
 
     def deadline(self, until: float = 1.0) -> float:
         """Return the clock time at which a fraction of the budget is spent."""

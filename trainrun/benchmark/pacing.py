@@ -36,18 +36,18 @@ class PacedTriggers:
         return getattr(self._triggers, name)
 
     def after_step(self, state: TrainState) -> Due:
-        self._triggers.check_can_continue(state, wait=self._triggers.validation_due(state))
+        self._triggers.check_can_continue(state, wait=self._triggers.is_validation_due(state))
         over = state.step >= self._end or (state.step > self._begin and time.monotonic() >= self._until)
         state.stop_reason = "all steps done" if over else ""
-        self.log = bool(self._triggers.log_due(state.step + 1))
-        self.sums = bool(self._triggers.sample_due(state.step + 1))
-        return Due(self.validation_due(state), over, self.log)
+        self.log = bool(self._triggers.is_log_due(state.step + 1))
+        self.sums = bool(self._triggers.is_sample_due(state.step + 1))
+        return Due(self.is_validation_due(state), over, self.log)
 
-    def validation_due(self, state: TrainState) -> bool:
+    def is_validation_due(self, state: TrainState) -> bool:
         if not self._validates:
             return False
         with clear_stop_reason(state):
-            return bool(self._triggers.validation_due(state))
+            return bool(self._triggers.is_validation_due(state))
 
 
 class PacedCheckpoints:
@@ -56,9 +56,9 @@ class PacedCheckpoints:
     def __init__(self, checkpoints: Any, saves: bool) -> None:
         self._checkpoints, self._saves = checkpoints, saves
 
-    def due(self, state: TrainState) -> bool:
+    def is_due(self, state: TrainState) -> bool:
         with clear_stop_reason(state):
-            return self._saves and bool(self._checkpoints.due(state))
+            return self._saves and bool(self._checkpoints.is_due(state))
 
     def save(self, run: Any, state: TrainState) -> None:
         with clear_stop_reason(state):

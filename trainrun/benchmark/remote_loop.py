@@ -40,7 +40,7 @@ from trainrun.benchmark.worker_messages import (
     Validate,
 )
 from trainrun.data.engines.stream import OpenedStream
-from trainrun.data.map_style import thread_safe
+from trainrun.data.map_style import is_thread_safe
 from trainrun.errors import PluginError, TrainingError
 from trainrun.interfaces import MicroBatch, has_count_method
 from trainrun.runtime.machine import wait_for_device
@@ -114,7 +114,7 @@ def describe_run(run: Components) -> RunInfo:
         layers=tuple(sorted({type(module).__name__ for module in run.model.modules()})),
         memory_bytes=torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total,
         precision=config.precision.mode,
-        thread_safe=opened is not None and thread_safe(opened.source),
+        thread_safe=opened is not None and is_thread_safe(opened.source),
         reads_ahead=num_batches_ahead(run) > 0,
         padded=positions / run.positions.get("bucket", math.inf),
         sample_positions=positions / config.data.batch_size,

@@ -132,7 +132,7 @@ def open_tensors(
     """
     pieces: dict[str, list[StoredRows]] = {}
     for path in paths:
-        with explain_damage(path):
+        with raise_as_checkpoint_error(path):
             file: Any = safe_open(path, framework="pt")
             text = (file.metadata() or {}).get(SHARDING_INFO)
             offsets = {} if text is None else json.loads(text)
@@ -154,7 +154,7 @@ class StoredRows(NamedTuple):
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return a copy of the rows that lie between two rows of the whole tensor."""
-        with explain_damage(self.path):
+        with raise_as_checkpoint_error(self.path):
             tensor: Tensor
             if not self.shape or (start <= self.first_row and self.first_row + self.shape[0] <= stop):
                 tensor = self.file.get_tensor(self.name)
@@ -173,7 +173,7 @@ def is_shared(name: str) -> bool:
 
 def has_shards(path: Path) -> bool:
     """Return whether tensors of a safetensors file are rows of larger ones."""
-    with explain_damage(path), safe_open(path, framework="pt") as file:
+    with raise_as_checkpoint_error(path), safe_open(path, framework="pt") as file:
         return SHARDING_INFO in (file.metadata() or {})
 
 
@@ -185,7 +185,7 @@ def join_rows(name: str, pieces: Sequence[StoredRows]) -> StoredTensor:
         if piece.first_row != end or piece.shape[1:] != tail or (len(pieces) > 1 and not piece.shape):
             raise CheckpointError(f"{piece.path.parent}: the rows of {name[:200]} do not fit together")
         end += piece.shape[0] if piece.shape else 0
-    with explain_damage(pieces[0].path):
+    with raise_as_checkpoint_error(pieces[0].path):
         dtype = pieces[0].read(0, 0).dtype if pieces[0].shape else pieces[0].read(0, 1).dtype
 
     def read_rows(start: int, stop: int) -> Tensor:
@@ -202,7 +202,7 @@ def join_rows(name: str, pieces: Sequence[StoredRows]) -> StoredTensor:
 
 
 @contextmanager
-def explain_damage(path: Path) -> Iterator[None]:
+def raise_as_checkpoint_error(path: Path) -> Iterator[None]:
     """Turn the errors of a damaged safetensors file into CheckpointError."""
     try:
         yield

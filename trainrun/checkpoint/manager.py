@@ -226,7 +226,7 @@ class CheckpointManager:
             return SAVE_NONE
         return SAVE_NOW if self._clock() - self._last_save >= interval else SAVE_NONE
 
-    def due(self, state: TrainState) -> bool:
+    def is_due(self, state: TrainState) -> bool:
         """Return whether `save` must be called at this step."""
         if self._prepare_from is not None and state.step >= self._prepare_from[1]:
             self._copies.prepare(self._build_part(self._prepare_from[0], state).tensors)

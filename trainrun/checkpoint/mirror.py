@@ -97,7 +97,9 @@ class ObjectStoreMirror:
                 self._waiting.held.close()
             self._waiting = upload
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="trainrun mirror", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._upload_queued, name="trainrun mirror", daemon=True
+                )
                 self._thread.start()
             self._changed.notify_all()
 
@@ -121,7 +123,7 @@ class ObjectStoreMirror:
             f"the last upload had no progress for {silence_seconds:g} s and was left; the disk has all"
         )
 
-    def _work(self) -> None:
+    def _upload_queued(self) -> None:
         while True:
             with self._changed:
                 while self._waiting is None:

@@ -99,7 +99,7 @@ class FrozenBase:
             f"(SHA-256 {self._told['sha256'][:SHOWN_DIGITS]})"
         )
 
-    def without_frozen(self, shared: dict[str, Any]) -> dict[str, Any]:
+    def drop_frozen_tensors(self, shared: dict[str, Any]) -> dict[str, Any]:
         """Return the tree of a checkpoint without the frozen weights.
 
         Raise TrainingError if one of them is trained by now.

@@ -168,7 +168,7 @@ def interpret_setting(
     key = typed_key if SHARE_OF_ALL.fullmatch(bare) else resolve_alias(typed_key, is_group)
     setting = settings().get(key)
     meaning = InterpretedSetting([], typed_key, key, value)
-    if key == "data" and not is_option(key, value) and names_a_file(value):
+    if key == "data" and not is_option(key, value) and is_file_name(value):
         meaning.overrides = [f"data.path={quote_path(value, may_vary)}"]
     elif is_group(key) and equals:
         meaning.overrides = [sign + part for part in _choose_option(key, value, is_option)]
@@ -468,18 +468,18 @@ def quote_path(value: str, may_vary: bool) -> str:
     """
     if not value or value.lower() == "null" or "${" in value:
         return value
-    if names_a_file(value):
+    if is_file_name(value):
         return _quote_for_hydra(value)
     in_quotes = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
     if in_quotes or value[0] == "[" or (may_vary and re.match(r"(?:choice|shuffle|sort)\(.*\)\Z", value)):
         return value
     parts = value.split(",")
-    if "," in _BRACES.sub("", value) and all(parts) and (may_vary or all(map(names_a_file, parts))):
+    if "," in _BRACES.sub("", value) and all(parts) and (may_vary or all(map(is_file_name, parts))):
         return ",".join(part if part[0] in "\"'{" else _quote_for_hydra(part) for part in parts)
     return _quote_for_hydra(value)
 
 
-def names_a_file(value: str) -> bool:
+def is_file_name(value: str) -> bool:
     """Return whether a text is the path of a file or folder, or a pattern that matches some."""
     try:
         return Path(value).expanduser().exists() or (glob.has_magic(value) and bool(glob.glob(value)))

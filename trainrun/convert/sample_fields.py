@@ -38,7 +38,7 @@ class Field:
             self.shape == () or (is_real_target and self.shape == (1,))
         )
 
-    def has(self, value: Any) -> bool:
+    def matches(self, value: Any) -> bool:
         if self.is_file:
             return isinstance(value, bytes)
         if not isinstance(value, np.ndarray) or value.dtype != self.dtype:
@@ -102,7 +102,7 @@ def check_values(samples: Samples, number: int, sample: Any, fields: tuple[Field
         raise DataError(f"{samples.describe(number)}: is not made as sample 0 is ({names})")
     for field in fields:
         value = values[field.name]
-        if not field.has(value):
+        if not field.matches(value):
             is_array = isinstance(value, np.ndarray)
             kind = f"{value.dtype} {value.shape}" if is_array else type(value).__name__
             raise DataError(

@@ -41,7 +41,7 @@ class RaggedRows:
         begins = self.begins + (self.lengths - lengths) if left else self.begins
         return RaggedRows(self.values, begins, lengths)
 
-    def padded(self, width: int, fill: float, dtype: Any) -> Tensor:
+    def to_padded(self, width: int, fill: float, dtype: Any) -> Tensor:
         """Copy the rows into a tensor (rows, width) of a NumPy type, filled with `fill` after the end of each row.
 
         Slices of memoryviews take 29 us for 64 rows of 264 values. Slices of arrays take 43, and one call of

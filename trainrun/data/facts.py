@@ -123,7 +123,7 @@ def describe_classes(facts: DataFacts) -> str:
     return f"{len(present)}: {', '.join(shown)}"
 
 
-def facts_of_all(sources: Mapping[str, Any], options: StreamOptions) -> DataFacts:
+def collect_facts(sources: Mapping[str, Any], options: StreamOptions) -> DataFacts:
     """Collect the facts of all sources of a run. Shape and classes are those of the training data, to which `options`
     belong.
     """

@@ -68,7 +68,7 @@ def look_at(source: Any, options: StreamOptions) -> Look:
         return Look(fault=f"{options.key}: the data set is empty")
     if columns is not None and options.transform is None and options.collate_fn is None:
         return Look(describe_first_input(columns[0]), drawn_from=())
-    return in_child(partial(_look, dataset, options), options)
+    return read_in_child(partial(_look, dataset, options), options)
 
 
 def find_kind_of_input(source: Any, options: StreamOptions) -> str:
@@ -92,10 +92,10 @@ def find_sequences(source: Any, options: StreamOptions) -> Measured:
         return measure_columns(source)
     found = None if options.look is None else options.look.sequences
     if found is None and (options.look is None or not needs_all):
-        found = in_child(partial(learn_lengths, source, options.key, options.seed, needs_all), options)
+        found = read_in_child(partial(learn_lengths, source, options.key, options.seed, needs_all), options)
     if found is None:
         read_all = partial(read_all_lengths, source, options.key, options.seed, options.report)
-        return _run_on_one_rank(lambda: in_child(read_all, options), options)
+        return _run_on_one_rank(lambda: read_in_child(read_all, options), options)
     return found
 
 
@@ -116,7 +116,7 @@ def _run_on_one_rank(work: Callable[[], T], options: StreamOptions) -> T:
     return result
 
 
-def in_child(work: Callable[[], T], options: StreamOptions) -> T:
+def read_in_child(work: Callable[[], T], options: StreamOptions) -> T:
     """Return the result of `work`, which reads a source. Run it in a child process if a fork is safe.
 
     Raise DataError for a fault in it, or if the child ended. The child must make progress within

@@ -35,7 +35,7 @@ def read_and_pad(
     return None if rows is None else pad(rows)
 
 
-def reads_at_once(dataset: Any) -> bool:
+def has_own_getitems(dataset: Any) -> bool:
     """Return whether a data set has its own `__getitems__`. A Subset only forwards the call."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
@@ -98,7 +98,7 @@ def find_description(dataset: Any, index: int) -> str:
         return ""
 
 
-def thread_safe(dataset: Any) -> bool:
+def is_thread_safe(dataset: Any) -> bool:
     """Return whether several threads may read the data set at once: it has `thread_safe = True`, or is a list of
     samples.
     """

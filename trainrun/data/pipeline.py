@@ -99,7 +99,12 @@ def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
         dataset, collate, preparation = found.source, found.collate, Preparation(options.float_dtype)
         columns = dataset if isinstance(dataset, Columns) else None
         notes += [found.line] if found.line else []
-    if options.transform is None and options.collate_fn is None and columns is None and joins_only(collate):
+    if (
+        options.transform is None
+        and options.collate_fn is None
+        and columns is None
+        and only_joins_rows(collate)
+    ):
         columns = find_rows_in_memory(dataset)
         dataset, collate = (dataset, collate) if columns is None else (columns, None)
     single = _find_sample_setting(options, collate)
@@ -108,7 +113,7 @@ def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
                           None if found is None else found.samples)  # fmt: skip
 
 
-def joins_only(collate: Collate | None) -> bool:
+def only_joins_rows(collate: Collate | None) -> bool:
     """Return whether samples of one shape are only joined, without padding."""
     if collate is None:
         return True

@@ -85,7 +85,7 @@ class SourceStates:
         if len(self._known) > self.KEPT:
             del self._known[next(iter(self._known))]
 
-    def at(self, epoch: int, place: int) -> Any:
+    def position_at(self, epoch: int, place: int) -> Any:
         """Return the stored position of an epoch; None if it must be read again from the beginning."""
         return self._known.get((epoch, place))
 
@@ -233,7 +233,7 @@ class PreparedStream:
         return self.options.look
 
     @property
-    def users_code(self) -> bool:
+    def runs_user_code(self) -> bool:
         """Return whether the user's code receives single samples."""
         return self.options.transform is not None or self.options.collate_fn is not None
 

@@ -30,7 +30,7 @@ from trainrun.config.schema import RunConfig, read_value, replace_values
 from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.noise import LatentNoise, SampleNumbers, WordDropout
-from trainrun.data.facts import facts_of_all
+from trainrun.data.facts import collect_facts
 from trainrun.data.pipeline import open_batches
 from trainrun.data.scale import Scale
 from trainrun.data.split_batch import list_tensors
@@ -188,7 +188,7 @@ def existing_split(sources: Mapping[str, Any], split: str) -> str:
 def build_loaded_task(config: RunConfig, sources: Mapping[str, Any], model: nn.Module, loaded: Loaded) -> Any:
     """Return the task with its state from the checkpoint, and with `info` if its step takes it."""
     train = build_stream_options(config, Single(CPU), "train", lambda line: None)
-    task = build_task(config, facts_of_all(sources, train))
+    task = build_task(config, collect_facts(sources, train))
     calls = TaskCalls(task, model, RunPosition(config.seed or 0, 0, CPU), None)
     restore_task_state(task, calls, loaded, CPU)
     return task

@@ -76,7 +76,7 @@ class MetricLogger:
         self._rank_times = RankTimes(phases, parallel) if parallel.world_size > 1 else None
         self._saved_seconds = 0.0
         # On a CPU nothing is waited for: adding up the losses is logging.
-        self._book = phases.on if parallel.device.type != "cpu" else nullcontext
+        self._book = phases.measure if parallel.device.type != "cpu" else nullcontext
         self._tokens = tokens if unit != "tokens" else None
         self._seen_tokens = self._seen_items = 0.0
         self._mark, self._marked_step, self._marked_items = perf_counter(), 0, 0.0
@@ -192,9 +192,12 @@ class MetricLogger:
         if self._samples_per_step is not None and items > steps * self._samples_per_step:
             self.speed_name = "items_per_second"
         self._seen_tokens, self._seen_items = self._seen_tokens + tokens, self._seen_items + items
-        speeds = {self.speed_name: _mean_of(items, seconds), "step_seconds": _mean_of(seconds, steps)}
+        speeds = {
+            self.speed_name: _compute_mean(items, seconds),
+            "step_seconds": _compute_mean(seconds, steps),
+        }
         counts = self._tokens is not None and self._tokens.counts
-        return speeds | ({"tokens_per_second": _mean_of(tokens, seconds)} if counts else {})
+        return speeds | ({"tokens_per_second": _compute_mean(tokens, seconds)} if counts else {})
 
     def speeds(self, items_per_second: float) -> dict[str, float]:
         """Return the run's speed in items per second, and in tokens per second if tokens are counted."""
@@ -256,5 +259,5 @@ class MetricLogger:
         return state.epoch + math.ceil(state.batches / self._accumulate) / self._steps_per_epoch
 
 
-def _mean_of(total: float | Tensor, count: float) -> float:
+def _compute_mean(total: float | Tensor, count: float) -> float:
     return float(total) / count if count else math.nan

@@ -72,9 +72,9 @@ class JointStep:
         for step in self._steps:
             step()
 
-    def look_again(self) -> bool:
+    def reload_optimizer_state(self) -> bool:
         """Return whether the lists of all of them are still those of the optimizers."""
-        are_prepared = [isinstance(step, FusedAdam) and step.look_again() for step in self._steps]
+        are_prepared = [isinstance(step, FusedAdam) and step.reload_optimizer_state() for step in self._steps]
         return all(are_prepared)
 
 
@@ -200,7 +200,7 @@ class FusedAdam:
         state, groups = self._optimizer.state, self._optimizer.param_groups
         self._others = [param for group in groups for param in group["params"] if not state.get(param)]
 
-    def look_again(self) -> bool:
+    def reload_optimizer_state(self) -> bool:
         """Return whether the lists are still those of the optimizer."""
         groups, state = updated_groups(self._optimizer), self._optimizer.state
         same = len(groups) == len(self._groups) > 0

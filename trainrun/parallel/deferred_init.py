@@ -83,7 +83,7 @@ class DeferredTensor(Tensor):
             )
         with torch._C._DisableTorchDispatch():
             result = function(*args, **(kwargs or {}))
-        return result if cls.computes_shapes else map_tree_leaves(result, as_deferred)
+        return result if cls.computes_shapes else map_tree_leaves(result, wrap_deferred)
 
 
 class Window(NamedTuple):
@@ -166,7 +166,7 @@ class DeferredInit(TorchDispatchMode):
         built: dict[int, Tensor] = {}
         weights = {param.untyped_storage()._cdata for param in model.parameters()}
 
-        def with_memory(leaf: Any) -> Any:
+        def give_memory(leaf: Any) -> Any:
             if not is_deferred(leaf) or leaf.untyped_storage()._cdata in weights:
                 return leaf
             if id(leaf) not in built:
@@ -174,11 +174,11 @@ class DeferredInit(TorchDispatchMode):
             return built[id(leaf)]
 
         for module in model.modules():
-            module._buffers.update(map_tree_leaves(dict(module._buffers), with_memory))
+            module._buffers.update(map_tree_leaves(dict(module._buffers), give_memory))
             attributes = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
             for name, value in attributes.items():
                 if any(map(is_deferred, tensors_in(value))):
-                    vars(module)[name] = map_tree_leaves(value, with_memory)
+                    vars(module)[name] = map_tree_leaves(value, give_memory)
 
     def build_tensor(self, tensor: Tensor) -> Tensor:
         """Return the tensor with memory on the host, as an undeferred constructor would have made it."""
@@ -203,7 +203,7 @@ class DeferredInit(TorchDispatchMode):
             return self._create(function, args, kwargs)
         if must_compute(function, args, kwargs):
             return self._call_with_memory(function, args, kwargs)
-        shapes = map_tree_leaves((args, on_device(kwargs, META)), without_memory)
+        shapes = map_tree_leaves((args, replace_device(kwargs, META)), to_meta_tensor)
         arguments = self._recorded((args, kwargs))
         DeferredTensor.computes_shapes = True
         try:
@@ -218,12 +218,12 @@ class DeferredInit(TorchDispatchMode):
         if not has_storage:
             return self._call_with_memory(function, args, kwargs)
         random = self._advance(function, args, kwargs)
-        result = map_tree_leaves(result, as_deferred)
+        result = map_tree_leaves(result, wrap_deferred)
         self._record(function, arguments, args, kwargs, result, random)
         return result
 
     def _call_with_memory(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        inputs, options = map_tree_leaves((args, on_device(kwargs, HOST)), self._with_memory)
+        inputs, options = map_tree_leaves((args, replace_device(kwargs, HOST)), self._give_memory)
         return function(*inputs, **options)
 
     def _create(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -233,13 +233,13 @@ class DeferredInit(TorchDispatchMode):
             return function(*args, **kwargs)
         device = torch.device(kwargs.get("device") or HOST)
         if function is torch.ops.aten.scalar_tensor.default and device == META:
-            return function(*args, **on_device(kwargs, HOST))  # the number in `weight[mask] = number`
+            return function(*args, **replace_device(kwargs, HOST))  # the number in `weight[mask] = number`
         if device != HOST:
             return function(*args, **kwargs)
         result = function(*args, **kwargs | {"device": META})
         if not isinstance(result, Tensor) or result.nbytes < LARGE_BYTES:
             return function(*args, **kwargs)
-        result = as_deferred(result)
+        result = wrap_deferred(result)
         random = self._advance(function, args, kwargs)
         self._record(function, (args, kwargs), args, kwargs, result, random)
         return result
@@ -313,7 +313,7 @@ class DeferredInit(TorchDispatchMode):
             int(tensor.storage_offset()),
         )  # fmt: skip
 
-    def _with_memory(self, leaf: Any) -> Any:
+    def _give_memory(self, leaf: Any) -> Any:
         return self.build_tensor(leaf) if is_deferred(leaf) else leaf
 
     def _build(self, window: Window, before: int) -> Tensor:
@@ -343,7 +343,7 @@ class DeferredInit(TorchDispatchMode):
 def repeat(operation: Operation, storages: Storages) -> None:
     """Repeat a recorded call. Its results go to the storages that they had in the recording."""
 
-    def with_memory(leaf: Any) -> Any:
+    def give_memory(leaf: Any) -> Any:
         if isinstance(leaf, Window):
             return view_of(leaf, storages)
         if isinstance(leaf, Constant):
@@ -355,8 +355,8 @@ def repeat(operation: Operation, storages: Storages) -> None:
             return leaf.tensor
         return leaf
 
-    args, kwargs = map_tree_leaves((operation.args, operation.kwargs), with_memory)
-    kwargs = on_device(kwargs, HOST)
+    args, kwargs = map_tree_leaves((operation.args, operation.kwargs), give_memory)
+    kwargs = replace_device(kwargs, HOST)
     present_dtype = torch.get_default_dtype()
     torch.set_default_dtype(operation.default_dtype)
     try:
@@ -421,18 +421,18 @@ def check_memory(tensor: Tensor) -> None:
         )
 
 
-def as_deferred(leaf: Any) -> Any:
+def wrap_deferred(leaf: Any) -> Any:
     return DeferredTensor(leaf) if isinstance(leaf, Tensor) and not is_deferred(leaf) else leaf
 
 
-def without_memory(leaf: Any) -> Any:
+def to_meta_tensor(leaf: Any) -> Any:
     """Return a tensor without memory of the same kind; other values as they are."""
     if not isinstance(leaf, Tensor) or is_deferred(leaf):
         return leaf
     return torch.empty_strided(tuple(leaf.shape), leaf.stride(), dtype=leaf.dtype, device=META)
 
 
-def on_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def replace_device(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return the arguments of a call with another device, if they name one."""
     return kwargs | {"device": device} if "device" in kwargs else kwargs
 

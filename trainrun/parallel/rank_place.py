@@ -55,7 +55,7 @@ def format_ranks(ranks: Sequence[int], most: int = 8) -> str:
     return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
 
 
-def die_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
+def exit_with_parent(save_seconds: float = SAVE_SECONDS) -> None:
     """Start a thread that stops and saves this rank when its parent process dies, even by SIGKILL. Called first in a
     rank.
 

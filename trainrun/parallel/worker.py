@@ -17,7 +17,7 @@ from trainrun.parallel.ddp import Ddp
 from trainrun.parallel.devices import choose_device, is_started_by_launcher
 from trainrun.parallel.group import init_group
 from trainrun.parallel.handshake import describe_wait, explain_timeout, open_store
-from trainrun.parallel.rank_place import die_with_parent, format_ranks, print_stacks_at_sigquit, run_rank
+from trainrun.parallel.rank_place import exit_with_parent, format_ranks, print_stacks_at_sigquit, run_rank
 from trainrun.runtime.signals import StopFlag, catch_signals
 
 Work = Callable[[Parallel, StopFlag], int]
@@ -37,7 +37,7 @@ def run_as_rank(
     store: where the ranks meet, from `handshake`, if torchrun started them. deadline: a context around the work that
         limits the time of a stop. end: exits the process if the ranks do not meet in time; called with the reason.
     """
-    die_with_parent()
+    exit_with_parent()
     print_stacks_at_sigquit()
     flag = flag or StopFlag(training=False)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from trainrun.output import SPEEDS
-from trainrun.plots.series import MOST_POINTS, Floats, Point, thin_by_extremes, wants_log_scale
+from trainrun.plots.series import MOST_POINTS, Floats, Point, needs_log_scale, thin_by_extremes
 
 UNITS = {"step_seconds": "seconds", **SPEEDS}
 SCRIPT = Path(__file__).with_name("chart.js")
@@ -61,7 +61,7 @@ class Chart:
 
     @property
     def is_log(self) -> bool:
-        return wants_log_scale([curve.values for curve in self.curves]) if self.log is None else self.log
+        return needs_log_scale([curve.values for curve in self.curves]) if self.log is None else self.log
 
     def to_json(self) -> dict[str, Any]:
         """Return the data for `chart.js`, with six significant digits."""

@@ -69,7 +69,7 @@ def heading(text: str, level: int = 2) -> str:
     return f"<h{level}>{escape(text)}</h{level}>"
 
 
-def with_heading(title: str, part: str) -> str:
+def section_html(title: str, part: str) -> str:
     """Return HTML under a heading; "" if the HTML is empty."""
     return f"{heading(title)}\n{part}" if part else ""
 
@@ -92,7 +92,7 @@ def names_and_values_table(title: str, rows: Sequence[tuple[str, str]]) -> str:
     return f"{heading(title)}\n<table>\n{body}</table>"
 
 
-def side_by_side(parts: Iterable[str]) -> str:
+def columns_html(parts: Iterable[str]) -> str:
     """Return several pieces of HTML that stand side by side if the window is wide enough."""
     return '<div class="beside">' + "".join(f"<div>{part}</div>\n" for part in parts if part) + "</div>"
 

@@ -61,7 +61,7 @@ def draw_report(run: RunDir) -> Path:
         page.heading(name, level=1),
         page.paragraph(str(run.root)),
         state_banner(history),
-        page.side_by_side(
+        page.columns_html(
             [
                 page.names_and_values_table("Result", result_rows(history)),
                 page.names_and_values_table("Set-up", setup_rows(history.facts)),
@@ -70,7 +70,7 @@ def draw_report(run: RunDir) -> Path:
         page.preformatted_text("Settings that differ from the defaults", "\n".join(changed)),
         page.preformatted_text("Command", repeat_command(run, changed)),
         page.text_samples_table(history.rows_of_kind("sample")[-MOST_SAMPLES:]),
-        page.with_heading(
+        page.section_html(
             "Curves", charts_html(charts["loss"] + charts["metrics"] + charts["lr"] + charts["throughput"])
         ),
         evaluation_table(history),
@@ -79,9 +79,9 @@ def draw_report(run: RunDir) -> Path:
         sample_predictions_html(run),
         regression_html(history),
         task_pictures_html(run),
-        page.with_heading("Latent code", charts_html(charts["latents"])),
+        page.section_html("Latent code", charts_html(charts["latents"])),
         phase_shares_html(history),
-        page.with_heading("Memory and load", charts_html(charts["memory"])),
+        page.section_html("Memory and load", charts_html(charts["memory"])),
         *layer_table(history),
         page.bullet_list(
             "Chosen by the runner",

@@ -131,7 +131,7 @@ def thin_by_extremes(values: Floats, most: int) -> tuple[npt.NDArray[np.intp], F
     return np.asarray(chosen), np.asarray(means)
 
 
-def wants_log_scale(curves: Iterable[Floats]) -> bool:
+def needs_log_scale(curves: Iterable[Floats]) -> bool:
     """Return whether all finite values are positive and span more than two decades."""
     values = np.concatenate([np.empty(0), *curves])
     values = values[np.isfinite(values)]

@@ -93,7 +93,7 @@ class Update:
         self._skipped_in_a_row = 0
         self._optimizer: Optimizer | None = None
         self._num_groups = -1
-        self._step: Callable[[], Any] = _no_step
+        self._step: Callable[[], Any] = _drop_step
         self._params: list[nn.Parameter] = []  # of the optimizer
         self._strides: list[tuple[int, ...]] = []
         self._cleared: list[nn.Parameter] = []  # those, and the model's others
@@ -170,7 +170,7 @@ class Update:
         for param in self._cleared:  # Optimizer.zero_grad takes 10 us more, for its profiler mark
             param.grad = None
 
-    def look_again(self) -> None:
+    def reload_optimizer_state(self) -> None:
         self._num_groups = -1
         if self._parallel is not None:
             self._parallel.adopt_trained(self._model)
@@ -195,7 +195,7 @@ class Update:
         self._num_groups = len(optimizer.param_groups)
         alike = alike and all(map(is_, params, self._params))
         strides = [param.stride() for param in params]
-        is_prepared = isinstance(self._step, FusedAdam | JointStep) and self._step.look_again()
+        is_prepared = isinstance(self._step, FusedAdam | JointStep) and self._step.reload_optimizer_state()
         if alike and is_prepared and strides == self._strides:
             return
         lost_kernel = fit_state_layout(optimizer)
@@ -287,7 +287,7 @@ def _identity(value: T) -> T:
     return value
 
 
-def _no_step() -> None:
+def _drop_step() -> None:
     """Do nothing. Used before the first optimizer is known."""
 
 

@@ -53,7 +53,7 @@ class JudgedLoop:
 
     def __call__(self, run: Components, state: TrainState) -> TrainState:
         every = self._every or default_interval(run)
-        judge = Judge(run, self._file, self._metric, every, with_whole_validation(run.config, self._reads))
+        judge = Judge(run, self._file, self._metric, every, use_whole_validation(run.config, self._reads))
         if self._target is not None:
             start = time.time() - self._process_began
             judge.wait_for(self._target, self._mode, training_limit(self._limits, start))
@@ -144,7 +144,7 @@ class Judge:
         samples = count_samples(run, state)
         self.looked_at, self._intervals_done = state.step, int(samples // self._every)
         peak = peak_memory(run)
-        with run.phases.on(MEASURING):
+        with run.phases.measure(MEASURING):
             metrics = evaluate(self._components, self._split)
         value = metrics.get(self._metric)
         if metrics and value is None:
@@ -181,7 +181,7 @@ def training_limit(limits: Mapping[str, float] | None, start: float) -> float:
     return max(limits["training"], limits["with_start"] - start)
 
 
-def with_whole_validation(config: RunConfig, reads: Mapping[str, Any]) -> RunConfig:
+def use_whole_validation(config: RunConfig, reads: Mapping[str, Any]) -> RunConfig:
     """Return the config with all validation data. reads: how the first racer reads it."""
     limit = config.trainer.limit_val_batches
     whole = limit if isinstance(limit, float) and limit == 1.0 else 1.0

@@ -28,7 +28,7 @@ from trainrun.sampling.run_tokens import (
     load_data_tokenizer,
     load_model_tokenizer,
     max_context_length,
-    until_newline,
+    stop_at_newline,
 )
 from trainrun.task.dict_batches import inspect_forward, unwrap_model
 from trainrun.task.language_modeling import split_tokens_and_target
@@ -81,7 +81,7 @@ class EpochSamples:
             self._prompts = run.parallel.gather(prompts)[0] if run.parallel.forward_is_collective else prompts
         for number, prompt in enumerate(self._prompts):
             written = decode_stream(self._tokens, self._continue_prompt(run, model, prompt, number))
-            text = "".join(until_newline(written) if is_trained_on_lines(run.config) else written)
+            text = "".join(stop_at_newline(written) if is_trained_on_lines(run.config) else written)
             yield {"prompt": self._decode(prompt), "text": text}
 
     @torch.no_grad()

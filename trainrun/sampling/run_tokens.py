@@ -62,7 +62,7 @@ def is_trained_on_lines(config: RunConfig) -> bool:
     return (config.data.train or {}).get("kind") == "lines"
 
 
-def until_newline(text: Iterable[str]) -> Iterator[str]:
+def stop_at_newline(text: Iterable[str]) -> Iterator[str]:
     for piece in text:
         line, newline, _ = piece.partition("\n")
         yield line

@@ -19,7 +19,7 @@ from trainrun.sampling.run_tokens import (
     is_trained_on_lines,
     load_model_tokenizer,
     max_context_length,
-    until_newline,
+    stop_at_newline,
 )
 from trainrun.task.dict_batches import inspect_forward
 
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     say(given, end="", flush=True)
     written = [given]
     try:
-        for piece in until_newline(text) if is_trained_on_lines(config) else text:
+        for piece in stop_at_newline(text) if is_trained_on_lines(config) else text:
             say(piece, end="", flush=True)
             written.append(piece)
             if not os.path.samestat(reader, os.fstat(1)):  # closed, see streams.py

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from trainrun.config.schema import RunConfig
 from trainrun.data.augment.nodes import build_augmentations
 from trainrun.data.cache.probe import probe_samples
-from trainrun.data.look import in_child
+from trainrun.data.look import read_in_child
 from trainrun.data.readers.text.tokenizer import open_tokenizer
 from trainrun.data.readers.text.trained_tokenizer import is_trained
 from trainrun.data.split_batch import count_rows, select_rows
@@ -182,7 +182,7 @@ def explain_no_cached_answers(
     if find_columns(source, "data.train") is not None:  # in memory
         return ""
     try:
-        in_child(partial(probe_samples, source, "data.train"), StreamOptions("data.train", True, 1, 0))
+        read_in_child(partial(probe_samples, source, "data.train"), StreamOptions("data.train", True, 1, 0))
     except DataError as error:
         return f"its samples may be random ({error})"
     return ""

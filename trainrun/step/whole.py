@@ -36,7 +36,7 @@ from trainrun.interfaces import (
 from trainrun.step.graphs import CudaGraphRecorder, Function, compile_graph, record_graph, run_rehearsal
 from trainrun.sums import add_sums, flatten_sums
 from trainrun.timing.phases import FORWARD, RANKS
-from trainrun.training.checks.unsaved_state import saves_all
+from trainrun.training.checks.unsaved_state import saves_whole_state
 from trainrun.training.components import Accumulate, Components, Step
 from trainrun.transform.compile import check_compile_options
 from trainrun.transform.compile_log import CompileLog
@@ -94,7 +94,7 @@ def describe_task_obstacle(task: Any, informed: bool, off: str = "") -> str:
             f"needs the count of a batch before its forward, and {name} has no method count(batch); add it, or leave "
             "this setting out"
         )
-    if informed or saves_all(task):
+    if informed or saves_whole_state(task):
         reason = "takes info, which changes with every step" if informed else "keeps state of its own"
         return f"{name} {reason}, and a graph would freeze that; use {off}"
     return ""

@@ -111,14 +111,14 @@ def run_in_fork(
         os.environ.update(environment)
         sys.argv = ["trainrun", *words]
         forget_modules_of_users()
-        code = exit_code_of_command()
+        code = run_main_module()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(code)
 
 
-def exit_code_of_command() -> int:
+def run_main_module() -> int:
     """Run `python -m trainrun` in this process, and return its exit code."""
     try:
         runpy.run_path(str(PACKAGE / "__main__.py"), run_name="__main__")

@@ -64,14 +64,14 @@ class StopRelay:
             with contextlib.suppress(OSError):  # the terminal may be gone
                 os.write(2, f"\n{STOPPING}\n".encode())  # say() is not safe in a handler
         for process in list(self.processes):
-            self.pass_on(process, number)
+            self.relay_signal(process, number)
 
     def add(self, process: Process) -> None:
         self.processes.append(process)
         if self.number:  # it came while the job was being started
-            self.pass_on(process, self.number)
+            self.relay_signal(process, self.number)
 
-    def pass_on(self, process: Process, number: int) -> None:
+    def relay_signal(self, process: Process, number: int) -> None:
         if process.poll() is not None:
             return
         if self.count < KILL_AFTER:
@@ -186,7 +186,7 @@ class JobQueue:
         jobs = self._sweep.wanted[self._num_taken :]
         self._num_taken += len(jobs)
         if self._study is not None and not self._sweep.search:
-            jobs = self._sweep.in_random_order(
+            jobs = self._sweep.shuffle_job_numbers(
                 jobs
             )  # a pruner lets each job go on that is better than all before it
         self._waiting += [num for num in jobs if not self._keep(num, "before")]
@@ -224,7 +224,7 @@ class JobQueue:
 
     def _stop_jobs(self) -> None:
         for running in self._running:
-            self._relay.pass_on(running.process, signal.SIGTERM)
+            self._relay.relay_signal(running.process, signal.SIGTERM)
 
     def _keep(self, num: int, by_whom: str) -> bool:
         """Report a job that an earlier call or another worker has finished. Return whether there is nothing to run."""
@@ -362,7 +362,7 @@ class JobQueue:
         for running in self._running:
             if self._sweep.jobs[running.job.num].result.state == "pruned" and not running.is_stopping:
                 running.is_stopping = True
-                self._relay.pass_on(running.process, signal.SIGTERM)
+                self._relay.relay_signal(running.process, signal.SIGTERM)
 
     def _refuse_objective(self, error: str) -> None:
         """End the sweep if no job reports the objective."""

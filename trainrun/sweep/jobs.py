@@ -50,7 +50,7 @@ class Sweep:
     trials: for each point the numbers of its jobs, in the order in which the points were created. search: the words of
     a sweep=optuna. working_dir: where the first call was typed; paths in its words are relative to it. name: of its
     Optuna study. session: how often a first worker has started. Other workers may write the file at any time, so every
-    change of the sweep is made inside `exclusive`.
+    change of the sweep is made inside `lock_exclusively`.
     """
 
     folder: Path
@@ -73,7 +73,7 @@ class Sweep:
         return SweepLocks(self.folder)
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def lock_exclusively(self) -> Iterator[None]:
         """Lock the file of the sweep inside the block, after reading what other workers wrote."""
         if self.is_locked:
             yield
@@ -100,13 +100,13 @@ class Sweep:
             known = self.jobs.get(job.num)
             words = known.words if known else tuple(self.typed.get(word, word) for word in job.words)
             self.jobs[job.num] = replace(job, words=words)
-        self._want_points_of_search()
+        self._queue_search_points()
 
     @contextmanager
     def work(self) -> Iterator[None]:
         """Register this process as a worker inside the block. The first worker gives failed jobs another attempt."""
         with ExitStack() as closing:
-            with self.exclusive():
+            with self.lock_exclusively():
                 if closing.enter_context(self.locks.worker()):
                     self.session += 1
                     self.save()
@@ -138,7 +138,7 @@ class Sweep:
         if options.kind == "optuna":
             self.search = words
             self.typed = dict(zip(mask_arguments(job_words), job_words, strict=True))
-            self._want_points_of_search()
+            self._queue_search_points()
         for point in points_of(words):
             self.add_point(dimensions, point)
 
@@ -155,7 +155,7 @@ class Sweep:
             job = self.jobs.setdefault(num, Job(num, row, f"{num}-{name}"))
             if sorted(job.words) != sorted(row):  # its secrets are not in the file
                 self.jobs[num] = replace(job, words=row)
-            self._want(num)
+            self._queue_jobs(num)
             if num not in numbers:  # the same value twice is one job
                 numbers.append(num)
         if self.search or numbers not in self.trials:
@@ -164,7 +164,7 @@ class Sweep:
 
     def revive(self, count: int) -> None:
         """Let the best pruned points continue. count: their number, over all calls together."""
-        with self.exclusive():
+        with self.lock_exclusively():
             points = [point for point in self.points() if any(job.revived for job in point.jobs)]
             pruned = [point for point in self.points() if point.jobs[0].result.state == "pruned"]
             for point in pruned[: max(count - len(points), 0)]:
@@ -174,17 +174,17 @@ class Sweep:
                         self.jobs[job.num] = replace(job, result=stopped, revived=True)
             self.save()
 
-    def _want_points_of_search(self) -> None:
+    def _queue_search_points(self) -> None:
         for num in itertools.chain.from_iterable(self.trials if self.search else ()):
             job = self.jobs[num]
             self.jobs[num] = replace(job, words=tuple(self.typed.get(word, word) for word in job.words))
-            self._want(num)
+            self._queue_jobs(num)
 
-    def _want(self, num: int) -> None:
+    def _queue_jobs(self, num: int) -> None:
         if num not in self.wanted:
             self.wanted.append(num)
 
-    def in_random_order(self, jobs: Sequence[int]) -> list[int]:
+    def shuffle_job_numbers(self, jobs: Sequence[int]) -> list[int]:
         """Return the numbers of jobs, ordered by a fixed random order of their points."""
         order = list(range(len(self.trials)))
         random.Random(0).shuffle(order)
@@ -241,7 +241,7 @@ class Sweep:
 
     def note(self, num: int, result: Result) -> None:
         """Set the result of a job, and write the file."""
-        with self.exclusive():
+        with self.lock_exclusively():
             self.jobs[num] = replace(self.jobs[num], result=result, session=self.session)
             self.save()
 
@@ -286,7 +286,7 @@ def open_sweep(calls: list[list[str]], folder: Path | None) -> Sweep:
     sweep = Sweep(folder, name=f"{folder.name}-{secrets.token_hex(4)}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with sweep.exclusive():
+        with sweep.lock_exclusively():
             for words in calls:
                 sweep.add_call(words)
             sweep.save()

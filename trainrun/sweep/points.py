@@ -35,9 +35,9 @@ class SweepPoint:
         return fmean(self.values) if self.values else None
 
     @property
-    def half(self) -> float | None:
+    def half_interval(self) -> float | None:
         """Half of Student's 95 % interval of the mean; None for a single value."""
-        return half_of_mean(self.values)
+        return interval_half_width(self.values)
 
     @property
     def label(self) -> str:
@@ -54,7 +54,7 @@ class SweepPoint:
         return differences
 
 
-def half_of_mean(values: Sequence[float]) -> float | None:
+def interval_half_width(values: Sequence[float]) -> float | None:
     """Return half of the width of Student's 95 % interval of a mean; None for fewer than two values."""
     if len(values) < 2:
         return None
@@ -69,7 +69,7 @@ def format_mean(values: Sequence[float]) -> str:
     """
     if not values:
         return ""
-    mean, half = fmean(values), half_of_mean(values)
+    mean, half = fmean(values), interval_half_width(values)
     if half is None:
         return format_number(mean)
     if len(values) < LEAST_REPLICATES:
@@ -79,7 +79,7 @@ def format_mean(values: Sequence[float]) -> str:
 
 def format_differences(differences: Sequence[float]) -> str:
     """Return the mean difference with its 95 % interval, `-0.012 ± 0.004`; fewer than four are listed."""
-    half = half_of_mean(differences)
+    half = interval_half_width(differences)
     if half is None or len(differences) < LEAST_REPLICATES:
         return ", ".join(f"{difference:+.2g}" for difference in differences)
     return f"{fmean(differences):+.3g} ± {half:.2g}"
@@ -87,7 +87,7 @@ def format_differences(differences: Sequence[float]) -> str:
 
 def are_clear(differences: Sequence[float]) -> bool:
     """Return whether the 95 % interval of the mean difference does not hold 0."""
-    half = half_of_mean(differences)
+    half = interval_half_width(differences)
     return half is not None and abs(fmean(differences)) > half
 
 

@@ -154,14 +154,14 @@ class SweepProgress:
             each = sum(elapsed.values()) / sum(fractions.values())
         else:
             return None
-        to_come = self._sweep.num_jobs - len(self._sweep.wanted) + len(self._unfinished())
+        to_come = self._sweep.num_jobs - len(self._sweep.wanted) + len(self._unfinished_jobs())
         rest = (to_come - len(fractions)) * each
         for num, fraction in fractions.items():
             by_steps = each * (1 - fraction)
             rest += max(by_steps, each - elapsed[num]) if self._finished else by_steps
         return rest / self._side_by_side
 
-    def _unfinished(self) -> Collection[int]:
+    def _unfinished_jobs(self) -> Collection[int]:
         ended = ("done", "pruned", "failed")
         return [num for num in self._sweep.wanted if self._sweep.jobs[num].result.state not in ended]
 

@@ -41,11 +41,11 @@ from trainrun.sweep.results import Job
 from trainrun.sweep.search.study import SweepStudy
 from trainrun.sweep.space import (
     num_points,
+    overrides_to_check,
     parse_dimensions,
     points_of,
     split_branch,
     split_branches,
-    words_to_check,
 )
 from trainrun.sweep.table import MEANS, jobs_csv, points_csv, print_tables, repeated_keys, sweep_facts
 
@@ -124,7 +124,7 @@ def check_words(calls: list[list[str]]) -> None:
     """Compose a config with each value of each setting. Raise ConfigError with all mistakes."""
     seen: set[str] = set()
     faults: list[str] = []
-    for job in itertools.chain.from_iterable(map(words_to_check, calls)):
+    for job in itertools.chain.from_iterable(map(overrides_to_check, calls)):
         if seen.issuperset(job):
             continue
         seen.update(job)
@@ -137,7 +137,7 @@ def check_words(calls: list[list[str]]) -> None:
     for words in calls:
         options = read_options(split_options(words)[0])
         if options.pruner != "none":
-            check_validation(words_to_check(words)[0], options)
+            check_validation(overrides_to_check(words)[0], options)
 
 
 def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = job_command) -> int:

@@ -82,7 +82,7 @@ class Dimension:
         """The key, with the condition of the branch, so that it is unique."""
         return f"{self.key} [{self.condition}]" if self.condition else self.key
 
-    def holds(self, point: Sequence[str]) -> bool:
+    def applies_to(self, point: Sequence[str]) -> bool:
         """Return whether this word applies to a point: the point contains its condition."""
         return not self.condition or any(
             unmarked_word(word) == unmarked_word(self.condition) for word in point
@@ -116,7 +116,7 @@ def parse_dimensions(words: Sequence[str]) -> list[Dimension]:
         interval = read_interval(setting)
         choices = () if interval else tuple(parse_choices(setting))
         earlier = [choice for dimension in dimensions for choice in dimension.ends]
-        if condition and not Dimension(setting, choices, None, condition).holds(earlier):
+        if condition and not Dimension(setting, choices, None, condition).applies_to(earlier):
             raise ConfigError(
                 f"{word}: {condition} is no value of an earlier word of the sweep; name one, as "
                 f"model=mlp,cnn 'model=mlp: {setting}'"
@@ -141,7 +141,7 @@ def point_of(dimensions: Sequence[Dimension], pick: Callable[[Dimension], str]) 
     """Return the words of a point: `pick` returns the word of each dimension that applies to it."""
     point: list[str] = []
     for dimension in dimensions:
-        if dimension.holds(point):
+        if dimension.applies_to(point):
             point.append(pick(dimension))
     return tuple(point)
 
@@ -179,7 +179,7 @@ def iterate_points(dimensions: Sequence[Dimension], row: tuple[str, ...] = ()) -
         yield row
         return
     first, *others = dimensions
-    if not first.holds(row):
+    if not first.applies_to(row):
         yield from iterate_points(others, row)
     elif first.interval is not None:
         raise ConfigError(
@@ -211,7 +211,7 @@ def all_points(dimensions: tuple[Dimension, ...]) -> list[tuple[str, ...]] | Non
     return list(dict.fromkeys(iterate_points(counted)))
 
 
-def words_to_check(words: list[str]) -> list[tuple[str, ...]]:
+def overrides_to_check(words: list[str]) -> list[tuple[str, ...]]:
     """Return points that contain each value and both ends of each interval. Raise ConfigError.
 
     A space may have too many points to check all. So each value is combined with the first values of the other words,

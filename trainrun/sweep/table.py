@@ -129,7 +129,7 @@ def points_csv(points: Sequence[SweepPoint]) -> str:
     for point in points:
         count = len(point.values)
         settings = [point.settings.get(key, "") for key in keys]
-        rows.append([*settings, point.mean, point.half, count, len(point.jobs) - count])
+        rows.append([*settings, point.mean, point.half_interval, count, len(point.jobs) - count])
     return format_csv(rows)
 
 
@@ -152,7 +152,7 @@ def sweep_facts(sweep: Sweep) -> dict[str, Any]:
         {
             "settings": point.settings,
             "mean": point.mean,
-            "half": point.half,
+            "half": point.half_interval,
             "jobs": [job.num for job in point.jobs],
         }
         for point in points

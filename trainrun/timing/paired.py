@@ -114,7 +114,7 @@ class TimedItems(NamedTuple):
     items: float
 
     @property
-    def each(self) -> float:
+    def seconds_per_item(self) -> float:
         """Return the seconds per item."""
         return self.seconds / self.items
 
@@ -317,12 +317,12 @@ def ratio_of_totals(pairs: Sequence[tuple[TimedItems, TimedItems]]) -> Ratio:
     """
     count = len(pairs)
     both = [sum_timed_items(side) for side in zip(*pairs, strict=True)]
-    value = both[0].each / both[1].each
+    value = both[0].seconds_per_item / both[1].seconds_per_item
     left = [sum(relative_residual(one, whole) * sign for one, whole, sign in zip(pair, both, (1, -1), strict=True))
             for pair in pairs]  # fmt: skip
     width = half_interval(left)  # of the second's share of the first
     high = value / (1 - min(width, WIDEST)) if count > 1 else math.inf
-    each = tuple(first.each / second.each for first, second in pairs)
+    each = tuple(first.seconds_per_item / second.seconds_per_item for first, second in pairs)
     return Ratio(value, value / (1 + width), high, count, each)
 
 
@@ -330,7 +330,7 @@ def relative_residual(one: TimedItems, whole: TimedItems) -> float:
     """Return the measured minus the expected seconds, divided by the total seconds. The residuals of all turns sum
     to 0.
     """
-    return (one.seconds - one.items * whole.each) / whole.seconds
+    return (one.seconds - one.items * whole.seconds_per_item) / whole.seconds
 
 
 def half_interval(residuals: Sequence[float], confidence: float = 0.95) -> float:

@@ -83,7 +83,7 @@ class PhaseTimer:
         return {name: self.seconds_of(account) for account, name in enumerate(ACCOUNTS)}
 
     @contextmanager
-    def on(self, account: int) -> Iterator[None]:
+    def measure(self, account: int) -> Iterator[None]:
         """Count the time of the block as a phase. Afterwards the earlier phase continues."""
         was = self.open(account)
         try:

@@ -143,7 +143,7 @@ class Components:
         impossible.
         """
         self.trained.check()
-        self.precision.look_again()
+        self.precision.reload_optimizer_state()
 
     def splits(self) -> dict[str, Batches]:
         """Return the streams of the validation sets and the test set, by name."""
@@ -163,7 +163,7 @@ class Components:
         if failure := self.precision.failure(wait=True):
             raise TrainingError(f"step {state.step}: {failure}")
         self.trained.check()
-        with nullcontext(False) if self.ema is None else self.ema.swap.out_of_model() as in_evaluation:
+        with nullcontext(False) if self.ema is None else self.ema.swap.weights_swapped_out() as in_evaluation:
             shared, rank_tree = self._build_trees(state)
             if in_evaluation:  # the model is about to hold the averages again
                 model = shared["model"].items()
@@ -172,7 +172,7 @@ class Components:
                     for name, value in model
                 }
         if self.base is not None:
-            shared = self.base.without_frozen(shared)
+            shared = self.base.drop_frozen_tensors(shared)
         return self.parallel.state_dict(shared), rank_tree
 
     def _build_trees(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -196,7 +196,7 @@ class Components:
             (rank_tree if self.parallel.rank else shared)["hooks"] = states
         if task_state := collect_state(self.own_step, self.parallel.device):
             (rank_tree if self.parallel.rank else shared)["step"] = task_state
-        if stands := self.places.at(state.epoch, state.batches):
+        if stands := self.places.position_at(state.epoch, state.batches):
             rank_tree["source"] = {"stands": stands}
         return shared, rank_tree
 
@@ -219,7 +219,7 @@ class Components:
         """Yield the model in evaluation mode without gradients, with averaged weights if there are any. Restore it
         afterwards.
         """
-        averaged = nullcontext() if self.ema is None else self.ema.in_model()
+        averaged = nullcontext() if self.ema is None else self.ema.weights_swapped_in()
         with averaged, evaluation_mode(self.model):
             yield self.model
 

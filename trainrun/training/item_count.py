@@ -53,7 +53,7 @@ class CountedAfter:
                 f"task: {type(self._task).__name__}.step() gave count={items:g} for a step; it must be a whole number, "
                 "0 or more"
             )
-        with self._phases.on(RANKS):
+        with self._phases.measure(RANKS):
             (total,) = self._parallel.sum_over_ranks([items])
         mean = total / self._parallel.world_size
         with torch.no_grad():

@@ -30,7 +30,7 @@ def fit(run: Components, state: TrainState) -> TrainState:
             continue
         if due.stop and run.hooks.end(run, state):
             continue  # hooks changed the weights: what is saved as the last is validated, like all others
-        if run.checkpoints.due(state):
+        if run.checkpoints.is_due(state):
             phase(CHECKPOINT)
             run.hooks.on_checkpoint(run, state)
             run.checkpoints.save(run, state)

@@ -119,9 +119,9 @@ class JoinedPrecision:
             for param in named_optimizer.guarded.had_gradient
         }
 
-    def look_again(self) -> None:
+    def reload_optimizer_state(self) -> None:
         for named_optimizer in self._named.values():
-            named_optimizer.guarded.look_again()
+            named_optimizer.guarded.reload_optimizer_state()
 
     def failure(self, wait: bool) -> str:
         failures = (

@@ -90,7 +90,7 @@ class TaskCalls:
         self.unsaved_before: list[str] = []  # state that the checkpoint of a resume does not hold
         check_state_methods(task, "task")
         check_state(task, "task")
-        self.informed = wants_info(task)
+        self.informed = accepts_info(task)
         if self.informed:
             try:
                 object.__setattr__(task, "step", StepWithInfo(task.step, place))
@@ -160,7 +160,7 @@ def _do_nothing() -> None:
     """Do nothing. Used before there is a run."""
 
 
-def wants_info(task: Any) -> bool:
+def accepts_info(task: Any) -> bool:
     """Return whether `step` has an argument `info`. Raise PluginError for any other unknown argument."""
     try:
         parameters = list(inspect.signature(task.step).parameters.values())
@@ -296,7 +296,7 @@ class Hooks:
 
     def _call(self, name: str, *arguments: Any) -> None:
         if calls := self._calls[name]:
-            with arguments[0].phases.on(phases.HOOKS):
+            with arguments[0].phases.measure(phases.HOOKS):
                 for method in calls:
                     method(*arguments)
             arguments[0].after_user_code()

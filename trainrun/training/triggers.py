@@ -125,7 +125,7 @@ class Intervals:
     def accumulate(self) -> int:
         return self.lengths.accumulate
 
-    def log_due(self, step: int) -> bool:
+    def is_log_due(self, step: int) -> bool:
         """Return whether a step is a log point."""
         every, total = self.log_every, self.total_steps
         if every is None:
@@ -135,13 +135,13 @@ class Intervals:
         is_short = total is None or total < 2 * every
         return is_short and step < every and step & (step - 1) == 0
 
-    def sample_due(self, step: int) -> bool:
+    def is_sample_due(self, step: int) -> bool:
         """Return whether a step computes training metrics: every k-th step, and the last one of a row."""
         every, distance = self.log_every, self.sample_every
         if every is None:
             return False
         steps_in_row = (step - 1) % every + 1
-        return step % distance == 0 or (steps_in_row < distance and self.log_due(step))
+        return step % distance == 0 or (steps_in_row < distance and self.is_log_due(step))
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Triggers:
     """The decisions about what is due. They depend on the state alone, so that a resume makes the same ones.
 
     log: whether the current step is a log point, for which the gradient norm is computed. sums: whether the current
-        step computes the task's sums, see `Intervals.sample_due`.
+        step computes the task's sums, see `Intervals.is_sample_due`.
     """
 
     def __init__(
@@ -252,9 +252,9 @@ class Triggers:
         """
         state.seconds = self._seconds_before + time.monotonic() - self._started
         rhythm, limits = self.rhythm, self._limits
-        validate = self.validation_due(state)
+        validate = self.is_validation_due(state)
         # where a row was made the device has its answer ready
-        waits = validate or state.save_request == SAVE_NOW or rhythm.log_due(state.step)
+        waits = validate or state.save_request == SAVE_NOW or rhythm.is_log_due(state.step)
         self.check_can_continue(state, waits)
         if state.stop_request == STOP_INTERRUPT:
             state.stop_reason = "interrupted by Ctrl-C"
@@ -271,10 +271,10 @@ class Triggers:
             state.stop_reason = f"{by_duration or f'trainer.max_time={limits.max_seconds:g} seconds'} reached"
         elif state.early_stop:
             state.stop_reason = state.early_stop
-        self.log = rhythm.log_due(state.step + 1)
-        self.sums = rhythm.sample_due(state.step + 1)
+        self.log = rhythm.is_log_due(state.step + 1)
+        self.sums = rhythm.is_sample_due(state.step + 1)
         if state.stop_reason:  # the end is validated too
-            return Due(self.validation_due(state), True, self.log)
+            return Due(self.is_validation_due(state), True, self.log)
         return Due(validate, False, self.log)
 
     def check_can_continue(self, state: TrainState, wait: bool) -> None:
@@ -306,13 +306,13 @@ class Triggers:
         self.looks += 1
         return self._stop.request > 0
 
-    def log_due(self, step: int) -> bool:
-        return self.rhythm.log_due(step)
+    def is_log_due(self, step: int) -> bool:
+        return self.rhythm.is_log_due(step)
 
-    def sample_due(self, step: int) -> bool:
-        return self.rhythm.sample_due(step)
+    def is_sample_due(self, step: int) -> bool:
+        return self.rhythm.is_sample_due(step)
 
-    def validation_due(self, state: TrainState) -> bool:
+    def is_validation_due(self, state: TrainState) -> bool:
         """Return whether to validate now: at the set interval, and once more when the run ends by itself.
 
         There is no validation after a signal. A run that ends at the step from which it resumed repeats that

@@ -48,7 +48,7 @@ class LoraLinear(nn.Module):
         return self.base.bias
 
     @torch.no_grad()
-    def merged(self) -> nn.Linear:
+    def merge_weights(self) -> nn.Linear:
         """Return the linear layer with the correction added to its weight."""
         weight = self.base.weight
         wide = torch.promote_types(weight.dtype, torch.float32)  # 16 bits are rounded once
@@ -92,7 +92,7 @@ def merge_lora(model: nn.Module) -> nn.Module:
     """Return the network with LoRA's layers merged into its weights, for export or for another `init_from`."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, LoraLinear):
-            model = _replace_layer(model, name, layer.merged())
+            model = _replace_layer(model, name, layer.merge_weights())
     return model
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainrun.runtime.held_state import format_state
 from trainrun.runtime.held_state import list_unsaved_attributes as own_attributes
-from trainrun.training.checks.unsaved_state import collect_saved_ids, saves_all
+from trainrun.training.checks.unsaved_state import collect_saved_ids, saves_whole_state
 from trainrun.training.components import Components
 
 KEPT = ("state", "param_groups", "defaults", "step")  # of an optimizer, or the task's own function
@@ -17,7 +17,7 @@ def describe_unsaved_attributes(run: Components) -> dict[str, str]:
     owners: dict[str, Any] = {
         f"model.{name}".rstrip("."): module for name, module in run.model.named_modules()
     }
-    if not saves_all(run.task):
+    if not saves_whole_state(run.task):
         owners["task"] = run.task
     if type(run.optimizer).__module__.partition(".")[0] != "torch":
         owners["optimizer"] = run.optimizer

@@ -64,7 +64,7 @@ def build_live_page(follower: Follower, reloads: bool) -> str:
             follower.end_reason,
             bad=state in ("failed", "dead"),
         ),
-        page.side_by_side(
+        page.columns_html(
             [
                 page.names_and_values_table(
                     "Now",

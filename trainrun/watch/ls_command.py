@@ -82,7 +82,7 @@ class ListedRun:
             "changed": self.changed,
         }  # fmt: skip
 
-    def value_of(self, key: str) -> Any:
+    def read_value(self, key: str) -> Any:
         """Return the best value (`best`, or the name of the monitored metric), a setting, or the option of a group.
 
         Return None if the run has none of that name.
@@ -127,11 +127,11 @@ def main(argv: list[str]) -> int:
     filters = [parse_filter(text) for text in words.filter]
     found = list(find_runs(folder))
     for one in filters:
-        if found and all(row.value_of(one.key) is None for row in found):
+        if found and all(row.read_value(one.key) is None for row in found):
             raise ConfigError(
                 f"--filter {one.key}: no run here has it; a metric is known where runs are judged by it"
             )
-    listed = sort_by_key([row for row in found if all(one.passes(row) for one in filters)], words.sort)
+    listed = sort_by_key([row for row in found if all(one.matches(row) for one in filters)], words.sort)
     report_result(runs=[one.facts() for one in listed])
     if not listed:
         say(f"no run is below {folder}" + (" that passes the filter" if filters else ""))
@@ -220,8 +220,8 @@ class RowFilter:
     sign: str
     wanted: str
 
-    def passes(self, row: ListedRun) -> bool:
-        value = row.value_of(self.key)
+    def matches(self, row: ListedRun) -> bool:
+        value = row.read_value(self.key)
         if value is None:
             return False
         try:
@@ -241,7 +241,7 @@ def sort_by_key(listed: list[ListedRun], key: str) -> list[ListedRun]:
     """Return the rows sorted by a key; rows without a value come last. Raise ConfigError if no row has one."""
     if key == "age":
         return sorted(listed, key=lambda one: -one.changed)
-    found = [(value, one) for one in listed if (value := one.value_of(key)) is not None]
+    found = [(value, one) for one in listed if (value := one.read_value(key)) is not None]
     if listed and not found:
         raise ConfigError(f"--sort {key}: no run here has it; a metric is known where runs are judged by it")
     falls = any(one.status.get("monitor") == key and one.status.get("mode") == "max" for one in listed)

@@ -276,7 +276,9 @@ def test_a_pool_never_outgrows_its_size_and_keeps_its_part(kind, size, tmp_path)
     for index in range(600):
         assert same(kept[index], SAMPLES[kind](index))
     assert sum(reads_in(tmp_path).values()) - sum(before.values()) == 600 - kept.count_cached()
-    assert [kept.has(index) for index in range(600)] == [index < kept.count_cached() for index in range(600)]
+    assert [kept.is_cached(index) for index in range(600)] == [
+        index < kept.count_cached() for index in range(600)
+    ]
 
 
 def test_more_than_the_memory_is_refused():

@@ -113,7 +113,9 @@ def test_other_samples_stay_apart():
         kept = open_cache(source, "memory", "data.train", gather=gather)
         kept[rank]
         gather(None)
-        same = [torch.equal(kept[i][0], source[i][0]) for i in range(NUMBER) if kept.has(i) and rank < 4]
+        same = [
+            torch.equal(kept[i][0], source[i][0]) for i in range(NUMBER) if kept.is_cached(i) and rank < 4
+        ]
         return kept.count_cached(), all(same), kept.note
 
     found = run_ranks(work, 5)

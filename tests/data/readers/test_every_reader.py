@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from trainrun.data.cache.cached import open_cache
-from trainrun.data.map_style import thread_safe
+from trainrun.data.map_style import is_thread_safe
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers import column_store
 from trainrun.data.readers.arrays import hdf5
@@ -142,7 +142,7 @@ def _fresh(folder):
 @pytest.mark.process
 def test_many_threads_read_what_one_reads(make):
     alone, shared = make(0), make(1)
-    assert thread_safe(shared)
+    assert is_thread_safe(shared)
     number = len(alone)
     expected = [plain(alone[i]) for i in range(number)]
     together = threading.Barrier(THREADS)

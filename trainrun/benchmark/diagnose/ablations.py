@@ -51,7 +51,7 @@ class NoLogging:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._triggers, name)
 
-    def log_due(self, step: int) -> bool:
+    def is_log_due(self, step: int) -> bool:
         return False
 
 

@@ -118,12 +118,12 @@ def diagnose(
     Raise the errors that the run would raise before its first step. trace: also profile a few steps.
     """
     with WorkerPool() as pool:
-        progress("starting the run", budget.left())
+        progress("starting the run", budget.remaining_seconds())
         base = pool.start(compose_config(overrides))
         reserved = END_SECONDS + TRACE_SECONDS * trace
         diagnosis = Examination(pool, base, overrides, budget, reserved, progress).diagnosis()
         if trace:
-            progress("a few steps under torch's profiler", budget.left())
+            progress("a few steps under torch's profiler", budget.remaining_seconds())
             diagnosis = replace(diagnosis, profiled=base.ask(Profile()))
         return diagnosis
 
@@ -147,7 +147,7 @@ class Examination:
         self._settings = {BUCKET: "data.padding=bucket"}  # of the ablations that are runs of their own
 
     def _seconds_left(self) -> float:
-        return self._budget.left() - self._reserved
+        return self._budget.remaining_seconds() - self._reserved
 
     def _is_over(self, grace: float = 0.0) -> bool:
         """Return whether less time is left than the longest compilation takes, which cannot be interrupted."""
@@ -302,7 +302,7 @@ class Examination:
     def _build_diagnosis(self, rounds: Rounds, load: Turn) -> Diagnosis:
         info, loop_seconds = self._base.info, rounds.base.seconds / sum(turn.steps for turn in rounds.own)
         ratios = self._estimate_gains(rounds)
-        late = self._budget.left() <= self._compiling
+        late = self._budget.remaining_seconds() <= self._compiling
         self._untried += ["validation and checkpoints"] * late
         costs = {} if late else self._measure_rare_costs(loop_seconds, ratios.get(SAVING))
         costs["compile"] = rounds.compile_seconds(info.total_steps)
@@ -321,7 +321,7 @@ class Examination:
                 about = f"{1e3 * seconds:.3g} ms a step{so_far}"
                 what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), about))
         return Diagnosis(
-            info, 1 / rounds.base.each, step_seconds, what_ifs, load.items_per_second,
+            info, 1 / rounds.base.seconds_per_item, step_seconds, what_ifs, load.items_per_second,
             load.busy_seconds / load.seconds, tuple(self._overrides), untried=tuple(dict.fromkeys(self._untried)),
         )  # fmt: skip
 

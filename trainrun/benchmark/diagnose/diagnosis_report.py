@@ -29,7 +29,7 @@ def report_diagnosis(overrides: list[str], seconds: float, trace: bool, folder: 
     say("\n".join(diagnosis_lines(diagnosis)))
     write_diagnosis(diagnosis, overrides, folder)
     report_result(file=folder / "diagnosis.json", **diagnosis_to_json(diagnosis, overrides))
-    say(f"in {budget.spent:.0f} s; details: {relative_path(folder / 'diagnosis.json')}")
+    say(f"in {budget.elapsed_seconds:.0f} s; details: {relative_path(folder / 'diagnosis.json')}")
     return EXIT_DONE
 
 

@@ -91,7 +91,10 @@ class Rounds:
         if by_position:
             ratio = ratio.times(padding_factor)
         same_seconds = self.seconds_of(without)
-        return gain_of_part(ratio, self.base.each, self.base.each - same_seconds) if same_seconds else ratio
+        if not same_seconds:
+            return ratio
+        seconds = self.base.seconds_per_item
+        return gain_of_part(ratio, seconds, seconds - same_seconds)
 
     def ratio_of_phase(self, phase: int) -> Ratio:
         """Return how many times as fast the unchanged loop would be without this phase."""

@@ -80,7 +80,7 @@ class BatchFinder:
 
     def fits(self, size: int) -> bool:
         """Return whether two steps with this batch size succeed in a separate process."""
-        self._progress(f"batch size {size}", self._budget.left())
+        self._progress(f"batch size {size}", self._budget.remaining_seconds())
         worker = None
         try:
             worker = self.start(size)
@@ -110,7 +110,7 @@ class BatchFinder:
                 key = f"data.batch_size={size}: "
                 raise TrainingError(key + why.removeprefix(key))
             size, too_large = size // 2, size
-        while refined < REFINED and self._budget.left(0.65) > 0:
+        while refined < REFINED and self._budget.remaining_seconds(0.65) > 0:
             middle = (size + too_large) // 2 if too_large else 2 * size
             if middle == size:
                 break
@@ -141,7 +141,7 @@ class BatchFinder:
 
         def take() -> float:
             nonlocal worker, steps
-            self._progress(f"speed of batch size {size}", self._budget.left())
+            self._progress(f"speed of batch size {size}", self._budget.remaining_seconds())
             try:
                 if worker is None:
                     worker = self.start(size)

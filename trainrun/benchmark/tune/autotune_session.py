@@ -61,7 +61,11 @@ def report_search(
     if wish.allow == "exact":
         say("not tried: number types and compilation of the model, which round differently (--allow numeric)")
     results = tune_report.to_json_values(tuning)
-    results |= {"found": list(tuning.found), "claimed": tuning.is_claimed, "verdict": tuning.verdict}
+    results |= {
+        "found": list(tuning.best_settings),
+        "claimed": tuning.is_claimed,
+        "verdict": tuning.verdict,
+    }
     write_results(folder, typed, results)
     say(f"details: {relative_path(folder / 'autotune.json')}")
     return EXIT_DONE
@@ -71,9 +75,11 @@ def report_table(typed: list[str], table: TechniqueTable, budget: float, folder:
     print_head(typed, table.seconds, budget)
     for line in tune_report.table_lines(table):
         say(line)
-    rows = [tune_report.to_json_values(row) | {"title": row.trial.cause, "alone": tune_report.to_json_values(row.alone)}
-            for row in table.rows]  # fmt: skip
-    write_results(folder, typed, tune_report.to_json_values(table) | {"rows": rows})
+    to_json = tune_report.to_json_values
+    rows = [
+        to_json(row) | {"title": row.trial.cause, "alone": to_json(row.speedup_alone)} for row in table.rows
+    ]
+    write_results(folder, typed, to_json(table) | {"rows": rows})
     say(f"details: {relative_path(folder / 'autotune.json')}")
     return EXIT_DONE
 

@@ -50,9 +50,9 @@ def host_preset_name() -> str:
 
 def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: Path) -> WrittenPreset:
     """Write the settings that helped as a preset. typed: the overrides as the user typed them."""
-    wanted = recompose_config(replace_overrides(typed, tuning.found))
-    use = replace_overrides(typed, [*tuning.found, f"preset={path.stem}"])
-    use = [override for override in use if override not in tuning.found]
+    wanted = recompose_config(replace_overrides(typed, tuning.best_settings))
+    use = replace_overrides(typed, [*tuning.best_settings, f"preset={path.stem}"])
+    use = [override for override in use if override not in tuning.best_settings]
     before = next(
         (override.partition("=")[2] for override in typed if override_key(override) == "preset"), "none"
     ).strip('"')
@@ -65,7 +65,7 @@ def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: 
         path.unlink()
     else:
         write_text(path, old)
-    return WrittenPreset(None, replace_overrides(typed, tuning.found))
+    return WrittenPreset(None, replace_overrides(typed, tuning.best_settings))
 
 
 def preset_text(typed: Sequence[str], tuning: Tuning, before: str, fingerprint: str) -> str:
@@ -85,7 +85,7 @@ def preset_text(typed: Sequence[str], tuning: Tuning, before: str, fingerprint: 
     ]
     groups: list[Any] = [f"/preset/{before}"] if before != "none" else []
     tree: dict[str, Any] = {}
-    for key, _, value in (setting.lstrip("+").partition("=") for setting in tuning.found):
+    for key, _, value in (setting.lstrip("+").partition("=") for setting in tuning.best_settings):
         if "." not in key:
             groups.append({f"override /{key}": parse_value(value)})
             continue

@@ -162,7 +162,7 @@ class Row:
     together: bool = False
 
     @property
-    def alone(self) -> Ratio | None:
+    def speedup_alone(self) -> Ratio | None:
         """Return how many times as fast the run is with the technique as without it."""
         ratio = self.trial.ratio
         return ratio.inverse() if ratio is not None and self.is_on else ratio
@@ -194,7 +194,7 @@ def measure_table(tuner: Tuner, techniques: Sequence[Technique] = TECHNIQUES) ->
     waiting = [number for number, row in enumerate(rows) if not row.trial.reason]
     while waiting:
         group, rest = waiting[:AT_ONCE], waiting[AT_ONCE:]
-        seconds = max(0.0, tuner.budget.left(ALONE_UNTIL)) * len(group) / len(waiting)
+        seconds = max(0.0, tuner.budget.remaining_seconds(ALONE_UNTIL)) * len(group) / len(waiting)
         remedies = [rows[number].trial.remedy for number in group]
         trials, runs = tuner.try_in_turns("", None, remedies, tuner.budget.clock() + seconds)
         for run in runs.values():
@@ -208,7 +208,7 @@ def measure_table(tuner: Tuner, techniques: Sequence[Technique] = TECHNIQUES) ->
     claim = tuner.confirm(settings) if settings else None
     rows = [replace(row, together=number in together) for number, row in enumerate(rows)]
     return TechniqueTable(tuner.base.info.unit, tuner.speed, tuple(rows), tuple(settings), claim, tuner.problem,
-                          tuner.budget.spent)  # fmt: skip
+                          tuner.budget.elapsed_seconds)  # fmt: skip
 
 
 def plan_row(technique: Technique, tuner: Tuner) -> Row:
@@ -251,7 +251,7 @@ def compatible_techniques(rows: Sequence[Row], overrides: Sequence[str]) -> list
 
 
 def ratio_value(row: Row) -> float:
-    return row.alone.value if row.alone is not None else 0.0
+    return row.speedup_alone.value if row.speedup_alone is not None else 0.0
 
 
 def is_skipped_for_time(row: Row) -> bool:

@@ -71,7 +71,7 @@ def table_lines(table: TechniqueTable) -> list[str]:
 
 
 def technique_row(row: Row) -> list[str]:
-    trial, alone = row.trial, row.alone
+    trial, alone = row.trial, row.speedup_alone
     note = "is on; without it: " if row.is_on and trial.remedy.overrides else ""
     settings = f"{note}{trial.remedy}"
     effect = trial.remedy.effect_text

@@ -101,7 +101,7 @@ class Tuning:
     seconds: float
 
     @property
-    def found(self) -> tuple[str, ...]:
+    def best_settings(self) -> tuple[str, ...]:
         """Return the overrides that are claimed to be faster."""
         return tuple(used_settings(self.trials)) if self.is_claimed else ()
 
@@ -176,13 +176,13 @@ class Tuner:
         self.base.close()
         claim = self.confirm(used_settings(self.trials)) if any(trial.used for trial in self.trials) else None
         return Tuning(tuple(self.overrides), unit, self.speed, tuple(texts), tuple(self.trials), claim,
-                      self.problem, self.budget.spent)  # fmt: skip
+                      self.problem, self.budget.elapsed_seconds)  # fmt: skip
 
     def start_base(self) -> None:
         """Start the run of the user's own settings."""
-        self._say("your own settings", self.budget.left())
+        self._say("your own settings", self.budget.remaining_seconds())
         began = self.budget.clock()
-        self.base = self._own = self._start(self.overrides, self.budget.left())
+        self.base = self._own = self._start(self.overrides, self.budget.remaining_seconds())
         self.base.find_pace()
         self._start_seconds = self.budget.clock() - began
         self.base.measure_item_seconds()
@@ -324,10 +324,12 @@ class Tuner:
         """Start a run with a remedy. Return the run; or None and why it cannot start, or did not start within
         `seconds`.
         """
-        self._say(f"trying {remedy}", self.budget.left())
+        self._say(f"trying {remedy}", self.budget.remaining_seconds())
         run = None
         try:
-            run = self._start(self.add_start_choices(remedy.overrides), min(seconds, self.budget.left()))
+            run = self._start(
+                self.add_start_choices(remedy.overrides), min(seconds, self.budget.remaining_seconds())
+            )
             run.find_pace()
             return run, ""
         except ConfigError as error:
@@ -350,7 +352,7 @@ class Tuner:
         groups: list[list[tuple[float, float]]] = []
         wanted, clock = self._affordable_pairs(self._seconds_of_pair()), self.budget.clock
         while len(groups) < wanted and wanted >= LEAST_PROCESSES:
-            self._say(f"fresh processes, pair {len(groups) + 1}", self.budget.left())
+            self._say(f"fresh processes, pair {len(groups) + 1}", self.budget.remaining_seconds())
             began = clock()
             try:
                 groups.append(self._measure_fresh_pair(settings, own_first=len(groups) % 2 == 0))
@@ -360,7 +362,7 @@ class Tuner:
             if len(groups) == 1:
                 wanted = 1 + self._affordable_pairs(clock() - began, num_done=1)
         if len(groups) < LEAST_PROCESSES:
-            needed = self.budget.spent + CONFIRM_ROOM * LEAST_PROCESSES * self._seconds_of_pair()
+            needed = self.budget.elapsed_seconds + CONFIRM_ROOM * LEAST_PROCESSES * self._seconds_of_pair()
             self.problem = (
                 f"no time for {LEAST_PROCESSES} pairs of fresh processes; try --budget {needed:.0f}"
             )
@@ -378,7 +380,7 @@ class Tuner:
         For the usual number of pairs the budget may be exceeded a little, because a search without a claim is
         useless.
         """
-        left, usual = max(self.budget.left(), 0.0), USUAL_PROCESSES - num_done
+        left, usual = max(self.budget.remaining_seconds(), 0.0), USUAL_PROCESSES - num_done
         num_pairs = int(left / max(seconds, 1e-9))
         if num_pairs < usual:
             num_pairs = min(usual, int((left + OVERRUN * self.budget.seconds) / seconds))

@@ -40,8 +40,8 @@ from trainrun.data.engines.batch_reader import WorkerFailure
 from trainrun.data.engines.choice import MAX_AUTO_WORKERS
 from trainrun.data.engines.generators import read_generator_states, seed_globals
 from trainrun.data.engines.workers import LoaderWorkers
-from trainrun.data.look import in_child
-from trainrun.data.map_style import describe, name_of, thread_safe
+from trainrun.data.look import read_in_child
+from trainrun.data.map_style import describe, is_thread_safe, name_of
 from trainrun.data.readers.column_store import (
     Array,
     ColumnWriter,
@@ -90,7 +90,7 @@ def open_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
     if not readable_source or find_columns(source, key) is not None or not len(source):
         return source  # in memory already, or opening it says what is wrong
     own = fingerprint_source(source, wanted.folder, say) if wanted.folder is not None else ""
-    probe = in_child(partial(probe_samples, source, where), options)
+    probe = read_in_child(partial(probe_samples, source, where), options)
     build = partial(write_cache, source, probe, wanted.num_bytes, where, options)
     if wanted.folder is None:
         return cache_in_memory(source, wanted, where, probe, build, gather)
@@ -414,13 +414,13 @@ class Cached:
             samples[row] = sample
         return samples
 
-    def has(self, index: int) -> bool:
+    def is_cached(self, index: int) -> bool:
         """Return whether a sample is in the cache."""
         return index < self.num_stored and (self._fixed is not None or bool(self._is_kept[index]))
 
     def read(self, index: int) -> Any:
         """Return a copy of a sample, or MISSING."""
-        if not self.has(index):
+        if not self.is_cached(index):
             return MISSING
         leaves, buffers = self._leaves, []
         shapes = self._fixed or [tuple(shape[index].tolist()) for shape in self._shapes]
@@ -444,7 +444,7 @@ class Cached:
 
     @property
     def thread_safe(self) -> bool:
-        return self.count_cached() == len(self) or thread_safe(self.source)
+        return self.count_cached() == len(self) or is_thread_safe(self.source)
 
     @property
     def name_of_source(self) -> str:

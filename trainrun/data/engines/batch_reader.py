@@ -26,8 +26,8 @@ from trainrun.data.map_style import (
     describe,
     find_batch_method,
     find_innermost,
+    has_own_getitems,
     name_of,
-    reads_at_once,
 )
 from trainrun.data.scale import Scale
 from trainrun.data.stream_options import Collate
@@ -57,7 +57,7 @@ class WorkerFailure(NamedTuple):
     trace: str
 
 
-def failure_or_raise(error: DataError) -> WorkerFailure:
+def raise_or_return_failure(error: DataError) -> WorkerFailure:
     """Raise the error. In a worker, return it as a value, because torch would turn an exception into a page of text."""
     if get_worker_info() is None:
         raise error
@@ -172,7 +172,7 @@ class BatchReader:
         self._transform = Transform(recipe, dataset, len(dataset))
         self.number = len(dataset)
         parts = list_parts(dataset)
-        self._at_once = reads_at_once(dataset) and not recipe.one_by_one
+        self._at_once = has_own_getitems(dataset) and not recipe.one_by_one
         self._is_columns = isinstance(dataset, Columns)
         is_plain = recipe.transform is None and (self._is_columns or recipe.scale is None)
         self._read_batch = find_batch_method(dataset, recipe.collate) if is_plain else None
@@ -184,7 +184,7 @@ class BatchReader:
         self._takes_generators = self._at_once and has_parameter(parts[0].__getitems__, "generators")
 
     @property
-    def users_code(self) -> bool:
+    def runs_user_code(self) -> bool:
         """Return whether reading runs code that is not of this package."""
         return self._read_batch is None
 
@@ -197,7 +197,7 @@ class BatchReader:
         try:
             return self.read(key)
         except DataError as error:
-            return failure_or_raise(error)
+            return raise_or_return_failure(error)
 
     def read(self, key: Key) -> Reading:
         """Read a batch. Raise DataError with the number of a sample that cannot be read."""

@@ -15,7 +15,7 @@ from trainrun.data.engines.iterable import (
     Alike,
     InStep,
     StreamReader,
-    continues_where_left,
+    continues_previous_pass,
     has_parts,
 )
 from trainrun.data.engines.loader import LoaderBatches
@@ -86,7 +86,7 @@ def check_randomness(reader: BatchReader, options: StreamOptions) -> tuple[Batch
     A data set whose `__getitems__` uses random numbers is called with one sample at a time.
     """
     look, note = options.look, ""
-    if look is None or not reader.users_code:
+    if look is None or not reader.runs_user_code:
         return reader, note
     recipe = replace(reader.recipe, drawn_from=look.drawn_from)
     if AT_ONCE in look.draws:
@@ -120,7 +120,7 @@ def _feed_device(batches: Batches, options: StreamOptions) -> Batches:
 
 def _build_reader(prepared: PreparedStream) -> BatchReader:
     options, columns = prepared.options, prepared.columns
-    scale = prepared.scale if prepared.users_code else None
+    scale = prepared.scale if prepared.runs_user_code else None
     recipe = build_recipe(options, scale)
     recipe = replace(recipe, preparation=prepared.preparation, collate=prepared.collate)
     return BatchReader(prepared.dataset if columns is None else columns.move_to_host(), recipe)
@@ -175,7 +175,7 @@ def _choose_iterable_workers(source: Any, options: StreamOptions) -> tuple[int, 
         return 1, "an IterableDataset"
     if number != "auto" and number > 0 and not options.training:
         return 1, reason
-    continues = continues_where_left(source)
+    continues = continues_previous_pass(source)
     if number == "auto":
         number, reason = 0, "an IterableDataset"
         if continues:

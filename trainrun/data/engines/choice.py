@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from trainrun.data.engines.in_memory import count_resident_bytes, explain_resident, resident_bytes
 from trainrun.data.engines.stream import ReadBy
-from trainrun.data.map_style import find_batch_method, name_of, thread_safe
+from trainrun.data.map_style import find_batch_method, is_thread_safe, name_of
 from trainrun.data.stream_options import PreparedStream, StreamOptions, describe_unused
 from trainrun.data.tensor_dataset import list_parts
 from trainrun.errors import DataError
@@ -71,7 +71,7 @@ def _count_sample_bytes(prepared: PreparedStream) -> int:
 
 def _reads_columns(prepared: PreparedStream) -> bool:
     """Return whether reading runs no code of the user."""
-    return prepared.columns is not None and not prepared.users_code
+    return prepared.columns is not None and not prepared.runs_user_code
 
 
 def _follow_training(prepared: PreparedStream, beside: ReadBy) -> Choice:
@@ -89,7 +89,7 @@ def _choose_by_look(prepared: PreparedStream) -> Choice:
         why = why or f"too much to be resident on {options.device}"
         return Choice(main, f"{describe_workers(0)} ({count_resident_bytes(prepared)}; {why})")
     if (
-        not prepared.users_code
+        not prepared.runs_user_code
         and prepared.collate is not None
         and find_batch_method(prepared.dataset, prepared.collate) is not None
     ):
@@ -124,7 +124,7 @@ def has_spare_core(options: StreamOptions) -> bool:
 
 def _allows_threads(prepared: PreparedStream) -> bool:
     """Return whether several threads may read the source at once, because all code involved is known to allow it."""
-    return thread_safe(prepared.dataset) and not prepared.users_code
+    return is_thread_safe(prepared.dataset) and not prepared.runs_user_code
 
 
 def _check_threads(prepared: PreparedStream) -> Choice:
@@ -136,7 +136,7 @@ def _check_threads(prepared: PreparedStream) -> Choice:
     options = prepared.options
     number = options.num_threads
     asked = "data.engine=threads" if options.engine == "threads" else f"data.num_threads={number}"
-    unsafe = [part for part in list_parts(prepared.dataset) if not thread_safe(part)]
+    unsafe = [part for part in list_parts(prepared.dataset) if not is_thread_safe(part)]
     if unsafe:
         raise DataError(
             f"{asked}: {name_of(unsafe[0])} ({options.key}) does not say `thread_safe = True`; use "

@@ -24,7 +24,7 @@ from trainrun.data.engines.batch_reader import (
     Transform,
     WorkerFailure,
     collate_samples,
-    failure_or_raise,
+    raise_or_return_failure,
 )
 from trainrun.data.engines.generators import SeedGlobals, has_parameter, new_generator, seed_globals
 from trainrun.data.engines.stream import Around
@@ -55,7 +55,7 @@ class SourcePlace:
 
     def record(self, taken: int) -> None:
         """Record this position, if the source can report its own state."""
-        if keeps_place(self.source):
+        if can_report_position(self.source):
             self.taken, self.state = taken, copy.deepcopy(self.source.state_dict())
 
 
@@ -87,7 +87,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     begun: dict[int, tuple[int, SourcePlace]] = field(default_factory=dict)
     fresh: dict[int, Any] = field(default_factory=dict)
 
-    def at(self, epoch: int, start: int, known: Any) -> StreamReader:
+    def reader_at(self, epoch: int, start: int, known: Any) -> StreamReader:
         """Return the reader of another epoch and position.
 
         known: the entry that `take_turns` stored for that position. Without it the earlier samples are read and
@@ -102,7 +102,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         return self.plan.world_size * self.readers if self.readers else 1
 
     @property
-    def again(self) -> bool:
+    def repeats_batches(self) -> bool:
         """Return whether several readers repeat their batches before `start`."""
         return self.readers > 1 and not self.begun
 
@@ -117,7 +117,9 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         except DataError as error:
             if info is None:
                 raise
-            yield WorkerFailure(str(error), "") if get_worker_info() is None else failure_or_raise(error)
+            yield (
+                WorkerFailure(str(error), "") if get_worker_info() is None else raise_or_return_failure(error)
+            )
         while self.readers > 1:  # the others go on, and each has its turn
             yield Reading(None, [role], False, False)
 
@@ -135,7 +137,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             first, position, number = position, position + len(chunk), number + 1
             if not self.buffer:
                 place.record(position)
-            state = (role, number, place.taken, place.state) if keeps_place(self.dataset) else None
+            state = (role, number, place.taken, place.state) if can_report_position(self.dataset) else None
             reading = self._share_of(chunk, first, part)
             if reading is not None:
                 yield reading._replace(state=state, whole=whole)
@@ -214,7 +216,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
                 source = source.shard(num_shards=parts, index=part)
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
-            if keeps_place(source):
+            if can_report_position(source):
                 # one that was left amid an epoch begins the next at the beginning
                 if part not in self.fresh:
                     self.fresh[part] = copy.deepcopy(source.state_dict())
@@ -259,10 +261,10 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     def take_turns(self, items: Iterator[Reading], keep: Keep) -> Iterator[Reading]:
         """Yield a batch of each reader in turn, from `start` on, until no reader has another batch.
 
-        keep: called with the number of batches so far, and with the entry that `at` needs to continue there.
+        keep: called with the number of batches so far, and with the entry that `reader_at` needs to continue there.
         """
         stands = {role: (role, batches, at.taken, at.state) for role, (batches, at) in self.begun.items()}
-        given, spare, over = 0 if self.again else self.start, None, set()
+        given, spare, over = 0 if self.repeats_batches else self.start, None, set()
         before, readers = self.start, max(1, self.readers)
         for number, item in enumerate(items, 1):
             if item.data is None:
@@ -287,7 +289,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             raise DataError(f"{self.recipe.key}: {self._name(0)} gave no batch in epoch {self.epoch}")
 
 
-def continues_where_left(source: Any) -> bool | None:
+def continues_previous_pass(source: Any) -> bool | None:
     """Return whether a pass over the source begins where the previous pass stopped. None: it cannot be measured.
 
     It cannot be measured without child processes, or if the first samples take too long. A child process reads the
@@ -297,7 +299,7 @@ def continues_where_left(source: Any) -> bool | None:
     their content can be read only once. A source that cannot be read in the child, or that has `state_dict`, counts as
     one that starts again.
     """
-    if keeps_place(source):
+    if can_report_position(source):
         return False
     if not can_fork_safely():
         return False if hasattr(source, "set_epoch") else None
@@ -384,7 +386,7 @@ class InStep(Around):
             mine = following
 
 
-def keeps_place(source: Any) -> bool:
+def can_report_position(source: Any) -> bool:
     """Return whether a source can report its position and continue from there.
 
     A shuffling stream of `datasets` cannot: its state does not hold the samples in its buffer.

@@ -128,7 +128,7 @@ class LoaderBatches:
         reader: Any = self._reader
         if isinstance(reader, StreamReader):
             self._end()  # its workers hold the epoch
-            reader = reader.at(epoch, place, self._options.places.at(epoch, place))
+            reader = reader.reader_at(epoch, place, self._options.places.position_at(epoch, place))
             items = (
                 self._iterate_worker_readings(reader, None) if self._number else self._read_here(iter(reader))
             )
@@ -152,7 +152,7 @@ class LoaderBatches:
     def _read_here(self, items: Iterator[Any]) -> Iterator[Any]:
         """Read in the main process. Restore the global random state if the user's code reads."""
         end = object()
-        draws = not isinstance(self._reader, BatchReader) or self._reader.users_code
+        draws = not isinstance(self._reader, BatchReader) or self._reader.runs_user_code
         while True:
             with restore_random_state() if draws else nullcontext():
                 item: Any = next(items, end)

@@ -71,7 +71,7 @@ def order_of(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Lookup:
         from trainrun.data.order.permutation import KeyedPermutation
 
         keyed = KeyedPermutation(num_samples, derive_seed(seed, epoch))
-        return lambda positions: torch.from_numpy(keyed.at(positions.numpy()))
+        return lambda positions: torch.from_numpy(keyed.numbers_at(positions.numpy()))
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
     order = torch.randperm(num_samples, generator=generator)
     return lambda positions: order[positions]

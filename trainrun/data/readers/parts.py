@@ -53,14 +53,14 @@ class RandomRows:
         places = np.atleast_1d(np.asarray(index))
         if len(places) and not (places.min() >= 0 and places.max() < self._count):
             raise IndexError(index)
-        rows = self._permutation.at(places + self._first)
+        rows = self._permutation.numbers_at(places + self._first)
         return rows if isinstance(index, np.ndarray) else int(rows[0])
 
     def tobytes(self) -> bytes:
         """Return bytes that differ from those of other rows, to hash them."""
         size = len(self._permutation)
         return (
-            self._permutation.at(np.arange(8) % size).tobytes()
+            self._permutation.numbers_at(np.arange(8) % size).tobytes()
             + repr((size, self._first, self._count)).encode()
         )
 
@@ -165,12 +165,12 @@ class SplitFiles:
     notice: str = ""
 
     @property
-    def holds_out(self) -> bool:
+    def shares_training_files(self) -> bool:
         """Return whether training and validation share their files."""
         return not self.files["val"]
 
     @property
-    def held(self) -> list[Path]:
+    def evaluation_files(self) -> list[Path]:
         """Return the files of validation and test data."""
         return [*self.files["val"], *self.files["test"]]
 
@@ -197,7 +197,7 @@ class Part:
     @property
     def is_own(self) -> bool:
         """Return whether all rows of the files belong to the split. Otherwise training and validation share them."""
-        return self.split == "test" or not self.of.holds_out
+        return self.split == "test" or not self.of.shares_training_files
 
     @property
     def is_whole(self) -> bool:

@@ -259,7 +259,7 @@ def build_splits(found: SplitFiles, read: Callable[[tuple[Path, ...]], ReadFiles
         unused = {**part.unused_arguments, **samples.unused_arguments}
         notice = "; ".join(filter(None, [part.notice, samples.notice if split == "train" else ""]))
         dataset = ReaderDataset(samples.reader, rows, notice, unused)
-        if found.holds_out and samples.group_numbers is not None:
+        if found.shares_training_files and samples.group_numbers is not None:
             dataset.groups = select_rows_of(samples.group_numbers, rows)
         return samples.build(dataset)
 

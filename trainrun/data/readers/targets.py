@@ -51,7 +51,9 @@ class Coding:
         if values is None or (self.kind == "int64" and values.dtype.kind == "f"):
             what = "a whole number" if self.kind == "int64" else "a number"
             row, cell = next(
-                (row, cell) for row, cell in enumerate(list_words(cells)) if not _fits(cell, self.kind)
+                (row, cell)
+                for row, cell in enumerate(list_words(cells))
+                if not _is_valid_cell(cell, self.kind)
             )
             raise DataError(f"{where(row)} is {cell!r}, not {what} as in the training data")
         if values.dtype.kind == "f" and np.isnan(values).any():
@@ -212,6 +214,6 @@ def narrow_type(
     return narrow
 
 
-def _fits(cell: str, kind: str) -> bool:
+def _is_valid_cell(cell: str, kind: str) -> bool:
     value = parse_cells([cell])
     return value is not None and not (kind == "int64" and value.dtype.kind == "f")

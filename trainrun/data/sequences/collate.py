@@ -127,7 +127,7 @@ class Padded:
                 lengths[name] = torch.from_numpy(field.lengths)
             elif longest != field.lengths.min():
                 return None
-            batch[name] = field.padded(longest, fill, dtype)
+            batch[name] = field.to_padded(longest, fill, dtype)
         if lengths.keys() != {*self.names} or not lengths:
             return None
         first = {name: column[0] for name, column in batch.items()}

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from trainrun.data.batch import convert_numbers, convert_to_tensor, is_numbers, is_tokens
-from trainrun.data.map_style import describe, find_innermost, thread_safe
+from trainrun.data.map_style import describe, find_innermost, is_thread_safe
 from trainrun.data.tensor_dataset import Columns, find_reader_attribute
 from trainrun.interfaces import TARGET_KEYS
 
@@ -154,14 +154,14 @@ class Pieces:
         ends = np.cumsum(counts)
         self.begin = (np.arange(len(self.sample)) - np.repeat(ends - counts, counts)) * size
         self.lengths = np.minimum(lengths[self.sample] - self.begin, size)
-        self.thread_safe = thread_safe(source)
+        self.thread_safe = is_thread_safe(source)
         self._column_names = [*list_fields(source[0])] if isinstance(source, Columns) else []
 
     def __len__(self) -> int:
         return len(self.sample)
 
     def __getitem__(self, index: int) -> Any:
-        number, cut = int(self.sample[index]), self._cut_of(index)
+        number, cut = int(self.sample[index]), self._build_cut(index)
         if isinstance(self._source, Columns):
             return self._source.read_cut(number, [partial(cut, name) for name in self._column_names])
         source, row = find_innermost(self._source, number)
@@ -174,7 +174,7 @@ class Pieces:
         place = f"positions {int(self.begin[index])} and on of sample {number}"
         return f"{place}{describe(self._source, number)}"
 
-    def _cut_of(self, index: int) -> CutField:
+    def _build_cut(self, index: int) -> CutField:
         begin = int(self.begin[index])
 
         def cut(name: str, value: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Subset
 
 from trainrun.data.engines.generators import seed_globals
-from trainrun.data.map_style import reads_at_once
+from trainrun.data.map_style import has_own_getitems
 from trainrun.data.sequences.fields import (
     FieldForm,
     Fields,
@@ -171,7 +171,7 @@ def read_all_lengths(source: Any, key: str, seed: int, report: Callable[[str], N
 
 def _describe_all_forms(source: Any, key: str, seed: int) -> Iterator[Forms]:
     count = len(source)
-    if not reads_at_once(source):
+    if not has_own_getitems(source):
         yield from (_describe_forms(source, index, key, seed) for index in range(count))
         return
     for begin in range(0, count, AT_ONCE):

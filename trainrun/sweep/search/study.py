@@ -53,22 +53,22 @@ class SweepStudy:
 
     def open(self) -> None:
         """Read the study, or rebuild it from the jobs. Call it after the results of earlier calls have been read."""
-        with self._sweep.exclusive():
+        with self._sweep.lock_exclusively():
             opened = self._file.read()
             if opened is None or not self._agrees(opened[0]):
-                opened = self._rebuilt()
+                opened = self._rebuild_study()
             self._study, self._storage = opened
             self._version = self._file.version()
             self._reported.clear()
 
     @contextmanager
-    def _shared(self) -> Iterator[None]:
+    def _open_locked(self) -> Iterator[None]:
         """Lock the study inside the block, and read it again if another worker has changed it.
 
         A worker that was killed may have left half a line, a point that the sweep lacks, or a result that the study
         lacks.
         """
-        with self._sweep.exclusive():
+        with self._sweep.lock_exclusively():
             is_whole = self._file.version() == self._version and self._file.is_whole()
             if not is_whole or len(self._study.get_trials(deepcopy=False)) != len(self._sweep.trials):
                 self.open()
@@ -80,7 +80,7 @@ class SweepStudy:
 
     def ask(self) -> list[int]:
         """Create the next point, and return the numbers of its jobs; none if there is no point left."""
-        with self._shared():
+        with self._open_locked():
             if self.has_all_points:
                 return []
             self._tell_points(range(len(self._sweep.trials)))
@@ -92,7 +92,7 @@ class SweepStudy:
 
     def tell(self, num: int) -> None:
         """Report the results of the points of a job that has ended, if all their jobs have."""
-        with self._shared():
+        with self._open_locked():
             self._tell_points(number for number, jobs in enumerate(self._sweep.trials) if num in jobs)
 
     def _tell_points(self, numbers: Iterable[int]) -> None:
@@ -113,7 +113,7 @@ class SweepStudy:
             if values.keys() <= self._reported.setdefault(number, set()):
                 continue
             self._reported[number] |= values.keys()
-            with self._shared():
+            with self._open_locked():
                 if self._report(self._study, self._storage, number, values):
                     to_prune = jobs
         return to_prune
@@ -171,7 +171,7 @@ class SweepStudy:
     def _num_objectives(self) -> int:
         return max(len(self._options.objective), 1)
 
-    def _rebuilt(self) -> tuple[Study, BaseStorage]:
+    def _rebuild_study(self) -> tuple[Study, BaseStorage]:
         """Create the study again from the jobs, point by point, and write it."""
         import optuna
         from optuna.study import StudyDirection
@@ -206,7 +206,7 @@ class SweepStudy:
             unmarked_word(word).partition("=")[0]: unmarked_word(word).partition("=")[2] for word in job.words
         }
         for dimension in self._dimensions:
-            if is_searched(dimension) and dimension.holds(job.words):
+            if is_searched(dimension) and dimension.applies_to(job.words):
                 params[dimension.name] = parse_parameter(dimension, values[dimension.key])
         return params
 
@@ -229,7 +229,7 @@ def suggest_word(trial: Trial, dimension: Dimension) -> str:
         return dimension.word if dimension.key in REPEATED else dimension.choices[0]
     interval = dimension.interval
     if interval is None:
-        words = {value_of(word): word for word in dimension.choices}
+        words = {parse_sweep_value(word): word for word in dimension.choices}
         return words[trial.suggest_categorical(dimension.name, list(words))]
     if interval.is_whole:
         low, high = int(interval.low), int(interval.high)
@@ -238,7 +238,7 @@ def suggest_word(trial: Trial, dimension: Dimension) -> str:
     return dimension.with_value(value)
 
 
-def value_of(word: str) -> str:
+def parse_sweep_value(word: str) -> str:
     return unmarked_word(word).partition("=")[2]
 
 

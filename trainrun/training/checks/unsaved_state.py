@@ -75,7 +75,7 @@ class UnsavedState:
         return {
             key: owner
             for key, owner in owners.items()
-            if owner is not None and not is_library_object(owner) and not saves_all(owner)
+            if owner is not None and not is_library_object(owner) and not saves_whole_state(owner)
         }
 
     def _find_owner_class(self, owner: str) -> str:
@@ -118,7 +118,7 @@ def is_library_object(owner: Any) -> bool:
     return type(owner).__module__.partition(".")[0] in ("builtins", "torch", "trainrun")
 
 
-def saves_all(owner: Any) -> bool:
+def saves_whole_state(owner: Any) -> bool:
     """Return whether the owner has its own `state_dict`, not the one of nn.Module."""
     return (
         isinstance(owner, KeepsState) and getattr(type(owner), "state_dict", None) is not nn.Module.state_dict

@@ -76,7 +76,7 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_path
                 raise DataError(f"{place}: {sizes}; there must be a target for each input")
             cells = _read_cells(file, layouts[1]) if target else None
             group_cells = None
-            if groups is not None and found.holds_out:
+            if groups is not None and found.shares_training_files:
                 group_cells = _read_cells(file, read_layout(h5py, file, groups, split, "groups"))
                 check_groups(group_cells, layouts[0].shape[0], f"{place}: {groups!r}")
         encoded = None if cells is None else coding.encode(cells, partial(_name_row, place, layouts[1].name))

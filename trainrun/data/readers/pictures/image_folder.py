@@ -142,7 +142,7 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     found = request.find_folder(Path.exists if labels else has_folders)
     training = found.files["train"][0]
-    held = [folder for folder in found.held if is_inside(folder.parent, [training])]
+    held = [folder for folder in found.evaluation_files if is_inside(folder.parent, [training])]
 
     @cache
     def read_training() -> FolderTable:

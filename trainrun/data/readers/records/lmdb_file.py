@@ -77,7 +77,7 @@ class LmdbRecords:
     def __init__(self, file: Path) -> None:
         self.files: tuple[Path, ...] = (file,)
         self._name = str(file)
-        with _ENVIRONMENTS.opened(self._name).begin() as transaction:
+        with _ENVIRONMENTS.open_environment(self._name).begin() as transaction:
             meta = transaction.get(META_KEY)
             self._length = int(transaction.stat()["entries"]) - (meta is not None)
         try:
@@ -171,9 +171,9 @@ class _Environments:
 
     def __getitem__(self, file: str) -> Any:
         found = self._by_name.get(file)
-        return self.opened(file) if found is None else found
+        return self.open_environment(file) if found is None else found
 
-    def opened(self, file: str) -> Any:
+    def open_environment(self, file: str) -> Any:
         """Return the environment, opened again if its file was replaced."""
         try:
             path, state = os.path.realpath(file), os.stat(file)

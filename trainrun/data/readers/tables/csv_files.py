@@ -108,7 +108,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         raise DataError(
             f"{CATEGORIES}={unused[0]}: is no input; leave it out, or name it in data.train.inputs"
         )
-    group = groups if found.holds_out else None
+    group = groups if found.shares_training_files else None
     words = tuple((name, named_words.get(name, ())) for name in columns_of_words)
     choice = TableChoice(
         names, goal, group, dtype, target_dtype, fill, dialect, inputs is None, words, gaps, is_open
@@ -119,7 +119,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         if files == training:
             return build_text_samples(read_training(), choice, shape)
         own = set(read_column_names(files[0], dialect))
-        own_choice = read_training().as_read(choice)._replace(group=None, is_open=False)
+        own_choice = read_training().resolve_choice(choice)._replace(group=None, is_open=False)
         if missing := [name for name in (*own_choice.inputs, *goal) if name not in own]:
             raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
         coding = read_training().coding if len(goal) == 1 else None
@@ -209,7 +209,7 @@ class TextTable:
     def coding(self) -> Coding:
         return read_coding(self.columns)
 
-    def as_read(self, choice: TableChoice) -> TableChoice:
+    def resolve_choice(self, choice: TableChoice) -> TableChoice:
         """Return the choice, with the inputs that the table has with this choice."""
         facts = self.columns.facts
         categories = tuple((name, tuple(words)) for name, words in facts["categories"])
@@ -338,7 +338,7 @@ def build_text_samples(table: TextTable, choice: TableChoice, shape: Sequence[in
     """Return the rows of a table as samples."""
     columns, coding = table.columns.arrays, table.coding
     inputs, target = columns["inputs"], columns.get("target")
-    names = table.as_read(choice).input_names
+    names = table.resolve_choice(choice).input_names
     if shape is not None and math.prod(shape) != len(names):
         raise DataError(
             f"data.shape={list(shape)}: needs {math.prod(shape)} numbers a row, but data.train.inputs are "
@@ -359,7 +359,7 @@ def build_text_samples(table: TextTable, choice: TableChoice, shape: Sequence[in
 
 def describe_inputs(table: TextTable, choice: TableChoice) -> str:
     """Return a line about columns of words and columns with missing cells; "" if there are none."""
-    read = table.as_read(choice)
+    read = table.resolve_choice(choice)
     counts = ", ".join(f"{name} {len(words)}" for name, words in read.categories)
     dropped = [name for name in choice.inputs if name not in read.inputs]
     parts = {

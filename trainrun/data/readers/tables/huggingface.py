@@ -40,7 +40,7 @@ from trainrun.data.readers.tables.stored_samples import (
     SampleField,
     StoredSamples,
     decode_text,
-    number_of,
+    to_python_number,
 )
 from trainrun.data.readers.tables.table_choice import VERSION
 from trainrun.data.readers.targets import parse_column_names
@@ -75,7 +75,9 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
     def read(files: tuple[Path, ...]) -> ReadFiles:
         setting = found.setting_of(files)
         paths, open_file = find_table_files(files, setting)
-        stored = load_samples(paths, open_file, names, groups, groups if found.holds_out else None)
+        stored = load_samples(
+            paths, open_file, names, groups, groups if found.shares_training_files else None
+        )
         return ReadFiles(
             build_stored_samples(paths, open_file, stored, names is None, form), stored.arrays.get("groups")
         )
@@ -169,7 +171,7 @@ def build_stored_samples(paths: tuple[Path, ...], open_file: type[TableFile], st
 
 def open_stored_column(stored: StoredColumns, number: int, name: str, kind: str, form: Form) -> SampleField:
     """Return a column of the store as a column of samples."""
-    converters = {"number": number_of, "word": decode_text, "picture": DecodePicture(form)}
+    converters = {"number": to_python_number, "word": decode_text, "picture": DecodePicture(form)}
     is_sequence = kind in ("list", "nested")
     convert = converters.get(kind)
     return build_stored_field(

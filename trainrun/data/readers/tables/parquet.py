@@ -75,7 +75,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     form = (
         build_form(shape, fit, "uint8" if dtype == "uint8" else "float32", draft) if has_pictures else Form()
     )
-    group = groups if found.holds_out else None
+    group = groups if found.shares_training_files else None
     choice = TableChoice(names, goal, group, dtype, target_dtype, fill)
     input_form = InputForm(form, choose_input_shape(shape, kinds), has_pictures)
     load_training = cache(partial(read_table, training, choice))

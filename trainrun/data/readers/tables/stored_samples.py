@@ -125,7 +125,7 @@ def decode_text(values: Array, where: Where) -> str:
     return values.tobytes().decode()
 
 
-def number_of(values: Any, where: Where) -> Any:
+def to_python_number(values: Any, where: Where) -> Any:
     """Return the value as a Python number."""
     return values.item()
 

@@ -196,7 +196,7 @@ def find_tokenizer(node: Mapping[str, Any]) -> str:
 
 def read_held_share(found: SplitFiles) -> float:
     """Return the fraction of the text that is held out at its end. A tokenizer must not see it."""
-    return found.request.val_fraction if found.holds_out else 0.0
+    return found.request.val_fraction if found.shares_training_files else 0.0
 
 
 def _cut(number: int, part: Part, middle: int | None) -> tuple[int, int]:
