@@ -473,8 +473,8 @@ class Parallel(Protocol):
         """
 
     def zero_loss(self, model: nn.Module) -> Tensor:
-        """Return a 0-d zero as loss of a batch from which nothing is learned. The ranks exchange as much in its
-        backward.
+        """Return a 0-d zero as the loss of a batch without items. Its backward takes part in the exchanges of the
+        other ranks.
         """
 
     def exchange(self) -> None:

@@ -316,8 +316,9 @@ NAME = re.compile(r"[A-Za-z_][\w.]*")
 def separate_flags(
     argv: list[str], groups: list[str]
 ) -> tuple[list[str], list[str], list[str], dict[str, str]]:
-    """Split arguments into settings, Hydra's flags, the folders of --config-dir, and the typed text by translated
-    setting.
+    """Split arguments into settings, Hydra's flags and the folders of --config-dir.
+
+    Also return the text as typed for each setting whose name was translated.
     """
     settings, flags, config_dirs, typed = [], [], [], {}
     faults, rest = check_spaced_settings(argv), list(argv)

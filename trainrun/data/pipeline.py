@@ -16,10 +16,10 @@ from trainrun.data.stream_options import (
     Collate,
     PreparedStream,
     StreamOptions,
+    build_plan,
+    build_unchecked_plan,
     check_options,
     convert_limit_to_samples,
-    new_plan,
-    plan_of,
 )
 from trainrun.data.tensor_dataset import Columns, as_bytes, find_columns, find_rows_in_memory, measure_length
 from trainrun.errors import DataError
@@ -91,8 +91,8 @@ def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
     length = measure_length(dataset, options.key)
     if length == 0:
         raise DataError(f"{options.key}: the data set is empty")
-    found = _plan_sequences(dataset, new_plan(length, options.batch_size, options), options)
-    plan: StreamPlan = plan_of(length, options) if found is None else found.plan
+    found = _plan_sequences(dataset, build_unchecked_plan(length, options.batch_size, options), options)
+    plan: StreamPlan = build_plan(length, options) if found is None else found.plan
     collate = options.collate_fn
     preparation = Preparation(options.float_dtype, options.max_sequence_length)
     if found is not None:

@@ -270,14 +270,16 @@ def convert_limit_to_samples(options: StreamOptions) -> StreamOptions:
     return replace(options, limit=options.limit * options.batch_size)
 
 
-def plan_of(num_samples: int, options: StreamOptions) -> Plan:
+def build_plan(num_samples: int, options: StreamOptions) -> Plan:
     """Return the plan of `num_samples` samples. Raise DataError if they form no batch."""
     if num_samples == 0:
         raise DataError(f"{options.key}: the data set is empty")
-    return plan_for(new_plan(num_samples, options.batch_size, options), num_samples, options.key)
+    return fit_plan_to_count(
+        build_unchecked_plan(num_samples, options.batch_size, options), num_samples, options.key
+    )
 
 
-def plan_for(base: Plan, count: int, key: str) -> Plan:
+def fit_plan_to_count(base: Plan, count: int, key: str) -> Plan:
     """Return the plan for `count` samples (or rows). Raise DataError if they are too few for a training batch."""
     plan = replace(base, num_samples=count)
     if plan.global_size <= count:
@@ -287,7 +289,7 @@ def plan_for(base: Plan, count: int, key: str) -> Plan:
     return replace(plan, batch_size=-(-count // plan.world_size))
 
 
-def new_plan(num_samples: int, batch_size: int, options: StreamOptions) -> Plan:
+def build_unchecked_plan(num_samples: int, batch_size: int, options: StreamOptions) -> Plan:
     """Return a plan without checks: the batch may be larger than the data."""
     training = options.training
     return Plan(num_samples, batch_size, options.seed, options.shuffle and training,

@@ -119,7 +119,7 @@ TAKES_SPARSE = {"SGD": ("nesterov", "weight_decay"), "Adagrad": ("weight_decay",
 
 
 def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that get sparse gradients, as their module says."""
+    """Return the parameters with sparse gradients, according to the attribute `sparse` of their modules."""
     tables = [
         module
         for module in model.modules()

@@ -262,7 +262,9 @@ def watch_ranks(
 
 
 def poll_ranks(ranks: list[Rank], deaths: dict[int, float]) -> list[int | None]:
-    """Return the exit codes so far, None for a running rank. Record in `deaths` when a rank was first seen dead."""
+    """Return the exit codes so far, None for a running rank. Store in `deaths` when the end of a rank was first
+    seen.
+    """
     codes = [rank.poll() for rank in ranks]
     for rank, code in enumerate(codes):
         if code is not None:

@@ -36,11 +36,11 @@ TOO_LATE = "the race: too late"
 class JudgedLoop:
     """The node `loop` of a racer.
 
-    file: to which rank 0 adds a row for each evaluation. metric: as `val/acc`. every: samples between two evaluations;
-    None for a twentieth of the training. target, mode: the run has arrived where the metric is as good. limits: after
-    which a run that has not arrived is stopped, in seconds of training and with the start of its process. began: when
-    the process was started, as `time.time()`. reads: settings of `data` with which the judge reads the validation data,
-    those of the first racer.
+    file: receives a row from rank 0 for each evaluation. metric: such as `val/acc`. every: samples between two
+        evaluations; None for a twentieth of the training. target, mode: the value that the metric must reach.
+        limits: seconds of training, and with the start of its process, after which a run is stopped. began: the
+        start of the process, as `time.time()`. reads: settings of `data` with which the judge reads the validation
+        data, those of the first racer.
     """
 
     def __init__(

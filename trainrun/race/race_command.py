@@ -1,4 +1,6 @@
-"""`trainrun race A.yaml B.yaml --until val/acc=0.91`: which settings arrive first, and whether they end as well."""
+"""`trainrun race A.yaml B.yaml --until val/acc=0.91`: find which settings reach a value first, and whether they end
+equally well.
+"""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def memory_text(num_bytes: int) -> str:
 
 
 def variation_table(results: RaceResults, first: str, second: str, changes: Sequence[Variation]) -> Table:
-    """Return the head and the rows of --table: A with a difference beside A, and B beside B without it."""
+    """Return the head and the rows of --table. Each difference is added to A and removed from B."""
     head = ["difference", "alone", "end", "memory", "in B", "end", "memory without"]
     rows = []
     for change in changes:
@@ -175,7 +175,7 @@ def curve_of_run(name: str, run: RaceRun) -> Curve:
 
 
 def race_facts(race: Race, changes: Sequence[Variation]) -> dict[str, Any]:
-    """Return the results for programs."""
+    """Return the results of a race as JSON values."""
     results = race.results()
     first = race.racers[0].name
     racers = []

@@ -1,4 +1,6 @@
-"""`python -m trainrun.race.racer_process FOLDER`: one run of a race, as `request.json` in its folder asks for it."""
+"""`python -m trainrun.race.racer_process FOLDER`: train one run of a race, as described by `request.json` in the
+folder.
+"""
 
 from __future__ import annotations
 

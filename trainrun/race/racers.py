@@ -1,4 +1,4 @@
-"""The racers: settings from files or quoted words, and the differences between two of them."""
+"""The racers of a race: settings from files or quoted text, and the differences between two racers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ NOT_RACED = {
 
 @dataclass(frozen=True)
 class Racer:
-    """Settings that are raced. name: a letter; for --table followed by a difference. about: the settings as typed."""
+    """The settings of one racer. name: a letter, with --table followed by a difference. about: the settings as
+    typed.
+    """
 
     name: str
     about: str
@@ -162,7 +164,7 @@ class Variation:
 
 
 def variations(first: Racer, second: Racer) -> list[Variation]:
-    """Return each difference between two racers, as a racer that has it alone and one that lacks it.
+    """Return each difference between two racers: as a racer that has only this difference, and as one without it.
 
     A racer is None if its settings are refused, such as a warm-up without its schedule.
     """

@@ -26,9 +26,9 @@ EQUAL, BETTER, WORSE, UNCLEAR = "equal", "better", "worse", "not clear"
 class RaceRun:
     """One run of a racer.
 
-    arrived: seconds of training until the target, None if it was never reached. start: seconds from the start of the
-    process to the first step. end: the metric after the training, with `seconds` of training; None where the race
-    stopped it. error: why it failed.
+    arrived: seconds of training until the target; None if it was not reached. start: seconds from the start of the
+        process to the first step. end: the metric after the training, which took `seconds`; None if the race
+        stopped the run. error: the reason of a failure.
     """
 
     seed: int

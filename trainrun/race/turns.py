@@ -37,7 +37,9 @@ RunCommand = Callable[[Path], list[str]]
 
 @dataclass(frozen=True)
 class RaceGoal:
-    """The target of a race. metric: as `val/acc`; mode: min or max. value: None until the pilot run has fixed it."""
+    """The target of a race. metric: such as `val/acc`. mode: min or max. value: None until the pilot run has set
+    it.
+    """
 
     metric: str
     mode: str
@@ -59,7 +61,7 @@ class RaceGoal:
 class Race:
     """A race and its results. every: samples between two evaluations; None until the first run has chosen it.
 
-    runs: the runs that ended, by racer and seed. others: racers of earlier calls with their results.
+    runs: the finished runs, by racer and seed. others: racers of earlier calls with their results.
     """
 
     folder: Path

@@ -1,7 +1,7 @@
-"""Run a job as a fork of the sweep's process: torch is imported already, so a job starts in a third of a second.
+"""Run a job as a fork of the sweep's process. torch is imported already, so a job starts in a third of a second.
 
-Forks are used for jobs on CPUs, on Linux. The user's own modules are imported again in each job, because their files
-may have changed.
+Forks are used for jobs on CPUs, on Linux. The user's own modules are imported again in each job, because their
+files may have changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WARM_MODULES = (
 def import_what_jobs_need() -> None:
     """Import torch and the modules that a training needs, so that forks share them.
 
-    The garbage collector is told to skip these objects, so that it does not copy their memory pages in each fork.
+    These objects are frozen for the garbage collector, so that it does not copy their memory pages in each fork.
     """
     for name in WARM_MODULES:
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep as processes, as many at once as there are places, until all are done or it is stopped."""
+"""Run the jobs of a sweep as processes, one on each place, until all are done or the sweep is stopped."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LOOK_ROUNDS = 25  # of the loop between two looks at what other workers did
 
 
 class StopRelay:
-    """Sends stop signals to the running jobs, which are in sessions of their own and get none from the terminal.
+    """Sends stop signals to the running jobs. These are in their own sessions and get no signals from the terminal.
 
     writes: whether the handler itself writes a line about the first signal.
     """
@@ -145,7 +145,7 @@ class JobQueue:
         self.fault = ""  # for which the sweep ends
 
     def run(self) -> None:
-        """Run jobs until none is left to start or to wait for, here and in other workers."""
+        """Run jobs until no job is left to start or to wait for, here and in other workers."""
         self._take_new_jobs()
         if self._study is not None:
             self._study.open()
@@ -214,7 +214,7 @@ class JobQueue:
         return lease is not None
 
     def _is_stopping(self) -> bool:
-        """Return whether no more jobs are started: by a signal, the end of the time, or a mistake."""
+        """Return whether no more jobs are started: after a signal, at the end of the time, or because of a mistake."""
         return bool(self._relay.number) or self.out_of_time or bool(self.fault)
 
     def _check_time(self) -> None:
@@ -227,7 +227,7 @@ class JobQueue:
             self._relay.relay_signal(running.process, signal.SIGTERM)
 
     def _keep(self, num: int, by_whom: str) -> bool:
-        """Report a job that an earlier call or another worker has finished. Return whether there is nothing to run."""
+        """Report a job that an earlier call or another worker has finished. Return whether no job is left to run."""
         job = self._sweep.jobs[num]
         folder = self._sweep.folder / job.folder
         if job.result.state == "pruned":

@@ -1,4 +1,4 @@
-"""The jobs of a sweep, and the file in its folder that holds them."""
+"""The jobs of a sweep, and the file in its folder that stores them."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ NAME_LENGTH = 80  # of a folder: below the limit of every file system, and still
 class Sweep:
     """All jobs of the sweep in `folder`, and the numbers of the jobs of this call (`wanted`).
 
-    trials: for each point the numbers of its jobs, in the order in which the points were created. search: the words of
-    a sweep=optuna. working_dir: where the first call was typed; paths in its words are relative to it. name: of its
-    Optuna study. session: how often a first worker has started. Other workers may write the file at any time, so every
-    change of the sweep is made inside `lock_exclusively`.
+    trials: the job numbers of each point, in the order in which the points were created. search: the settings of a
+        `sweep=optuna`. working_dir: the directory of the first call, to which paths in settings are relative. name:
+        the name of the Optuna study. session: how often a first worker has started. Other workers may write the
+        file at any time, so every change of the sweep is made inside `lock_exclusively`.
     """
 
     folder: Path
@@ -198,7 +198,7 @@ class Sweep:
 
     @property
     def jobs_of_a_point(self) -> int:
-        """How many jobs, which differ in seed or fold alone, a point has at most."""
+        """The largest number of jobs of a point. They differ only in seed or fold."""
         if not self.search:
             return max(map(len, self.trials), default=1)
         dimensions = self.dimensions()
@@ -206,7 +206,7 @@ class Sweep:
 
     @property
     def points_to_come(self) -> int | None:
-        """The number of points that a search will still create; None if only the time ends it."""
+        """The number of points that a search will still create; None if only the time limit ends the search."""
         if not self.search or self.is_stuck:
             return 0
         trials, total = read_options(split_options(self.search)[0]).trials, num_points(self.dimensions())
@@ -234,7 +234,7 @@ class Sweep:
         return parse_dimensions(split_options(self.search)[1])
 
     def first_words(self) -> tuple[str, ...]:
-        """Return the words of the first job; for a search without jobs those of a typical one."""
+        """Return the settings of the first job. For a search without jobs, return those of a typical job."""
         if self.wanted:
             return self.jobs[self.wanted[0]].words
         return point_of(self.dimensions(), lambda dimension: dimension.ends[0])
@@ -296,7 +296,7 @@ def open_sweep(calls: list[list[str]], folder: Path | None) -> Sweep:
 
 
 def load_sweep(folder: Path) -> Sweep:
-    """Return what earlier calls left in the folder; an empty sweep if there is none. Raise ConfigError."""
+    """Return the sweep that earlier calls stored in the folder; an empty sweep if there is none. Raise ConfigError."""
     if (folder / SWEEP_FILE).exists():
         check_files(folder, trust=False)
     return read_sweep(folder)
@@ -354,7 +354,7 @@ def file_version(path: Path) -> tuple[int, ...]:
 
 
 def identity_of(words: list[str]) -> tuple[Any, ...]:
-    """Return what two calls have in common if they create the same jobs: kind, words of the jobs, and seed."""
+    """Return a key that is equal for two calls which create the same jobs: kind, settings of the jobs, and seed."""
     own, job_words = split_options(words)
     options = read_options(own)
     about = {"grid": (), "random": (options.seed,), "optuna": (options.seed, options.objective)}
@@ -386,7 +386,7 @@ def calls_to_resume(folder: Path, trust: bool) -> list[list[str]]:
 
 
 def seal_of_words(calls: list[list[str]]) -> str:
-    """Return a signature of the words by the key of this user; empty if no key can be created."""
+    """Return a signature of the settings by the key of this user; empty if no key can be created."""
     try:
         return digest_part(make_key(), "sweep", "calls", json.dumps(calls).encode())
     except OSError:

@@ -1,4 +1,4 @@
-"""Parse the settings of the sweep itself, as `sweep=random sweep.jobs=4`. They are not part of a job's config."""
+"""Parse the settings of the sweep itself, such as `sweep=random sweep.jobs=4`. They are not in the config of a job."""
 
 from __future__ import annotations
 
@@ -32,13 +32,17 @@ SAMPLERS = ("tpe", "gp", "random", "qmc", "nsga2", "cmaes")
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """kind: grid, random or optuna. trials: points that are drawn or searched, all calls together. seed: of them.
+    """The settings of the sweep itself.
 
-    pruner: stops jobs that are worse than others at the same resource. revive: the best pruned points, which go on.
-    sampler: of Optuna. objective: metrics; one with a minus is better when smaller. Empty: what the jobs monitor.
-    jobs: side by side; None is as many as the GPUs, or the cores, can take. per_device: jobs that share a GPU.
-    max_seconds: after which the jobs save and the sweep ends. storage: the address of Optuna's storage; empty for a
-    journal in the folder of the sweep.
+    kind: grid, random or optuna. trials: the number of random or searched points, of all calls together. seed: the
+        random seed of these points.
+    pruner: stops jobs that are worse than others at the same resource. revive: how many of the best pruned points
+        continue. sampler: the name of Optuna's sampler. objective: metrics. One with a minus is better when
+        smaller. Empty: the metric that the jobs monitor.
+    jobs: the number of jobs side by side. None: as many as fit on the GPUs or cores. per_device: jobs that share a
+        GPU.
+    max_seconds: the time after which the jobs save and the sweep ends. storage: the address of Optuna's storage;
+        empty for a journal in the folder of the sweep.
     """
 
     kind: str = "grid"
@@ -61,7 +65,7 @@ def hide_password(word: str) -> str:
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split words into settings of the sweep and settings of its jobs."""
+    """Split overrides into settings of the sweep and settings of its jobs."""
     own = [word for word in words if OPTION.match(word)]
     return own, [word for word in words if word not in own]
 

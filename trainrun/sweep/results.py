@@ -27,10 +27,11 @@ STOPS = (EXIT_AGAIN, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Result:
-    """state: done, stopped, pruned, failed or "not run"; value: the best of `monitor`; mode: min or max.
+    """The result of a job.
 
-    seconds: from the start of its process to its end, of all its tries. values: of each name of sweep.objective, of
-    which the first is `value`.
+    state: done, stopped, pruned, failed or "not run". value: the best value of `monitor`. mode: min or max.
+    seconds: the time of all attempts, from the start of the process to its end. values: one for each name of
+        sweep.objective. The first one is `value`.
     """
 
     state: str = "not run"
@@ -56,9 +57,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep. words: all that its command line gets; folder: its name inside the sweep's.
+    """One run of a sweep. words: its overrides on the command line. folder: its name inside the folder of the
+    sweep.
 
-    revived: it was pruned and continues by sweep.revive. session: of the sweep, in which the result was set.
+    revived: whether it was pruned and continues by sweep.revive. session: the session of the sweep that set the
+        result.
     """
 
     num: int
@@ -70,12 +73,12 @@ class Job:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of the words by key, without the marks of the grammar."""
+        """The settings of the job by key, without marks of Hydra's grammar."""
         pairs = [word.lstrip("+").partition("=") for word in self.words if not word.startswith("-")]
         return {key: value.strip("\"'") for key, _, value in pairs}
 
     def label(self, keys: list[str]) -> str:
-        """Return the settings of the keys that vary; all words where none does."""
+        """Return the settings whose values vary between jobs; all settings if none varies."""
         settings = self.settings
         shown = [f"{key}={short_numbers(settings[key])}" for key in keys if key in settings]
         return " ".join(shown or map(short_numbers, mask_arguments(self.words)))

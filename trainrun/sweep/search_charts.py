@@ -1,4 +1,6 @@
-"""Charts of all points of a sweep together: their history, what matters, their values side by side, and the front."""
+"""Charts of all points of a sweep: their history, the importance of settings, all values side by side, and the
+front.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def history_chart(points: Sequence[SweepPoint]) -> Chart:
 
 
 def importance_charts(sweep: Sweep, points: Sequence[SweepPoint]) -> list[Chart]:
-    """Return the chart of how much each setting matters; none without Optuna, or if the values do not differ."""
+    """Return the chart of the importance of each setting; no chart without Optuna, or if the values do not differ."""
     try:
         shares = setting_importances(sweep, points)
     except ConfigError:
@@ -56,7 +58,9 @@ def importance_charts(sweep: Sweep, points: Sequence[SweepPoint]) -> list[Chart]
 
 
 def parallel_chart(sweep: Sweep, points: Sequence[SweepPoint], keys: Sequence[str]) -> Chart:
-    """Return a line a point over all settings and the metric, each from its lowest value at 0 to its highest at 1."""
+    """Return one line for each point over all settings and the metric. Each axis goes from its lowest value (0) to
+    its highest (1).
+    """
     monitor = points[0].jobs[0].result.monitor
     columns = [
         axis_positions([point.settings.get(key, "") for point in points], sweep.is_logarithmic(key))

@@ -1,6 +1,7 @@
-"""Turn words with several values into the words of each job: all combinations, or points of a space.
+"""Turn settings with several values into the settings of each job: all combinations, or points of a space.
 
-A word can apply to one branch of a sweep: `model=mlp: model.width=16,32` varies the width only if the model is mlp.
+A setting can apply to one branch of a sweep: `model=mlp: model.width=16,32` varies the width only if the model is
+mlp.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MOST_REPEATED = 1000  # draws one after the other that bring no new point
 
 
 class Interval(NamedTuple):
-    """Numbers to draw from; whole ones if both ends are of type int."""
+    """An interval of numbers for random values. They are whole if both ends are of type int."""
 
     low: float
     high: float
@@ -63,9 +64,9 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Dimension:
-    """A word of a sweep. choices: a word for each of its values; empty if it has an interval.
+    """One varied setting of a sweep. choices: an override for each of its values; empty for an interval.
 
-    condition: a word that a point must contain for this one to apply; empty for a word of all points.
+    condition: an override that a point must contain for this setting to apply; empty if it applies to all points.
     """
 
     word: str
@@ -164,7 +165,7 @@ def points_of(words: list[str]) -> list[list[tuple[str, ...]]]:
 
 
 def jobs_of_point(dimensions: Sequence[Dimension], point: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the words of each job of a point, in which seeds and folds stand with all their values, as typed."""
+    """Return the overrides of each job of a point. Every value of seed and fold gives a job."""
     typed = {dimension.word: dimension.choices for dimension in dimensions if dimension.key in REPEATED}
     return list(itertools.product(*[typed.get(word, (word,)) for word in point]))
 
@@ -246,9 +247,9 @@ def words_of_branch(dimensions: Sequence[Dimension], dimension: Dimension) -> di
 def draw_points(words: Sequence[str], count: int, seed: int) -> list[list[tuple[str, ...]]]:
     """Draw `count` different random points of a space, and return their jobs; all points if the space has fewer.
 
-    Draw n of a word depends only on the word, the seed and n. So more points or another word change no other value. If
-    the draws only repeat themselves, the missing points follow in the order of a grid. Seeds and folds are not drawn:
-    each point is trained with all of them.
+    The n-th random value of a setting depends only on the setting, the seed and n. So more points or another
+    setting change no other value. If the random points only repeat, the missing points follow in the order of a
+    grid. Seeds and folds are not random: each point is trained with all of them.
     """
     dimensions = parse_dimensions(words)
     every = all_points(tuple(dimensions))

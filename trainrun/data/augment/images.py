@@ -16,7 +16,7 @@ from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, choose_input_key, choos
 def get_images(batch: Any) -> Tensor:
     """Return the images (B, C, H, W): the batch itself, the first element of a tuple or list, or a field of a dict.
 
-    Raise DataError, without a setting, if the batch has no images.
+    Raise DataError if the batch has no images. The caller adds the setting to the message.
     """
     place = find_images_key(batch)
     inputs = batch if isinstance(batch, Tensor) else None if place is None else batch[place]
@@ -57,7 +57,9 @@ def find_target_key(batch: Any) -> Any:
 
 
 def get_target(batch: Any) -> Tensor:
-    """Return the targets of a batch. Raise DataError, without a setting, if it has none or several."""
+    """Return the targets of a batch. Raise DataError if it has none or several. The caller adds the setting to the
+    message.
+    """
     if isinstance(batch, Mapping) and len(several := [key for key in TARGET_KEYS if key in batch]) > 1:
         raise DataError(
             f"mixes the target, and this batch has {len(several)} fields that may be it: {', '.join(several)}; "

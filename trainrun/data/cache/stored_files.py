@@ -49,7 +49,7 @@ def fetch_files(url: str, names: Sequence[str], key: str, endings: Sequence[str]
     store, _ = open_object_store(names[0], key)
     with explain_store_errors(url, key):
         listed = list_stored_files(store, names, key, endings)
-        folder = open_download(store, url, listed)
+        folder = find_or_download(store, url, listed)
     inside = shorten_names(list(listed))
     return tuple(folder / FOLDER / inside[path] for path in listed if not path.endswith(META_NAME))
 
@@ -125,7 +125,7 @@ def shorten_names(paths: Sequence[str]) -> dict[str, str]:
     return {path: os.path.relpath(path, together) for path in paths}
 
 
-def open_download(store: Any, url: str, listed: dict[str, dict[str, Any]]) -> Path:
+def find_or_download(store: Any, url: str, listed: dict[str, dict[str, Any]]) -> Path:
     """Return the cache folder with the files. Download them if they are missing."""
     versions = [(path, info["size"], *map(info.get, VERSION_NAMES)) for path, info in sorted(listed.items())]
     path = cache_home() / "stored" / hashlib.sha256(repr(versions).encode()).hexdigest()[:24]

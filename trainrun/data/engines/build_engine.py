@@ -28,9 +28,9 @@ from trainrun.data.stream_options import (
     Collate,
     PreparedStream,
     StreamOptions,
+    build_plan,
+    build_unchecked_plan,
     limit_key,
-    new_plan,
-    plan_of,
 )
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
@@ -138,7 +138,11 @@ def open_iterable(
         length: int | None = len(source)
     except TypeError:  # it has no __len__
         length = None
-    plan = plan_of(length, options) if length is not None else new_plan(0, options.batch_size, options)
+    plan = (
+        build_plan(length, options)
+        if length is not None
+        else build_unchecked_plan(0, options.batch_size, options)
+    )
     most = _count_batches(plan, length, options)
     found = sequences(plan)
     collate = options.collate_fn if found is None else found.collate

@@ -1,4 +1,4 @@
-"""Batches that torch's DataLoader reads in worker processes, or the main process reads; a dead worker is survived."""
+"""Batches that worker processes of torch's DataLoader read, or the main process. Workers that die are restarted."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from trainrun.data.order.sampler import Plan, StreamPlan
 from trainrun.data.sequences.collate import Packed, Padded, round_length
 from trainrun.data.sequences.fields import Cut, CutThen, Pieces, list_fields
 from trainrun.data.sequences.lengths import Measured, list_real_targets
-from trainrun.data.stream_options import COMPOSED, Collate, StreamOptions, plan_for
+from trainrun.data.stream_options import COMPOSED, Collate, StreamOptions, fit_plan_to_count
 from trainrun.data.tensor_dataset import Columns, find_columns, list_parts
 from trainrun.errors import DataError
 
@@ -153,7 +153,7 @@ def _plan_columns(
         return _plan_composed(columns, found, base, replace(options, truncate="right"))
     if options.padding == "longest" and options.truncate == "right" and (size is None or not stay):
         return None  # `Preparation` cuts every column of integers
-    return SequencePlan(columns, plan_for(base, len(columns), options.key), options.collate_fn, "")
+    return SequencePlan(columns, fit_plan_to_count(base, len(columns), options.key), options.collate_fn, "")
 
 
 def _refuse_generators(source: Any, key: str) -> None:
@@ -216,7 +216,7 @@ def _plan_composed(source: Any, found: Measured, base: Plan, options: StreamOpti
 def _plan(base: Plan, lengths: Array | None, widest: int | None, options: StreamOptions) -> StreamPlan:
     key = options.key
     if options.padding not in COMPOSED:
-        return plan_for(base, base.num_samples, key)
+        return fit_plan_to_count(base, base.num_samples, key)
     from trainrun.data.sequences.plans import (
         BucketPlan,
         BudgetPlan,
@@ -229,10 +229,10 @@ def _plan(base: Plan, lengths: Array | None, widest: int | None, options: Stream
     assert lengths is not None
     assert widest is not None
     if options.padding == "bucket":
-        return BucketPlan(plan_for(base, len(lengths), key), torch.from_numpy(lengths))
+        return BucketPlan(fit_plan_to_count(base, len(lengths), key), torch.from_numpy(lengths))
     if options.padding == "pack":
         rows = pack_rows(lengths, round_length(widest, options.pad_multiple), base.seed, base.shuffle)
-        return PackPlan(plan_for(base, len(rows), f"{key}, packed into rows,"), rows)
+        return PackPlan(fit_plan_to_count(base, len(rows), f"{key}, packed into rows,"), rows)
     assert options.max_tokens is not None
     widths = round_widths(lengths, options.pad_multiple)
     if widths.max() > options.max_tokens:

@@ -62,7 +62,7 @@ class Lease:
 
 
 class Leases:
-    """The places of a sweep, which jobs lock and release. folder: of the lock files."""
+    """The places of a sweep, which jobs lock and release. folder: the folder of the lock files."""
 
     def __init__(self, places: list[DevicePlace], folder: Path | None = None) -> None:
         self.places = places
@@ -70,9 +70,9 @@ class Leases:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def take(self, count: int) -> Lease | None:
-        """Lock `count` places on different GPUs for a job; return None if they are not all free now.
+        """Lock `count` places on different GPUs for a job. Return None if they are not all free now.
 
-        All are locked or none, so no two jobs wait for each other.
+        All places are locked or none, so no two jobs wait for each other.
         """
         lease = Lease([], [])
         for place in self.places:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def setting_importances(sweep: Sweep, points: Sequence[SweepPoint]) -> dict[str, float]:
-    """Return the share of each setting in what makes the best quarter of the points the best, the largest first.
+    """Return the share of each setting in the difference between the best quarter of the points and the others, the
+    largest first.
 
     Settings that not all points have are left out. Raise ConfigError without Optuna.
     """

@@ -53,7 +53,7 @@ class Curves:
         return EvaluationRows(self._sweep.folder / self._sweep.jobs[num].folder)
 
     def _value(self, row: dict[str, Any], start: dict[str, Any]) -> float:
-        """Return the value of a row; NaN, which every pruner stops, where it is no number."""
+        """Return the value of a row; NaN if it is not a number. Every pruner stops at NaN."""
         facts = start.get("facts", {})
         objective = self._options.objective
         name = objective[0].removeprefix("-") if objective else facts.get("monitor")
@@ -62,7 +62,7 @@ class Curves:
         return sign * float(value) if isinstance(value, (int, float)) else math.nan
 
     def _units(self, resource: float) -> int:
-        """Return a resource in units, which the first validation of the first job with one defines."""
+        """Return a resource in units. The first validation of the first job that has one is the unit."""
         for num in sorted(self._sweep.jobs) if not self._unit else ():
             rows = self._rows_of(num)
             if evaluations := rows.read_new():

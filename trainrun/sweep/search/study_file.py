@@ -26,7 +26,7 @@ SERVER_SECONDS = 10  # for the proxy's server to answer
 
 
 class FileLock:
-    """A lock of the journal that is released when its process ends. Optuna's own lock is not."""
+    """A lock of the journal that is released when its process ends, unlike Optuna's own lock."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +43,8 @@ class FileLock:
 
 
 class StudyFile:
-    """The study of a sweep on the disk. url: of a storage of Optuna; empty for the journal. name: of the study there.
+    """The stored study of a sweep. url: the address of an Optuna storage; empty for the journal. name: the name of
+    the study in it.
 
     Raise ConfigError for a storage that cannot be reached.
     """
@@ -74,7 +75,7 @@ class StudyFile:
             return False
 
     def read(self) -> tuple[Study, BaseStorage] | None:
-        """Return the study and its storage; None if it is not there, or cannot be read."""
+        """Return the study and its storage; None if it does not exist or cannot be read."""
         import optuna
 
         if not self.is_whole():

@@ -1,11 +1,10 @@
-"""A check for state that changes during training and that no checkpoint holds. It is noted once, and again at a
-resume.
+"""Check for state that changes during training and is in no checkpoint. It is noted once, and again at a resume.
 
-what: plain attributes and tensors of the task, hooks, a custom step, and the modules of the user's model, compared
-    after the first step and at each save. Values in a `state_dict` or `get_extra_state` are left out. For modules
-    only values of constant shape count: caches grow.
-when: always, for the user's classes. Nothing is refused: a counter that is only printed is harmless.
-gain: the user knows what starts anew after a resume.
+what: plain attributes and tensors of the task, hooks, a custom step, and the modules of the user's model. They are
+    compared after the first step and at each save. Values in a `state_dict` or `get_extra_state` are left out. Of
+    modules, only values of constant shape are compared, because caches grow.
+when: always, for the user's classes. Nothing is refused, because a counter that is only printed is harmless.
+gain: the user knows which values start anew after a resume.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write which modules hold the memory of a run when it runs out: a file in the run folder."""
+"""Write the memory of each module to a file in the run folder when a run is out of memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ KINDS = ("weights", "gradients", "optimizer", "buffers")
 def write_memory_report(
     path: Path, model: nn.Module, states: Iterable[Mapping[Any, Any]], device: torch.device, phase: str
 ) -> str:
-    """Write who holds how many bytes, and return a line about the largest ones.
+    """Write the bytes of each module, and return a line about the largest ones.
 
-    states: of the optimizers, by parameter. phase: what the step was doing.
+    states: those of the optimizers, by parameter. phase: the phase of the step.
     """
     by_module = count_bytes_by_module(model, states)
     totals = {kind: sum(held[kind] for held in by_module.values()) for kind in KINDS}

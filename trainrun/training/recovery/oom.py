@@ -1,17 +1,17 @@
-"""A window that runs out of memory is repeated with the same data in smaller micro-batches.
+"""Repeat a window that runs out of memory, with the same data in smaller micro-batches.
 
-what: when memory runs out, the gradients of the window are discarded, random states (torch, Python, NumPy) and
-    buffers are restored, and the same samples run in micro-batches of half the size, repeatedly if needed. Losses
+what: when memory runs out, the gradients of the window are discarded, and random states (torch, Python, NumPy) and
+    buffers are restored. The same samples then run in micro-batches of half the size, repeatedly if needed. Losses
     are sums divided once by the count of the whole window, so the gradient is the same up to rounding. The size
     stays for the rest of the run and for its resumes.
-when: always; `trainer.out_of_memory=stop` ends the run instead, and a resume then starts with whole batches. when
-    not: several ranks, where the others already exchange gradients; models with BatchNorm, whose statistics would be
-    those of fewer samples (`split-batchnorm` allows it); losses that couple samples of a batch, which a trial with
-    two samples detects; memory that runs out in the update, which must not be repeated. Random draws (dropout)
-    differ from those of one large batch.
+when: always. `trainer.out_of_memory=stop` ends the run instead, and a resume then starts with whole batches. when
+    not: several ranks, because the others already exchange gradients; models with BatchNorm, whose statistics would
+    be those of fewer samples (`split-batchnorm` allows it); losses that couple samples of a batch, which a trial
+    with two samples detects; memory that runs out in the update, which must not be repeated. Random numbers
+    (dropout) differ from those of one large batch.
 source: Composer's automatic micro-batching (docs.mosaicml.com, "auto microbatching").
-gain: the run continues. Cost without a failure: 0.3 us per window on a CPU, 2 if the model draws from torch, 18 from
-    Python, 70 from NumPy; nothing if splitting is refused beforehand.
+gain: the run continues. Cost without a failure: 0.3 us per window on a CPU, 2 if the model uses random numbers of
+    torch, 18 of Python, 70 of NumPy; nothing if splitting is refused in advance.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class OomRetry:
     mode: split, split-batchnorm or stop. note: receives a line for each choice. mends: whether `mend_buffers` will
         be called.
     acts: whether `run` does more than compute. pieces: the number of parts of every micro-batch. refusal: why
-        nothing is repeated here, "" if it is.
+        windows are not repeated; "" if they are.
     """
 
     def __init__(
