@@ -160,11 +160,10 @@ def is_shadowed_module(name: str) -> bool:
 def check_node_arguments(
     node: Any, key: str, extra: Sequence[str] = (), also: Iterable[str] = ()
 ) -> list[str]:
-    """Return a line for each mistake in a node and in the nodes inside it. Targets are imported, but nothing is
-    built.
+    """Return a line for each mistake in a node and in the nodes inside it. Targets are imported, but not called.
 
-    extra: names of the positional arguments that trainrun itself passes. also: names of settings beside the
-        arguments, which are only suggested here.
+    extra: names of positional arguments that trainrun itself passes. also: names of trainrun's own settings in the
+        node. They are only used to suggest similar names.
     """
     faults = [
         fault for name, value in iterate_children(node, key) for fault in check_node_arguments(value, name)

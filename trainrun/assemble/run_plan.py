@@ -332,9 +332,9 @@ def collect_order_settings(config: RunConfig, ranks: int, drawn: Drawn | None) -
 def build_fingerprint(
     config: RunConfig, parallel: Parallel, source: Any, drawn: Drawn | None = None
 ) -> dict[str, Any]:
-    """Return all that the results of a run depend on besides its config.
+    """Return the facts besides the config on which the results of a run depend.
 
-    The data files are read here. source: the training samples; without an attribute `files`, the files at
+    The data files are read here. source: the training samples. Without an attribute `files`, the files at
     `data.train.path` are used.
     """
     named = [files for part in list_parts(source) if (files := find_reader_attribute(part, "files"))]

@@ -57,9 +57,10 @@ MOST_KEPT: Final = 12  # batches
 
 
 class RemoteLoop:
-    """The `loop` of a run under measurement. It trains only when a message asks for it.
+    """The `loop` of a run under measurement. It trains only when it receives a request.
 
-    address: the socket of the command, in a folder of the same user. folder: for files that are passed on.
+    address: the socket of the command, in a folder of the same user. folder: for files that are sent to the
+        command.
     """
 
     def __init__(self, address: str, folder: str) -> None:

@@ -95,9 +95,9 @@ class Console:
                 facts, lambda: self.position, self._newest_values, self._stream, **self._clocks
             )
         elif self._wants_html and "IPython" in sys.modules:
-            from trainrun.monitor.notebook import NotebookBar, in_notebook
+            from trainrun.monitor.notebook import NotebookBar, is_notebook
 
-            if in_notebook():
+            if is_notebook():
                 from trainrun.monitor.bar import ProgressBar
 
                 bar = ProgressBar(facts, step, **self._clocks)

@@ -15,8 +15,8 @@ MOST_ROWS = 200  # evaluations in the output of a cell
 SECONDS = 0.5  # between updates, each of which takes the training about a millisecond
 
 
-def in_notebook() -> bool:
-    """Return whether this process is a notebook kernel. IPython is not imported for the test."""
+def is_notebook() -> bool:
+    """Return whether this process is a notebook kernel. IPython is not imported for this."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 

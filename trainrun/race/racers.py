@@ -42,7 +42,7 @@ class Racer:
 
 
 def read_racers(texts: Sequence[str], common: Sequence[str]) -> list[Racer]:
-    """Return the racers A, B, ... of a command line. common: words of all. Raise ConfigError with all mistakes."""
+    """Return the racers A, B, ... of a command line. common: overrides of all. Raise ConfigError with all mistakes."""
     if len(texts) < 2:
         raise ConfigError(
             "race: needs two racers, each a file or quoted words: trainrun race A.yaml B.yaml, or "
@@ -90,7 +90,7 @@ def validation_reads(racer: Racer) -> dict[str, Any]:
 
 
 def racer_words(common: list[str], own: list[str]) -> list[str]:
-    """Join the common words and a racer's own words. For a key in both, the racer's value counts.
+    """Join the common overrides and a racer's own overrides. For a key in both, the racer's value counts.
 
     Raise ConfigError if they name an output folder.
     """
@@ -103,7 +103,7 @@ def racer_words(common: list[str], own: list[str]) -> list[str]:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the settings of a racer on the command line: those of a YAML file, or the quoted words."""
+    """Return the settings of a racer on the command line: those of a YAML file, or the quoted overrides."""
     if text.endswith((".yaml", ".yml")) and "=" not in text:
         return words_of_file(Path(text).expanduser())
     try:
@@ -113,7 +113,7 @@ def words_of(text: str) -> list[str]:
 
 
 def words_of_file(path: Path) -> list[str]:
-    """Return the settings of a YAML file with nested or dotted keys, and its options under `defaults`."""
+    """Return the overrides in a YAML file with nested or dotted keys, and its options under `defaults`."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, yaml.YAMLError) as error:

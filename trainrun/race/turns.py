@@ -84,7 +84,7 @@ class Race:
             raise build_folder_error(self.folder, error) from error
 
     def _take_results(self, path: Path) -> None:
-        """Read the runs of racers with the same words and the same judge. Raise ConfigError for another race."""
+        """Read the runs of racers with the same overrides and the same judge. Raise ConfigError for another race."""
         try:
             saved = read_json(path)
             goal, every = saved["goal"], saved["every"]

@@ -63,7 +63,7 @@ def sweep_command(prepared: CommandLine, sweep_words: list[str]) -> int:
 def check_sweep(prepared: CommandLine, sweep_words: list[str]) -> tuple[list[str], Path | None]:
     """Return the settings of a sweep and its folder, None for a new one. Raise ConfigError for mistakes of any job.
 
-    sweep_words: settings of the sweep itself, also by Hydra's names, and words that hold for one of its branches.
+    sweep_words: settings of the sweep itself, also by Hydra's names, and overrides that hold for one of its branches.
     """
     branches, own = split_branches(sweep_words)
     options, notes = translate_hydra_words(own)
@@ -81,7 +81,9 @@ def check_sweep(prepared: CommandLine, sweep_words: list[str]) -> tuple[list[str
 
 
 def translate_branch(word: str) -> list[str]:
-    """Translate condition and setting of a branch as the words of a command line. Return one or more words."""
+    """Translate condition and setting of a branch as if both were typed on a command line. Return one or more
+    overrides.
+    """
     condition, setting = split_branch(word)
     conditions, settings = (
         prepare_command_line(["--multirun", part], Path.cwd())[0].overrides for part in (condition, setting)
@@ -92,9 +94,9 @@ def translate_branch(word: str) -> list[str]:
 
 
 def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
-    """Run the unfinished jobs of a sweep with the words of its earlier calls. Raise ConfigError.
+    """Run the unfinished jobs of a sweep with the settings of its earlier calls. Raise ConfigError.
 
-    options: settings of the sweep that replace earlier ones, as sweep.jobs=2.
+    options: settings of the sweep that replace earlier ones, such as sweep.jobs=2.
     """
     calls = [replace_options(words, options) for words in calls_to_resume(folder, trust)]
     kinds = [read_options(split_options(words)[0]).kind for words in calls]
@@ -105,7 +107,7 @@ def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
 
 
 def replace_options(words: list[str], options: list[str]) -> list[str]:
-    """Replace settings of the sweep in the words of a call. Raise ConfigError for one that would change its points."""
+    """Replace settings of the sweep in the overrides of a call. Raise ConfigError if its points would change."""
     own, job_words = split_options(words)
     values = {word.partition("=")[0]: word for word in own}
     is_grid = read_options(own).kind == "grid"
@@ -275,7 +277,7 @@ def remove_new_sweep(sweep: Sweep) -> None:
 
 
 def devices_by_words() -> Callable[[Job], int]:
-    """Return a function that returns how many devices a job needs. Equal words are composed once."""
+    """Return a function that returns how many devices a job needs. Equal overrides are composed once."""
 
     @cache
     def devices(words: tuple[str, ...]) -> int:

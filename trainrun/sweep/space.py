@@ -84,7 +84,7 @@ class Dimension:
         return f"{self.key} [{self.condition}]" if self.condition else self.key
 
     def applies_to(self, point: Sequence[str]) -> bool:
-        """Return whether this word applies to a point: the point contains its condition."""
+        """Return whether this override applies to a point: the point contains its condition."""
         return not self.condition or any(
             unmarked_word(word) == unmarked_word(self.condition) for word in point
         )
@@ -94,14 +94,14 @@ class Dimension:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The choices, or the word with the lower and the upper end of its interval."""
+        """The choices, or the override with the lower and the upper end of its interval."""
         if self.interval is None:
             return self.choices
         return self.with_value(self.interval.low), self.with_value(self.interval.high)
 
     @property
     def all_choices(self) -> tuple[str, ...] | None:
-        """A word for each value; None if there are endless or too many values."""
+        """An override for each value; None if there are endless or too many values."""
         if self.interval is None:
             return self.choices
         if not self.interval.is_whole or self.interval.high - self.interval.low >= MOST_COUNTED:
@@ -110,7 +110,7 @@ class Dimension:
 
 
 def parse_dimensions(words: Sequence[str]) -> list[Dimension]:
-    """Parse the words of a sweep. Raise ConfigError for a word that cannot be read."""
+    """Parse the overrides of a sweep. Raise ConfigError for an override that cannot be read."""
     dimensions: list[Dimension] = []
     for word in words:
         condition, setting = split_branch(word)
@@ -127,19 +127,19 @@ def parse_dimensions(words: Sequence[str]) -> list[Dimension]:
 
 
 def split_branches(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split words into those of one branch, and the others."""
+    """Split overrides into those of one branch, and the others."""
     branches = [word for word in words if split_branch(word)[0]]
     return branches, [word for word in words if word not in branches]
 
 
 def split_branch(word: str) -> tuple[str, str]:
-    """Split a word into its condition and its setting. The condition is empty for a word of all points."""
+    """Split an override into its condition and its setting. The condition is empty for an override of all points."""
     branch = BRANCH.fullmatch(word)
     return (branch["condition"], branch["setting"]) if branch else ("", word)
 
 
 def point_of(dimensions: Sequence[Dimension], pick: Callable[[Dimension], str]) -> tuple[str, ...]:
-    """Return the words of a point: `pick` returns the word of each dimension that applies to it."""
+    """Return the overrides of a point: `pick` returns the override of each dimension that applies to it."""
     point: list[str] = []
     for dimension in dimensions:
         if dimension.applies_to(point):
@@ -148,7 +148,7 @@ def point_of(dimensions: Sequence[Dimension], pick: Callable[[Dimension], str]) 
 
 
 def points_of(words: list[str]) -> list[list[tuple[str, ...]]]:
-    """Return the points of a call, each as the words of its jobs. Raise ConfigError.
+    """Return the points of a call, each as the overrides of its jobs. Raise ConfigError.
 
     The jobs of a point differ only in seed or fold. A sweep=optuna creates its points later, one at a time.
     """
@@ -171,7 +171,7 @@ def jobs_of_point(dimensions: Sequence[Dimension], point: Sequence[str]) -> list
 
 
 def expand_grid(words: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the words of every job of a grid. The first word varies slowest. Raise ConfigError for an interval."""
+    """Return the overrides of every job of a grid. The first varies slowest. Raise ConfigError for an interval."""
     return list(iterate_points(parse_dimensions(words)))
 
 
@@ -215,7 +215,7 @@ def all_points(dimensions: tuple[Dimension, ...]) -> list[tuple[str, ...]] | Non
 def overrides_to_check(words: list[str]) -> list[tuple[str, ...]]:
     """Return points that contain each value and both ends of each interval. Raise ConfigError.
 
-    A space may have too many points to check all. So each value is combined with the first values of the other words,
+    A space may have too many points to check all. So each value is combined with the first values of the others,
     in a branch to which it applies.
     """
     own, job_words = split_options(words)
@@ -234,7 +234,7 @@ def overrides_to_check(words: list[str]) -> list[tuple[str, ...]]:
 
 
 def words_of_branch(dimensions: Sequence[Dimension], dimension: Dimension) -> dict[str, str]:
-    """Return the words that select the branch of a dimension, by the names of their dimensions."""
+    """Return the overrides that select the branch of a dimension, by the names of their dimensions."""
     if not dimension.condition:
         return {}
     condition = unmarked_word(dimension.condition)
@@ -271,7 +271,7 @@ def draw_points(words: Sequence[str], count: int, seed: int) -> list[list[tuple[
 
 
 def draw_value(dimension: Dimension, seed: int, number: int) -> str:
-    """Return the word with a random value of its choices or its interval."""
+    """Return the override with a random value of its choices or its interval."""
     generator = random.Random(f"{seed} {number} {dimension.key}")
     interval = dimension.interval
     if interval is None:
@@ -286,7 +286,7 @@ def draw_value(dimension: Dimension, seed: int, number: int) -> str:
 
 
 def read_interval(word: str) -> Interval | None:
-    """Return the interval of a word; None if it has none. Raise ConfigError for an invalid interval."""
+    """Return the interval of an override; None if it has none. Raise ConfigError for an invalid interval."""
     override = parse_word(word)
     if override is None or override.value_type is not ValueType.INTERVAL_SWEEP:
         return None
@@ -303,7 +303,7 @@ def read_interval(word: str) -> Interval | None:
 
 
 def parse_choices(word: str) -> list[str]:
-    """Return a word for each value: `lr=1,2` becomes `lr=1`, `lr=2`. A word with one value is not changed."""
+    """Return an override for each value: `lr=1,2` becomes `lr=1`, `lr=2`. An override with one value is not changed."""
     override = parse_word(word)
     if override is None or not override.is_sweep_override():
         return [word]
@@ -335,7 +335,7 @@ def format_swept_value(value: Any) -> Any:
 
 
 def expand_glob(word: str, override: Override) -> list[str]:
-    """Return a word for each option of a group that a pattern names, as `model=glob(*)`. Raise ConfigError for none."""
+    """Return an override for each option that a pattern matches, as `model=glob(*)`. Raise ConfigError for none."""
     group, pattern = override.key_or_group, override.value()
     assert isinstance(pattern, Glob)
     names = list_options(group, [*find_user_conf_dirs([], Path.cwd()), find_conf_dir()])
@@ -347,7 +347,7 @@ def expand_glob(word: str, override: Override) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def parse_word(word: str) -> Override | None:
-    """Return a word as Hydra reads it; None for a flag. Raise ConfigError."""
+    """Return an override as Hydra reads it; None for a flag. Raise ConfigError."""
     if word.startswith("-"):
         return None
     try:
@@ -364,12 +364,12 @@ def key_of(word: str) -> str:
 
 
 def unmarked_word(word: str) -> str:
-    """Return a word without quotes and the leading `+` of Hydra's grammar."""
+    """Return an override without quotes and the leading `+` of Hydra's grammar."""
     key, _, value = word.lstrip("+").partition("=")
     return f"{key}={value.strip(QUOTES)}"
 
 
 def varied_keys(dimensions: Sequence[Dimension]) -> list[str]:
-    """Return the keys that have different values in different jobs, in the order of the words."""
+    """Return the keys that have different values in different jobs, in the order of the overrides."""
     varied = [one.key for one in dimensions if one.condition or one.interval or len(set(one.choices)) > 1]
     return list(dict.fromkeys(varied))

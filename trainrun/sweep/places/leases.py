@@ -51,7 +51,7 @@ class Lease:
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
     def settings(self, words: Sequence[str]) -> list[str]:
-        """Return the number of threads as a setting, unless the words of the job give one."""
+        """Return the number of threads as a setting, unless the overrides of the job give one."""
         if not self.cores or any(word.lstrip("+").startswith("trainer.num_threads=") for word in words):
             return []
         return [f"trainer.num_threads={len(self.cores)}"]

@@ -209,7 +209,7 @@ def iterate_batch_tensors(data: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def count_nonfinite(tensor: Tensor) -> int:
-    """Count the values that are not finite. The host waits for the device: called after a bad step only."""
+    """Count the values that are not finite. The host waits for the device, so call this only after a bad step."""
     floating = tensor.is_floating_point() or tensor.is_complex()
     return int((~torch.isfinite(read_stored_values(tensor))).sum()) if floating else 0
 
