@@ -100,7 +100,7 @@ def planted_faults(names: Sequence[str], budget: float) -> None:
     for name in names:
         expected, settings = FAULTS[name]
         tuning = tuned(settings, budget, "training")
-        used = {trial.cause for trial in tuning.trials if trial.used}
+        used = {trial.cause for trial in tuning.trials if trial.is_used}
         right = CAUSES[expected] in used and tuning.is_claimed
         mended += right
         print(

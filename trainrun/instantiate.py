@@ -278,7 +278,8 @@ def is_called_later(target: Any, key: str) -> bool:
 
 
 def list_parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Return the parameters of what is really called, since a wrapper may take more than the function that it wraps.
+    """Return the parameters of the function that is called in the end. A wrapper may take more than the function
+    that it wraps.
 
     Return None for C code without a signature, and for a signature that was set by hand (`transformers`, pydantic).
     """

@@ -71,7 +71,7 @@ def test_planted_fault_ends_with_its_remedy_and_the_gain_it_has(name: str) -> No
     costs, words, setting, effect = PLANTED[name]
     world = World(costs, noise=0.03, twist=0.01, drift=0.2)
     tuning = tuned(world, *words, allowed=effect)
-    assert trial_of(tuning, setting).used
+    assert trial_of(tuning, setting).is_used
     assert tuning.claim is not None
     assert tuning.claim.low <= true_gain(world, tuning, *words) <= tuning.claim.high
     assert world.now <= 1.1 * 120
@@ -160,7 +160,7 @@ def test_claim_holds_the_truth_however_much_processes_differ(spread: float) -> N
 def test_cache_must_be_filled_in_time_and_pay_for_itself(fill: float, total_steps: int, found: bool) -> None:
     tuning = tuned(World(replace(SLOW_READING, fill=fill), total_steps=total_steps), budget=240.0)
     assert ("data.cache=memory" in tuning.best_settings) is found
-    assert trial_of(tuning, "data.cache=memory").used is found
+    assert trial_of(tuning, "data.cache=memory").is_used is found
     assert trial_of(tuning, "data.engine=workers data.num_workers=auto").ratio is not None
 
 
@@ -190,7 +190,7 @@ def test_nothing_is_claimed_without_time_for_fresh_processes() -> None:
 
     tuning = tuned(SlowToConfirm(replace(FAST, threads=0.6), noise=0.01))
     assert tuning.claim is None
-    assert trial_of(tuning, "trainer.num_threads=2").used
+    assert trial_of(tuning, "trainer.num_threads=2").is_used
     assert tuning.best_settings == ()
     assert tuning.problem
 

@@ -11,7 +11,7 @@ from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
 from trainrun.errors import ConfigError
 from trainrun.race.race_command import choose_variations, read_goal
-from trainrun.race.racers import read_racers, variations, words_of
+from trainrun.race.racers import parse_racer, read_racers, variations
 
 FILE = """
 defaults:
@@ -52,7 +52,7 @@ def test_a_group_of_a_racer_leaves_the_settings_of_all():
 
 
 def test_quoted_words_are_split_as_a_shell_does():
-    assert words_of("model=mlp run_name='two words'") == ["model=mlp", "run_name=two words"]
+    assert parse_racer("model=mlp run_name='two words'") == ["model=mlp", "run_name=two words"]
 
 
 def test_differences_between_presets():

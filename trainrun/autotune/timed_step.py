@@ -101,7 +101,7 @@ def choose_fastest(
     memory.
 
     usual: the setting that is chosen unless another one is certainly faster by the fraction `smallest`. seconds:
-        about, of one turn.
+        the approximate duration of one turn.
     """
     if (ROUNDS + 1) * len(turns) * seconds > limit:
         return None

@@ -21,7 +21,9 @@ UNSIGNED = "uint64 is not supported; convert it to int64"
 
 
 class LeafWithFields(NamedTuple):
-    """A tensor with its fields, for the way between processes, where the tensor itself cannot carry fields."""
+    """A tensor and its fields as one object that can be sent to another process. The tensor itself would lose its
+    fields.
+    """
 
     leaf: Any
     fields: dict[str, Any]

@@ -341,7 +341,7 @@ def read_word_dropout_rate(run: Components) -> float:
 
 
 def describe_beta(beta: float, row: Mapping[str, Any]) -> str:
-    """Return beta converted to a loss that is averaged, not summed, over the values of a sample."""
+    """Return beta of the loss that is summed over the values of a sample as beta of the averaged loss."""
     number = row.get("values") or row["tokens"]
     unit = "values" if "values" in row else "tokens (on average)"
     averaged = f"a loss averaged over the {number:.4g} {unit} of a sample"

@@ -151,7 +151,7 @@ class Follower:
 
     @property
     def finished_part(self) -> float:
-        """Which part of its steps the run has done; 0 where that is not known."""
+        """The fraction of its steps that the run has done; 0 if unknown."""
         total = self.facts.get("total_steps")
         return min(self.step / total, 1.0) if total else 0.0
 

@@ -44,8 +44,8 @@ class EvaluationTable:
         self, step: int, epoch: float, metrics: Mapping[str, float], speed: tuple[float, str] | None,
         is_best: bool, width: int | None,
     ) -> list[TableLine]:  # fmt: skip
-        """Return the line of an evaluation, with a head before it if the columns changed. width: in columns, None
-        for unlimited.
+        """Return the line of an evaluation, with a head before it if the columns changed. width: that of the
+        terminal in characters; None for no limit.
         """
         cells = position_cells(step, epoch, self._facts)
         cells |= {name: format_cell_number(value) for name, value in metrics.items()}

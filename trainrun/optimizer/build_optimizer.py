@@ -86,7 +86,7 @@ def build_optimizer(
     if type(optimizer) not in PLAIN:
         check_contract(optimizer, name, closures)
         lost = describe_lost_state(optimizer, model)
-    lines = division.settle(optimizer, factory, keywords) if division else []
+    lines = division.apply_options(optimizer, factory, keywords) if division else []
     if _is_sparse(model) and (sparse := sparse_parameters(model)):
         check_sparse_gradients(optimizer, model, sparse)
     start_momentum_at_zero(optimizer)

@@ -96,7 +96,7 @@ class GroupDivision:
             self._parts += sorted(divided)
             self.groups += [group | {"params": divided[part]} for part in sorted(divided)]
 
-    def settle(
+    def apply_options(
         self, optimizer: Optimizer, factory: Callable[..., Optimizer], keywords: dict[str, Any]
     ) -> list[str]:
         """Give the groups of the new optimizer their options. Return a line about each rule.

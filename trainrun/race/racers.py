@@ -53,7 +53,7 @@ def read_racers(texts: Sequence[str], common: Sequence[str]) -> list[Racer]:
     racers, faults, data = list[Racer](), list[str](), list[DataConfig]()
     for letter, text in zip(LETTERS, texts, strict=False):
         try:
-            words = racer_words([*common], words_of(text))
+            words = join_racer_overrides([*common], parse_racer(text))
             racers.append(Racer(letter, text, tuple(words)))
             data.append(compose_racer(words).config.data)
         except ConfigError as error:
@@ -89,7 +89,7 @@ def validation_reads(racer: Racer) -> dict[str, Any]:
     return {f"data.{name}": getattr(data, name) for name in READS}
 
 
-def racer_words(common: list[str], own: list[str]) -> list[str]:
+def join_racer_overrides(common: list[str], own: list[str]) -> list[str]:
     """Join the common overrides and a racer's own overrides. For a key in both, the racer's value counts.
 
     Raise ConfigError if they name an output folder.
@@ -102,17 +102,17 @@ def racer_words(common: list[str], own: list[str]) -> list[str]:
     return list(values.values())
 
 
-def words_of(text: str) -> list[str]:
+def parse_racer(text: str) -> list[str]:
     """Return the settings of a racer on the command line: those of a YAML file, or the quoted overrides."""
     if text.endswith((".yaml", ".yml")) and "=" not in text:
-        return words_of_file(Path(text).expanduser())
+        return read_override_file(Path(text).expanduser())
     try:
         return shlex.split(text)
     except ValueError as error:
         raise ConfigError(f'{error}; a racer is quoted once: "optimizer=sgd lr=0.1"') from error
 
 
-def words_of_file(path: Path) -> list[str]:
+def read_override_file(path: Path) -> list[str]:
     """Return the overrides in a YAML file with nested or dotted keys, and its options under `defaults`."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -121,11 +121,13 @@ def words_of_file(path: Path) -> list[str]:
         raise ConfigError(f"cannot be read ({reason})") from error
     if not isinstance(values, dict):
         raise ConfigError("holds no settings; write one a line, as `data.batch_size: 64`")
-    options = [option for entry in values.pop("defaults", None) or [] for option in words_of_default(entry)]
+    options = [
+        option for entry in values.pop("defaults", None) or [] for option in iterate_default_overrides(entry)
+    ]
     return [*options, *(f"{key}={format_value_as_typed(value)}" for key, value in iterate_leaves(values))]
 
 
-def words_of_default(entry: Any) -> Iterator[str]:
+def iterate_default_overrides(entry: Any) -> Iterator[str]:
     """Yield the options of an entry of `defaults` as words: `/precision/auto` becomes `precision=auto`."""
     pairs = entry.items() if isinstance(entry, dict) else [str(entry).strip("/").rpartition("/")[::2]]
     for group, option in pairs:

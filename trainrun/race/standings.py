@@ -100,7 +100,9 @@ class Standing:
 
 @dataclass(frozen=True)
 class RaceResults:
-    """All runs by racer, the first one first. mode: max or min. margin: None for 1 % of the end of the first."""
+    """All runs by racer, the first racer first. mode: max or min. margin: None for 1 % of the end metric of the
+    first racer.
+    """
 
     runs: Mapping[str, Sequence[RaceRun]]
     mode: str

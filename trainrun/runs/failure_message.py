@@ -30,9 +30,9 @@ PRINTED = "printed"  # the key in the store that says that a rank has printed
 def print_failure_once(own: Failure, store: Store) -> str:
     """Print one message for all ranks that failed, and return it. Called on each rank that failed.
 
-    Rank 0 prints the failure that came first. Another rank prints its own if rank 0 does not print one in time:
-    rank 0 still trains, or has ended, or the network is cut. A thread talks to the store, because the store waits for
-    an answer forever if the network is cut.
+    Rank 0 prints the failure that came first. Another rank prints its own failure if rank 0 prints none in time:
+    rank 0 still trains, has ended, or the network is cut. A thread calls the store, because a call waits forever if
+    the network is cut.
     """
     failures, is_printed = [own], threading.Event()
     exchange = collect_failures if own.rank == 0 else send_failure

@@ -184,7 +184,7 @@ def end_hung_rank(
 ) -> None:  # fmt: skip
     """Report that a rank makes no progress, and end its process.
 
-    A rank that waits for others reports LostContact, which counts less than what the others report. Without
+    A rank that waits for others reports LostContact. The reports of the other ranks have priority over it. Without
     trainrun's launcher, the rank also records the end of the run.
     """
     if parallel.world_size > 1:
@@ -209,8 +209,8 @@ def limit_stop_duration(
 ) -> AbstractContextManager[None]:
     """End the process if a stop inside the block takes too long or is requested twice.
 
-    flag: of a rank. Before its first step, a rank exits at once, because nothing is lost and other ranks may never
-        come. Later, trainrun's launcher limits the time if there is one.
+    flag: the stop flag of a rank. Before its first step, a rank exits at once, because no work is lost and it might
+        wait for other ranks forever. Later, trainrun's launcher limits the time if there is one.
     """
 
     def limit_seconds() -> float:

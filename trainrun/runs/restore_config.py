@@ -165,9 +165,9 @@ def load_saved_names(loaded: Loaded) -> TrainingNames:
 
 
 def restore_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.device) -> None:
-    """Restore the task's state and step, on which its loss may depend.
+    """Restore the state and the step of the task. Its loss may depend on the step.
 
-    Note the parts of the model that no checkpoint holds.
+    Note the parts of the model that no checkpoint stores.
     """
     calls.start(TrainState(loaded.manifest.step, loaded.manifest.epoch))
     if isinstance(task_state := loaded.shared.get("task"), dict):

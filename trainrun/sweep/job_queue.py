@@ -82,10 +82,10 @@ class StopRelay:
 
 def job_command(words: list[str], folder: Path) -> list[str]:
     """Return the command that starts a job, or continues it from its newest checkpoint."""
-    return module_command("trainrun", *job_words(words, folder))
+    return module_command("trainrun", *job_overrides(words, folder))
 
 
-def job_words(words: list[str], folder: Path) -> list[str]:
+def job_overrides(words: list[str], folder: Path) -> list[str]:
     """Return the words of a job's command line. Plots are off unless a word sets `monitor.plots`."""
     if has_checkpoint(folder):
         code = [word for word in words if word.startswith("--config-dir=")]
@@ -208,7 +208,7 @@ class JobQueue:
         """Return whether the next job of a search could start now."""
         if self._leases is None:
             return not self._running
-        lease = self._leases.take(self._devices_of(Job(0, self._sweep.first_words(), "")))
+        lease = self._leases.take(self._devices_of(Job(0, self._sweep.first_overrides(), "")))
         if lease is not None:
             lease.release()
         return lease is not None
@@ -287,7 +287,7 @@ class JobQueue:
         process: Process
         if self._command is None:
             process = ForkedJob(
-                job_words(words, folder), output, lease.cores, environment, self._open_files()
+                job_overrides(words, folder), output, lease.cores, environment, self._open_files()
             )
         else:
             process = subprocess.Popen(

@@ -92,7 +92,7 @@ class Sweep:
             return
         saved = read_sweep(self.folder) if self.version else load_sweep(self.folder)
         if not self.version:
-            self.has_other_key = saved.seal != seal_of_words(saved.calls)
+            self.has_other_key = saved.seal != sign_overrides(saved.calls)
         self.calls, self.trials, self.working_dir = saved.calls, saved.trials, saved.working_dir
         self.name, self.session = saved.name, saved.session
         self.version = saved.version
@@ -124,8 +124,8 @@ class Sweep:
 
     def add_call(self, words: list[str]) -> None:
         """Add the jobs of these settings. Jobs that the sweep has already are not added twice. Raise ConfigError."""
-        options, job_words = read_options(split_options(words)[0]), split_options(words)[1]
-        dimensions = parse_dimensions(job_words)
+        options, job_overrides = read_options(split_options(words)[0]), split_options(words)[1]
+        dimensions = parse_dimensions(job_overrides)
         call = [hide_password(word) for word in mask_arguments(words)]
         others = [other for other in self.calls if identity_of(other) != identity_of(call)]
         searches = [other for other in [*others, call] if identity_of(other)[0] == "optuna"]
@@ -137,7 +137,7 @@ class Sweep:
         self.calls = [*others, call]
         if options.kind == "optuna":
             self.search = words
-            self.typed = dict(zip(mask_arguments(job_words), job_words, strict=True))
+            self.typed = dict(zip(mask_arguments(job_overrides), job_overrides, strict=True))
             self._queue_search_points()
         for point in points_of(words):
             self.add_point(dimensions, point)
@@ -233,7 +233,7 @@ class Sweep:
         """Return the space of a search."""
         return parse_dimensions(split_options(self.search)[1])
 
-    def first_words(self) -> tuple[str, ...]:
+    def first_overrides(self) -> tuple[str, ...]:
         """Return the settings of the first job. For a search without jobs, return those of a typical job."""
         if self.wanted:
             return self.jobs[self.wanted[0]].words
@@ -252,7 +252,7 @@ class Sweep:
         ]
         best = best_job(self.points())
         write_json(self.folder / SWEEP_FILE, {
-            "calls": self.calls, "working_dir": str(self.working_dir), SEAL: seal_of_words(self.calls),
+            "calls": self.calls, "working_dir": str(self.working_dir), SEAL: sign_overrides(self.calls),
             BEST: "" if best is None else best.folder, "jobs": jobs, "trials": self.trials,
             "name": self.name, "session": self.session,
         })  # fmt: skip
@@ -355,10 +355,10 @@ def file_version(path: Path) -> tuple[int, ...]:
 
 def identity_of(words: list[str]) -> tuple[Any, ...]:
     """Return a key that is equal for two calls which create the same jobs: kind, settings of the jobs, and seed."""
-    own, job_words = split_options(words)
+    own, job_overrides = split_options(words)
     options = read_options(own)
     about = {"grid": (), "random": (options.seed,), "optuna": (options.seed, options.objective)}
-    return options.kind, tuple(job_words), about[options.kind]
+    return options.kind, tuple(job_overrides), about[options.kind]
 
 
 def calls_to_resume(folder: Path, trust: bool) -> list[list[str]]:
@@ -368,7 +368,7 @@ def calls_to_resume(folder: Path, trust: bool) -> list[list[str]]:
     """
     sweep = load_sweep(folder)
     calls = sweep.calls
-    if not trust and seal_of_words(calls) != sweep.seal:
+    if not trust and sign_overrides(calls) != sweep.seal:
         raise ConfigError(
             f"{folder}: may be from somebody else: you did not write its {SWEEP_FILE}. Its words can name any code; "
             "if you trust them, add --trust"
@@ -385,7 +385,7 @@ def calls_to_resume(folder: Path, trust: bool) -> list[list[str]]:
     return calls
 
 
-def seal_of_words(calls: list[list[str]]) -> str:
+def sign_overrides(calls: list[list[str]]) -> str:
     """Return a signature of the settings by the key of this user; empty if no key can be created."""
     try:
         return digest_part(make_key(), "sweep", "calls", json.dumps(calls).encode())

@@ -108,7 +108,7 @@ def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
 
 def replace_options(words: list[str], options: list[str]) -> list[str]:
     """Replace settings of the sweep in the overrides of a call. Raise ConfigError if its points would change."""
-    own, job_words = split_options(words)
+    own, job_overrides = split_options(words)
     values = {word.partition("=")[0]: word for word in own}
     is_grid = read_options(own).kind == "grid"
     for word in options:
@@ -119,7 +119,7 @@ def replace_options(words: list[str], options: list[str]) -> list[str]:
             )
         if not (is_grid and key == "sweep.trials"):
             values[key] = word
-    return [*job_words, *values.values()]
+    return [*job_overrides, *values.values()]
 
 
 def check_words(calls: list[list[str]]) -> None:
@@ -156,7 +156,7 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
         forks = command is job_command and can_fork(sweep, options)
         if forks:
             import_what_jobs_need()
-        num_jobs, devices_of = sweep.num_jobs, devices_by_words()
+        num_jobs, devices_of = sweep.num_jobs, build_device_counter()
         places, about = places_of_jobs(sweep, options, devices_of, forks)
         check_devices(calls, options, places, devices_of)
         study = SweepStudy(sweep, options) if sweep.search or options.pruner != "none" else None
@@ -210,9 +210,9 @@ def notes_on_points(calls: list[list[str]]) -> list[str]:
     """Return a note for each call with a sweep.trials larger than the number of points of its space."""
     notes = []
     for words in calls:
-        own, job_words = split_options(words)
+        own, job_overrides = split_options(words)
         options = read_options(own)
-        trials, total = options.trials, num_points(parse_dimensions(job_words))
+        trials, total = options.trials, num_points(parse_dimensions(job_overrides))
         if options.kind == "random" and total is None:
             total = len(points_of(words))  # of an interval with few numbers
         if trials is not None and total is not None and trials > total:
@@ -276,7 +276,7 @@ def remove_new_sweep(sweep: Sweep) -> None:
             remove_new_folder(sweep.folder, "sweeps")
 
 
-def devices_by_words() -> Callable[[Job], int]:
+def build_device_counter() -> Callable[[Job], int]:
     """Return a function that returns how many devices a job needs. Equal overrides are composed once."""
 
     @cache
@@ -309,7 +309,7 @@ def places_of_jobs(
     """Choose the places of the jobs of a sweep. Return them and the reason. forks: whether jobs are forks."""
     if (options.jobs, options.per_device) == (1, 1):
         return [], ""
-    words = sweep.first_words()
+    words = sweep.first_overrides()
     most_jobs = None if sweep.points_to_come is None else sweep.num_jobs
     measure = None
     if forks:
@@ -334,7 +334,7 @@ def gain_of_single_threads(words: Sequence[str], cores: Sequence[int]) -> float 
 
 def uses_gpus(sweep: Sweep) -> bool:
     """Return whether the first job may compute on a GPU."""
-    words = [word for word in sweep.first_words() if word.startswith(PARALLEL_WORDS)]
+    words = [word for word in sweep.first_overrides() if word.startswith(PARALLEL_WORDS)]
     return compose_run(words).config.parallel.accelerator in ("auto", "cuda")
 
 

@@ -152,14 +152,14 @@ def points_of(words: list[str]) -> list[list[tuple[str, ...]]]:
 
     The jobs of a point differ only in seed or fold. A sweep=optuna creates its points later, one at a time.
     """
-    own, job_words = split_options(words)
+    own, job_overrides = split_options(words)
     about = read_options(own)
     if about.kind == "optuna":
         return []
     if about.kind == "random" and about.trials is not None:
-        return draw_points(job_words, about.trials, about.seed)
+        return draw_points(job_overrides, about.trials, about.seed)
     points: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for row in expand_grid(job_words):
+    for row in expand_grid(job_overrides):
         points.setdefault(tuple(word for word in row if key_of(word) not in REPEATED), []).append(row)
     return list(points.values())
 
@@ -218,13 +218,13 @@ def overrides_to_check(words: list[str]) -> list[tuple[str, ...]]:
     A space may have too many points to check all. So each value is combined with the first values of the others,
     in a branch to which it applies.
     """
-    own, job_words = split_options(words)
+    own, job_overrides = split_options(words)
     if read_options(own).kind == "grid":
-        return expand_grid(job_words)
-    dimensions = parse_dimensions(job_words)
+        return expand_grid(job_overrides)
+    dimensions = parse_dimensions(job_overrides)
     wanted = [dict[str, str]()]
     for dimension in dimensions:
-        branch = words_of_branch(dimensions, dimension)
+        branch = branch_overrides(dimensions, dimension)
         wanted += [{**branch, dimension.name: value} for value in dimension.ends[0 if branch else 1 :]]
 
     def point_with(words: dict[str, str]) -> tuple[str, ...]:
@@ -233,7 +233,7 @@ def overrides_to_check(words: list[str]) -> list[tuple[str, ...]]:
     return list(map(point_with, wanted))
 
 
-def words_of_branch(dimensions: Sequence[Dimension], dimension: Dimension) -> dict[str, str]:
+def branch_overrides(dimensions: Sequence[Dimension], dimension: Dimension) -> dict[str, str]:
     """Return the overrides that select the branch of a dimension, by the names of their dimensions."""
     if not dimension.condition:
         return {}
@@ -241,7 +241,7 @@ def words_of_branch(dimensions: Sequence[Dimension], dimension: Dimension) -> di
     other, choice = next(
         (other, choice) for other in dimensions for choice in other.ends if unmarked_word(choice) == condition
     )
-    return {**words_of_branch(dimensions, other), other.name: choice}
+    return {**branch_overrides(dimensions, other), other.name: choice}
 
 
 def draw_points(words: Sequence[str], count: int, seed: int) -> list[list[tuple[str, ...]]]:

@@ -15,8 +15,8 @@ from trainrun.output import format_short_list
 class TrainedParameters:
     """The parameters that require a gradient, at the start of the run and now.
 
-    Checkpoints hold the changes by hooks or tasks: `requires_grad` by name. What the config freezes follows the
-    config of the present session.
+    Checkpoints store the changes by hooks or tasks: `requires_grad` by name. Parameters that the config freezes
+    follow the config of the present session.
     """
 
     def __init__(self, model: nn.Module, held: nn.Module, optimizer: Optimizer) -> None:

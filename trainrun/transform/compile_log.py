@@ -12,7 +12,7 @@ from typing import Any
 class CompileLog:
     """A log of compilations.
 
-    tell: a function that receives one line per finished graph. booked: a context manager around the time of a
+    tell: receives one line for each finished graph. booked: returns a context manager that counts the time of a
         compilation.
     """
 

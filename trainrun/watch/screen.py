@@ -102,7 +102,9 @@ class RunView:
 
 
 class RunsView:
-    """The view of several runs: differing settings first, and a mark on the best. ended: set when all have ended."""
+    """The view of several runs: differing settings first, and a mark on the best run. ended: set when all runs have
+    ended.
+    """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = list(folders)

@@ -72,14 +72,13 @@ class Rounds:
         return sum(turn.phase(phase) for turn in self.own for phase in phases) / self.base.items
 
     def ratio(self, name: str, without: Sequence[int] = (), padding_factor: float = 0.0) -> Ratio:
-        """Return how many times as fast as the base an ablation is.
+        """Return how many times as fast an ablation is as the base.
 
         Args:
-            name: of the ablation.
-            without: phases that take the same time on both sides. Their times are left out, and their mean is added
-                again.
-            padding_factor: how many times fewer padded positions the batches of the ablation have, with as many items.
-                If it is above 0, turns are compared by seconds per position, because a few batches may be long or
+            name: that of the ablation.
+            without: phases that take the same time on both sides. Their times are replaced by their mean.
+            padding_factor: the padded positions of the base, divided by those of the ablation for as many items. If
+                it is above 0, turns are compared by seconds per position, because a few batches may be long or
                 short.
         """
         pairs = self.pairs[name]
@@ -103,10 +102,10 @@ class Rounds:
         )
 
     def compile_seconds(self, total_steps: int | None) -> float:
-        """Return the seconds per step of compilation, over the whole run. torch compiles a function for a few shapes
-        and then stops.
+        """Return the seconds of compilation per step, over the whole run. torch compiles a function for a few
+        shapes only.
 
-        For a run without an end, return those of these rounds.
+        For a run without an end, return the seconds per step of these rounds.
         """
         if total_steps is not None:
             return self.own[-1].compile_seconds / total_steps

@@ -81,7 +81,7 @@ def preset_text(typed: Sequence[str], tuning: Tuning, before: str, fingerprint: 
         f"# {trial.remedy}: {trial.ratio.value:.2f}x when found ({trial.ratio.turns()}); "
         f"the training: {trial.remedy.effect_text}"
         for trial in tuning.trials
-        if trial.used and trial.ratio is not None
+        if trial.is_used and trial.ratio is not None
     ]
     groups: list[Any] = [f"/preset/{before}"] if before != "none" else []
     tree: dict[str, Any] = {}

@@ -50,7 +50,7 @@ def tuning_lines(tuning: Tuning) -> list[str]:
 def trial_line(trial: Trial) -> str:
     """Return `  data.cache=memory    21.08x  13.92 to 31.19 in 6 turns  used`."""
     turns = "" if trial.ratio is None else trial.ratio.turns()
-    used = "used" if trial.used else f"not used: {trial.reason}"
+    used = "used" if trial.is_used else f"not used: {trial.reason}"
     return f"  {trial.remedy!s:<44} {speed_text(trial):>7}  {turns:<26}  {used}"
 
 

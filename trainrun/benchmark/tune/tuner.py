@@ -72,7 +72,7 @@ class Trial:
     reason: str = NO_TIME
 
     @property
-    def used(self) -> bool:
+    def is_used(self) -> bool:
         return not self.reason
 
     @property
@@ -113,7 +113,7 @@ class Tuning:
     def verdict(self) -> str:
         late = sum(trial.reason == NO_TIME for trial in self.trials)
         rest = f"; not tried for lack of time: {format_count(late, 'setting')} (--budget)" if late else ""
-        if not any(trial.used for trial in self.trials):
+        if not any(trial.is_used for trial in self.trials):
             measured = sum(trial.ratio is not None for trial in self.trials)
             faster = [trial for trial in self.trials if trial.is_faster]
             if faster:
@@ -135,7 +135,7 @@ def used_settings(trials: Sequence[Trial]) -> list[str]:
     """Return the overrides of all remedies that are used. A later override replaces an earlier one of the same key."""
     overrides: list[str] = []
     for trial in trials:
-        if trial.used:
+        if trial.is_used:
             overrides = replace_overrides(overrides, trial.remedy.overrides)
     return overrides
 
@@ -174,7 +174,9 @@ class Tuner:
             goes_on = self._improve(diagnosis)
         unit = self.base.info.unit
         self.base.close()
-        claim = self.confirm(used_settings(self.trials)) if any(trial.used for trial in self.trials) else None
+        claim = (
+            self.confirm(used_settings(self.trials)) if any(trial.is_used for trial in self.trials) else None
+        )
         return Tuning(tuple(self.overrides), unit, self.speed, tuple(texts), tuple(self.trials), claim,
                       self.problem, self.budget.elapsed_seconds)  # fmt: skip
 

@@ -21,7 +21,7 @@ class LatentNoise:
     """Add a field `noise` (B, size) to the batch, standard normal, for a `forward` with an argument `noise`.
 
     If a model uses torch's generator itself, its random numbers change when a batch is divided into micro-batches
-    or among ranks. These numbers stay the same. In evaluation a sample has the same noise every time.
+    or among ranks. The numbers of this field do not change. In evaluation a sample has the same noise every time.
     size: null, the default for a model without `latent_dim`, adds no field.
     """
 

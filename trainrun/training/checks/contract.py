@@ -1,15 +1,15 @@
-"""A check at the first step: a custom task that returns means instead of sums is refused.
+"""Check at the first step that a custom task returns sums. A task that returns means is refused.
 
-what: loss and sums of some rows of the first batch are compared with those of the same rows given twice: a sum
-    doubles, a mean stays. A value is refused only if it clearly stays while its count doubles. Some values are only
-    noted: a count that stays; a loss that grows by less than half (a mean over pairs of the batch, a penalty without
-    a count); and integers that stay (hits among the samples of a batch). The values are also compared with those of
-    the two halves. A loss that is not the sum of both depends on micro-batches and ranks, which is noted. A metric
-    that is not, while the loss is, is refused: (B, 1) against (B,) is (B, B). A step that draws random numbers is
-    repeated, and judged only if its noise allows it. Everything is a trial in evaluation mode, so nothing remains of
-    it.
+what: loss and sums of some rows of the first batch are compared with those of the same rows given twice. A sum
+    doubles, and a mean stays the same. A value is refused only if it clearly stays while its count doubles. These
+    values are only noted: a count that stays; a loss that grows by less than half (a mean over pairs of the batch,
+    a penalty without a count); and integers that stay (hits among the samples of a batch). The values are also
+    compared with those of the two halves. If a loss is not the sum of both, it depends on micro-batches and ranks,
+    which is noted. A metric that is not the sum of both, while the loss is, is refused: (B, 1) against (B,) is (B,
+    B). A step with random numbers is repeated, and judged only if its noise allows it. All of this is a trial in
+    evaluation mode without lasting effects.
 when: every new run with a task that is not built in; `trainer.check_task=false` disables it. when not: batches that
-    cannot be cut, trials that cannot be made: one line says so, and the run continues.
+    cannot be cut, or trials that fail. One line then says so, and the run continues.
 source: the loss contract of `trainrun.interfaces`
 gain: a mean would train at 1/batch of the gradient without notice. Cost: six forward passes of half a batch, once.
 """
