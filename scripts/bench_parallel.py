@@ -94,12 +94,7 @@ def bytes_sent(model: str, devices: int, way: list[str], folder: Path) -> float 
     inside = f"ip link set lo up; {{command}}; {counter} >{shlex.quote(str(folder))}.lo"
     totals = []
     for steps in (2, 12):
-        words = [
-            *words_of(model, devices, way),
-            *QUIET,
-            f"trainer.max_steps={steps}",
-            f"output_dir={folder}",
-        ]
+        words = [*words_of(model, devices, way), *QUIET, f"trainer.max_steps={steps}", f"output_dir={folder}"]
         shutil.rmtree(folder, ignore_errors=True)
         script = inside.format(command=shlex.join(["trainrun", *words]))
         done = subprocess.run(

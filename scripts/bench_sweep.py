@@ -46,11 +46,11 @@ def compare(folder: Path, pruners: list[str], steps: int, num_seeds: int) -> Non
         f"trainer.val_check_interval={steps // UNITS}step", "trainer.early_stopping.enabled=false",
     ]  # fmt: skip
     grid, grid_seconds = run_sweep(folder / "grid", [*fixed, *GRID])
-    best = best_settings(grid)
+    best = settings_of_best(grid)
     print(f"grid       {grid_seconds:6.1f} s  {states_of(grid)}  best {' '.join(best)}", flush=True)
     for pruner in pruners:
         sweep, seconds = run_sweep(folder / pruner, [*fixed, *GRID, f"sweep.pruner={pruner}"])
-        own = best_settings(sweep)
+        own = settings_of_best(sweep)
         verdict = compare_points(folder / f"seeds-{pruner}", fixed, best, own, num_seeds)
         shares = (
             f"{seconds / grid_seconds:.2f} of the time, {steps_of(sweep) / steps_of(grid):.2f} of the steps"
@@ -71,7 +71,7 @@ def run_sweep(folder: Path, words: list[str]) -> tuple[dict[str, Any], float]:
     return json.loads(done.stdout)["result"], time.monotonic() - began
 
 
-def best_settings(table: dict[str, Any]) -> list[str]:
+def settings_of_best(table: dict[str, Any]) -> list[str]:
     keys = [word.partition("=")[0] for word in GRID]
     job = next(job for job in table["jobs"] if job["num"] == table["best"])
     return [f"{key}={job['settings'][key]}" for key in keys]

@@ -435,9 +435,9 @@ class Parallel(Protocol):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the module to call in training, which averages gradients over the ranks."""
 
-    def held(self, model: nn.Module) -> nn.Module:
-        """Return the model as this rank holds it, for the optimizer. Its parameters may be parts of those of the
-        model.
+    def local_model(self, model: nn.Module) -> nn.Module:
+        """Return the model with the parameters of this rank, for the optimizer. These may be parts of the
+        parameters of the model.
         """
 
     def adopt_trained(self, model: nn.Module) -> bool:

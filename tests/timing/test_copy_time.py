@@ -27,6 +27,6 @@ def test_copies_have_an_account_of_their_own():
 
     phases = PhaseTimer(clock=Clock())
     with phases.measure(FORWARD):  # whatever is open is open again after a copy
-        batches = list(DeviceFeed(Source(), torch.device("meta"), partial(phases.on, COPY)).epoch(0))
+        batches = list(DeviceFeed(Source(), torch.device("meta"), partial(phases.measure, COPY)).epoch(0))
     assert all(batch.data.device.type == "meta" for batch in batches)
     assert phases.read()["copy"] == 2.0

@@ -404,7 +404,7 @@ def build_update(
         counting = choose_item_counting(config, model, task, parallel, context.phases)
         check_task_before_sharding(task, model, data.train, parallel, alone, counting, notes.advice.append)
     wrapped = parallel.wrap(model)
-    held = parallel.held(model)
+    held = parallel.local_model(model)
     if not named_nodes(config.optimizer):
         optimizer = build_config_optimizer(config, held, parallel.world_size, notes.choices)
         schedule = build_config_schedule(config, optimizer, rhythm)

@@ -57,8 +57,8 @@ def find_second_column(line: str) -> int:
 def wrap_line(line: str, width: int, too_wide: set[int]) -> list[str]:
     """Return one line of a list, wrapped to at most `width` characters, with a hanging indent.
 
-    too_wide: the positions of the second column in lists that have a line that does not fit. Such a list gets a
-        narrower first column.
+    too_wide: positions of the second column in lists with lines that do not fit. The first column of such a list is
+        made narrower.
     """
     match = COLUMNS.fullmatch(line.rstrip())
     if match is None:

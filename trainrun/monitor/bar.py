@@ -74,8 +74,8 @@ class ProgressBar:
         return Text("\n", no_wrap=True, overflow="crop").join([first, second])
 
     def _insert_graphic(self, fields: list[BarField], step: int, width: int) -> list[BarField]:
-        """Insert the bar after the phase. Its width is what the other fields leave free, between NARROWEST and
-        WIDEST.
+        """Insert the bar after the phase. It fills the width that the other fields leave free, between NARROWEST
+        and WIDEST.
         """
         total = self._facts.total_steps
         if not total:

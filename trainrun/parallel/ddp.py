@@ -111,7 +111,7 @@ class Ddp:
                 fix_buckets(ddp)
         return ddp
 
-    def held(self, model: nn.Module) -> nn.Module:
+    def local_model(self, model: nn.Module) -> nn.Module:
         return model
 
     def adopt_trained(self, model: nn.Module) -> bool:

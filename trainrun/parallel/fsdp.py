@@ -171,7 +171,7 @@ class Fsdp:
             retire_tensor(param, name)
         self._recording = None
 
-    def held(self, model: nn.Module) -> nn.Module:
+    def local_model(self, model: nn.Module) -> nn.Module:
         assert self._local_module is not None, "wrap comes first"
         return self._local_module
 

@@ -33,7 +33,7 @@ class Single:
     def wrap(self, model: nn.Module) -> nn.Module:
         return model
 
-    def held(self, model: nn.Module) -> nn.Module:
+    def local_model(self, model: nn.Module) -> nn.Module:
         return model
 
     def adopt_trained(self, model: nn.Module) -> bool:

@@ -73,7 +73,7 @@ def plan_sequences(source: Any, base: Plan, options: StreamOptions) -> SequenceP
         return None
     if columns is not None and (options.max_sequence_length is None or options.truncate in ("left", "right")):
         return _plan_columns(columns, found, base, options)
-    return _plan_composed(source, found, base, options)
+    return _plan_composed_batches(source, found, base, options)
 
 
 def check_sequence_options(options: StreamOptions) -> None:
@@ -150,7 +150,7 @@ def _plan_columns(
         found = replace(found, lengths=np.minimum(found.lengths, size))
     width = round_length(max(length, size or 0) if options.padding == "max" else length, options.pad_multiple)
     if width != length or options.padding in ("pack", "token_budget"):
-        return _plan_composed(columns, found, base, replace(options, truncate="right"))
+        return _plan_composed_batches(columns, found, base, replace(options, truncate="right"))
     if options.padding == "longest" and options.truncate == "right" and (size is None or not stay):
         return None  # `Preparation` cuts every column of integers
     return SequencePlan(columns, fit_plan_to_count(base, len(columns), options.key), options.collate_fn, "")
@@ -168,7 +168,7 @@ def _refuse_generators(source: Any, key: str) -> None:
             )
 
 
-def _plan_composed(source: Any, found: Measured, base: Plan, options: StreamOptions) -> SequencePlan:
+def _plan_composed_batches(source: Any, found: Measured, base: Plan, options: StreamOptions) -> SequencePlan:
     size, lengths, kept = options.max_sequence_length, found.lengths, None
     from trainrun.data.sequences.plans import SelectedPlan, describe_padding, estimate_epoch
 
