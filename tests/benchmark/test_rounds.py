@@ -33,7 +33,7 @@ def test_each_ablation_is_next_to_a_turn_of_the_base() -> None:
     rounds = taken(3, side(10), b=side(20), c=side(5), d=side(10))
     assert rounds.ratio("b").value == pytest.approx(2.0)
     assert rounds.ratio("c").value == pytest.approx(0.5)
-    assert rounds.base.each == pytest.approx(0.1)
+    assert rounds.base.seconds_per_item == pytest.approx(0.1)
     assert len(rounds.own) == 6  # each is next to two of the others
     assert [len(pairs) for pairs in rounds.pairs.values()] == [3, 3, 3]
 

@@ -238,7 +238,7 @@ def test_techniques_alone_and_together() -> None:
     assert rows["one thread"].trial.reason == "on already"
     assert rows["gpu"].trial.reason == "needs a GPU"
     assert alone["large"] > 1.3
-    assert set(table.best_settings) == {
+    assert set(table.found) == {
         "trainer.num_threads=2",
         "data.cache=memory",
     }  # large is another training
