@@ -294,7 +294,7 @@ def check_devices(
     devices_of: Callable[[Job], int],
 ) -> None:
     """Raise ConfigError if a job needs more devices than one job can have. places: empty for the whole machine."""
-    for words in itertools.chain.from_iterable(map(words_to_check, calls)) if places else ():
+    for words in itertools.chain.from_iterable(map(overrides_to_check, calls)) if places else ():
         count, most = devices_of(Job(0, words, "")), most_devices(places)
         if count > most:
             raise ConfigError(

@@ -166,7 +166,9 @@ def setting_curve(
     """Return means over the values of one setting, with the halves of their intervals."""
     x = np.asarray([places[point.settings[key]] for point in points])
     means = np.asarray([point.mean for point in points], dtype=np.float64)
-    halves = np.asarray([point.half_interval if len(point.values) >= LEAST_REPLICATES else np.nan for point in points])
+    halves = np.asarray(
+        [point.half_interval if len(point.values) >= LEAST_REPLICATES else np.nan for point in points]
+    )
     return Curve(name, {key: x}, means, is_dots, halves)
 
 
