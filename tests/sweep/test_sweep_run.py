@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import itertools
 import json
 import os
@@ -11,13 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from approved import refused
 
 from tests.plots.chart_pages import charts_in
-from trainrun.errors import EXIT_INTERRUPTED, ConfigError
-from trainrun.folder.run_folder import RunDir
+from trainrun.errors import EXIT_INTERRUPTED, ConfigError, SaveError
+from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.output import RESULT
 from trainrun.runtime.python_module import module_command
 from trainrun.sweep.job_queue import job_command
@@ -173,6 +175,35 @@ def test_a_note_is_not_why_a_job_failed(tmp_path: Path):
     assert read_result(tmp_path, 1).error == "no memory"
     (tmp_path / "run.out").write_text("note: the CPU is used\n")
     assert read_result(tmp_path, 1).error == "ended with exit code 1 and no result"
+
+
+def test_the_first_lines_of_a_run_are_not_why_it_failed(tmp_path: Path):
+    (tmp_path / "run.out").write_text("KeyError: 'scale'\n  folder     runs/first\n")
+    assert read_result(tmp_path, 1).error == "KeyError: 'scale'"
+    assert read_result(tmp_path, 3).error == "ended with exit code 3 and no result"  # of sys.exit(3)
+
+
+@pytest.mark.parametrize("room", [0, 3], ids=["new", "running"])
+def test_a_full_disk_leaves_a_sweep_that_goes_on(
+    room: int, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    """room: how often the file of the sweep can be written before the disk is full."""
+    written = []
+
+    def write_to_full_disk(path: Path, values: object, **about: Any) -> None:
+        written.append(path)
+        if len(written) > room:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_json(path, values, **about)
+
+    folder = tmp_path / "new"
+    with monkeypatch.context() as full:
+        full.setattr("trainrun.sweep.jobs.write_json", write_to_full_disk)
+        with refused(SaveError if room else ConfigError, str(folder)):
+            run_sweep([["lr=0.1,0.2,0.3"]], folder, command)
+    assert folder.exists() == bool(room)
+    assert run_sweep([["lr=0.1,0.2,0.3"]], folder, command) == 0
+    assert [row["state"] for row in table(folder)] == ["done"] * 3
 
 
 def test_a_new_sweep_of_which_every_job_is_refused_leaves_no_folder(tmp_path: Path, command: Command):

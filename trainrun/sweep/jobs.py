@@ -10,6 +10,7 @@ import random
 import re
 import secrets
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -284,6 +285,7 @@ def open_sweep(calls: list[list[str]], folder: Path | None) -> Sweep:
         folder = new_sweep_folder(calls[0])
     folder = folder.expanduser().absolute()
     sweep = Sweep(folder, name=f"{folder.name}-{secrets.token_hex(4)}")
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with sweep.lock_exclusively():
@@ -291,6 +293,8 @@ def open_sweep(calls: list[list[str]], folder: Path | None) -> Sweep:
                 sweep.add_call(words)
             sweep.save()
     except OSError as error:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
         raise build_folder_error(folder, error) from error
     return sweep
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_INTERRUPTED
+from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from trainrun.folder.run_folder import RunDir, has_ever_saved, write_json
 from trainrun.folder.status import read_status
 from trainrun.output import mask_arguments
@@ -181,7 +181,7 @@ class EvaluationRows:
 
 def describe_failure(folder: Path, status: dict[str, Any], exit_code: int) -> str:
     """Return one line with the reason of a failure: the job's message, the signal that killed it, or the last line
-    that it printed and that is not a note.
+    that it printed and that is neither a note nor indented, as the first lines of a run are.
     """
     if status.get("state") == "failed" and status.get("message"):
         return str(status["message"])
@@ -192,11 +192,16 @@ def describe_failure(folder: Path, status: dict[str, Any], exit_code: int) -> st
     lines: list[str] = []
     with contextlib.suppress(OSError):
         text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(NOTE)]
+        lines = [
+            line.strip() for line in text.splitlines() if line.strip() and not line.startswith((NOTE, " "))
+        ]
     faults = [line.removeprefix("trainrun: ") for line in lines if line.startswith("trainrun: ")]
     if faults:
         return "; ".join(faults)
-    return lines[-1] if lines and exit_code else f"ended with exit code {exit_code} and no result"
+    is_error = (
+        exit_code == EXIT_FAILED
+    )  # other codes are of sys.exit() in code of the user, which prints nothing
+    return lines[-1] if lines and is_error else f"ended with exit code {exit_code} and no result"
 
 
 def finite_or_none(value: Any) -> float | None:

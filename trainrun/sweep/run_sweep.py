@@ -18,7 +18,16 @@ from pathlib import Path
 from trainrun.config.argv import OWN_KEYS, CommandLine
 from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.config.schema import validation_nodes
-from trainrun.errors import EXIT_AGAIN, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, TrainrunError
+from trainrun.errors import (
+    EXIT_AGAIN,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    FULL,
+    ConfigError,
+    SaveError,
+    TrainrunError,
+)
 from trainrun.folder.run_folder import RunDir, is_run_folder, remove_new_folder, resolve_folder, write_text
 from trainrun.output import format_count, format_path_to_paste, report_result, say
 from trainrun.parallel.devices import choose_num_devices
@@ -174,6 +183,10 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
         )  # fmt: skip
         try:
             queue.run()
+        except OSError as error:
+            if not error.filename:  # of a pipe that was closed
+                raise
+            raise build_disk_error(sweep.folder, error) from error
         finally:
             progress.close()
             if (why := sweep.reason_search_ended()) and why not in " ".join(notes):
@@ -233,22 +246,25 @@ def notes_on_pruner(sweep: Sweep, options: SweepOptions, num_places: int) -> lis
     ]
 
 
+def build_disk_error(folder: Path, error: OSError) -> SaveError:
+    """Return the error that a file of a sweep cannot be written, with the command that goes on."""
+    return SaveError(
+        f"{error.filename}: {error.strerror}; {FULL.get(error.errno or 0, 'make it writable')}, then: "
+        f"trainrun resume {format_path_to_paste(folder)}"
+    )
+
+
 def write_tables(sweep: Sweep) -> None:
     """Print the tables, write them and the page, and print their paths and the commands to continue."""
     print_tables(sweep)
-    write_text(sweep.folder / "sweep.csv", jobs_csv(sweep))
-    say(f"table: {sweep.folder / 'sweep.csv'}")
+    write_table("table", sweep.folder / "sweep.csv", jobs_csv(sweep))
     if repeated_keys(sweep):
-        write_text(sweep.folder / MEANS, points_csv(sweep.points()))
-        say(f"means: {sweep.folder / MEANS}")
+        write_table("means", sweep.folder / MEANS, points_csv(sweep.points()))
     best = best_job(sweep.points())
     if best is not None:
-        from trainrun.sweep.sweep_page import PAGE, command_to_train_longer, describe_best, write_page
+        from trainrun.sweep.sweep_page import PAGE, build_page, command_to_train_longer, describe_best
 
-        try:
-            say(f"page: {write_page(sweep)}")
-        except OSError as error:
-            say(f"page: {sweep.folder / PAGE} cannot be written ({error.strerror})")
+        write_table("page", sweep.folder / PAGE, build_page(sweep))
         say(f"best: {describe_best(sweep.points()[0], best)}")
         if best.result.state == "done":
             say(f"train the best longer: {command_to_train_longer(sweep, best)}")
@@ -256,6 +272,15 @@ def write_tables(sweep: Sweep) -> None:
         sweep.wanted
     ):
         say(f"what is not done: trainrun resume {format_path_to_paste(sweep.folder)}", flush=True)
+
+
+def write_table(name: str, path: Path, text: str) -> None:
+    """Write a file of tables, and print its path, or why it cannot be written."""
+    try:
+        write_text(path, text)
+        say(f"{name}: {path}")
+    except OSError as error:
+        say(f"{name}: {path} cannot be written ({error.strerror})")
 
 
 def has_begun(sweep: Sweep) -> bool:

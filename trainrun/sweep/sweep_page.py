@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from trainrun.errors import DataError
-from trainrun.folder.run_folder import RunDir, write_text
+from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
 from trainrun.monitor.run_lines import doubled_limit
 from trainrun.output import COMMAND, format_count, format_number, format_path_to_paste
@@ -33,11 +32,9 @@ MOST_NAMES = 8  # with more curves than this, they are named by the numbers of t
 BETTER = {"max": "higher is better", "min": "lower is better"}
 
 
-def write_page(sweep: Sweep) -> Path:
-    """Write the page of a sweep into its folder; return its path."""
-    path = sweep.folder / PAGE
-    write_text(path, page.html_page(f"Sweep {sweep.folder.name}", page_parts(sweep)))
-    return path
+def build_page(sweep: Sweep) -> str:
+    """Return the page of a sweep as HTML."""
+    return page.html_page(f"Sweep {sweep.folder.name}", page_parts(sweep))
 
 
 def page_parts(sweep: Sweep) -> list[str]:
