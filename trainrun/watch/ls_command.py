@@ -30,6 +30,7 @@ from trainrun.plots import page
 from trainrun.plots.compare import differing_keys
 from trainrun.plots.history import flatten_dict, read_config
 from trainrun.sweep.jobs import load_sweep
+from trainrun.sweep.results import short_numbers
 from trainrun.sweep.sweep_page import PAGE as PAGE_OF_SWEEP
 from trainrun.watch.screen import settings_by_key
 
@@ -263,7 +264,7 @@ def table_rows(listed: list[ListedRun]) -> list[list[str]]:
             if status.get("value") is not None
             else "-"
         )
-        given = [f"{key}={value}" for key, value in one.settings.items() if key in differing]
+        given = [f"{key}={short_numbers(value)}" for key, value in one.settings.items() if key in differing]
         rows.append([
             one.name, one.state, format_age(now - one.changed), best, " ".join(given) or "-",
             format_duration(one.seconds) if one.seconds else "-",
