@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from approved import approve
 
 from trainrun.sweep.jobs import Sweep
-from trainrun.sweep.points import best_job, format_differences, format_mean
+from trainrun.sweep.points import best_job, format_differences, format_mean, is_clear, pool_spread
 from trainrun.sweep.results import Job, Result
 from trainrun.sweep.space import expand_grid
 from trainrun.sweep.table import UNCLEAR, WORSE, point_table, points_csv, print_tables
@@ -70,6 +72,47 @@ def test_few_seeds_are_listed_and_advised_against(capsys: pytest.CaptureFixture[
         sweep = sweep_of(["lr=1,2", f"seed=range({seeds})"], [*values[:seeds], *values[-seeds:][::-1]])
         print_tables(sweep)
         approve(capsys.readouterr().out)
+
+
+def test_of_few_seeds_the_spread_of_all_points_decides() -> None:
+    """Alone, two differences of -0.42 and -0.28 have an interval that holds 0, and -0.15 and -0.14 have none."""
+    values = [0.4, 0.56, 0.25, 0.42, 0.15, 0.11, 0.14, 0.11, 0.08, 0.13]
+    sweep = sweep_of(["lr=1,2,3,4,5", "seed=1,2"], values)
+    _, rows = point_table(sweep.points())
+    assert [row[-1] for row in rows] == ["", UNCLEAR, WORSE, WORSE, WORSE]
+    noisy = sweep_of(["lr=1,2,3,4", "seed=1,2"], [0.9, 0.9, 0.89, 0.89, 0.88, 0.88, 0.2, 0.8])
+    assert [row[-1] for row in point_table(noisy.points())[1]] == [
+        "",
+        *[UNCLEAR] * 3,
+    ]  # the last is not told apart
+
+
+def test_equal_points_are_seldom_called_worse() -> None:
+    """Also where the spreads differ: at most 6 % of claims are wrong (1,000 sweeps of 6 points and 2 seeds)."""
+    rng = random.Random(1)
+    wrong = 0
+    for _ in range(200):
+        spreads = [0.01, 0.01, 0.01, 0.02, 0.05, 0.1]
+        values = [rng.gauss(0.5, spread) for spread in spreads for _ in range(2)]
+        points = sweep_of(["lr=1,2,3,4,5,6", "seed=1,2"], values).points()
+        first, *others = sorted(points, key=lambda point: point.settings["lr"])  # not the luckiest
+        pooled = pool_spread(points)
+        wrong += sum(is_clear(point.differences_from(first), pooled) for point in others)
+    assert wrong / 1000 < 0.06
+
+
+def test_points_show_the_means_of_all_objectives() -> None:
+    sweep = sweep_of(["lr=1,2", "seed=1,2"], [0.9, 0.8, 0.5, 0.4])
+    for num, job in sweep.jobs.items():
+        values = {"val/acc": job.result.value or 0.0, "-seconds": 2.0 + num}
+        sweep.jobs[num] = replace(job, result=replace(job.result, values=values))
+    head, rows = point_table(sweep.points())
+    assert [row[head.index("-seconds")] for row in rows] == ["2.5 (2 to 3)", "4.5 (4 to 5)"]
+    assert [line.split(",")[-1] for line in points_csv(sweep.points()).splitlines()] == [
+        "-seconds",
+        "2.5",
+        "4.5",
+    ]
 
 
 def test_the_table_shows_short_numbers_and_the_file_whole_ones() -> None:

@@ -44,9 +44,8 @@ def test_runs_are_listed_with_what_differs_the_newest_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(tmp_path / "old", ("optimizer.lr=0.1", "seed=1", "output_dir=old"), time=1e9)
-    make(
-        tmp_path / "deep/new", ("optimizer.lr=0.20000012345678", "seed=1", "output_dir=deep/new"), "failed", None, time=2e9
-    )
+    new = ("optimizer.lr=0.20000012345678", "seed=1", "output_dir=deep/new")  # of a search
+    make(tmp_path / "deep/new", new, "failed", None, time=2e9)
     (tmp_path / "notes").mkdir()
     head, first, second = listed(capsys, str(tmp_path))
     assert head == ["name", "state", "age", "best", "what", "differs", "time"]

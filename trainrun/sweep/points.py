@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean
+from statistics import fmean, stdev
+from typing import NamedTuple
 
 from trainrun.output import format_number
 from trainrun.sweep.results import Job, short_numbers
-from trainrun.timing.paired import LEAST_REPLICATES, half_interval
+from trainrun.timing.paired import LEAST_REPLICATES, half_interval, student_quantile
 
 REPEATED = ("data.fold", "seed")  # settings that make no other way to train
 
@@ -43,15 +45,27 @@ class SweepPoint:
     def label(self) -> str:
         return " ".join(f"{key}={short_numbers(value)}" for key, value in self.settings.items()) or "all jobs"
 
+    @property
+    def monitor(self) -> str:
+        return self.jobs[0].result.monitor
+
+    @cached_property
+    def values_by_seed(self) -> dict[tuple[str | None, ...], float]:
+        """The values of the jobs that are done, by seed and fold."""
+        return {
+            tuple(job.settings.get(key) for key in REPEATED): job.result.value
+            for job in self.jobs
+            if job.result.state == "done" and job.result.value is not None
+        }
+
     def differences_from(self, other: SweepPoint) -> list[float]:
         """Return the differences of values with equal seed and fold."""
-        there = {repetition_of(job): job.result.value for job in other.jobs if job.result.state == "done"}
-        differences = []
-        for job in self.jobs:
-            value = there.get(repetition_of(job))
-            if job.result.state == "done" and job.result.value is not None and value is not None:
-                differences.append(job.result.value - value)
-        return differences
+        there = other.values_by_seed
+        return [value - there[seed] for seed, value in self.values_by_seed.items() if seed in there]
+
+    def values_of(self, name: str) -> list[float]:
+        """Return the values of one of several objectives."""
+        return [job.result.values[name] for job in self.jobs if name in job.result.values]
 
 
 def interval_half_width(values: Sequence[float]) -> float | None:
@@ -85,14 +99,46 @@ def format_differences(differences: Sequence[float]) -> str:
     return f"{fmean(differences):+.3g} ± {half:.2g}"
 
 
-def are_clear(differences: Sequence[float]) -> bool:
-    """Return whether the 95 % interval of the mean difference does not hold 0."""
+def is_clear(differences: Sequence[float], pooled: PooledSpread | None) -> bool:
+    """Return whether the 95 % interval of the mean difference does not hold 0.
+
+    Of fewer than four differences the interval has the spread that all points have together, or their own if that is
+    larger: the spread of two values says nothing.
+    """
     half = interval_half_width(differences)
-    return half is not None and abs(fmean(differences)) > half
+    if half is None:
+        return False
+    if pooled is not None and len(differences) < LEAST_REPLICATES:
+        variance = max(2 * pooled.variance, stdev(differences) ** 2)
+        half = student_quantile(0.95, pooled.degrees) * math.sqrt(variance / len(differences))
+    return abs(fmean(differences)) > half
 
 
-def repetition_of(job: Job) -> tuple[str | None, ...]:
-    return tuple(job.settings.get(key) for key in REPEATED)
+class PooledSpread(NamedTuple):
+    """The variance of values around the means of their point and their seed, and its degrees of freedom."""
+
+    variance: float
+    degrees: int
+
+
+def pool_spread(points: Sequence[SweepPoint]) -> PooledSpread | None:
+    """Return the spread of the points that have all seeds and folds of the best one; None for fewer than two."""
+    seeds = points[0].values_by_seed.keys()
+    rows = [
+        [point.values_by_seed[seed] for seed in seeds]
+        for point in points
+        if point.values_by_seed.keys() >= seeds and point.monitor == points[0].monitor
+    ]
+    degrees = (len(rows) - 1) * (len(seeds) - 1)
+    if degrees < 1:
+        return None
+    of_all, of_seeds = fmean(map(fmean, rows)), [fmean(column) for column in zip(*rows, strict=True)]
+    squares = sum(
+        (value - fmean(row) - of_seed + of_all) ** 2
+        for row in rows
+        for value, of_seed in zip(row, of_seeds, strict=True)
+    )
+    return PooledSpread(squares / degrees, degrees)
 
 
 def ranked_jobs(jobs: Sequence[Job]) -> list[Job]:

@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from statistics import fmean
 from typing import Any
 
 from trainrun.output import format_table, mask_arguments, say
@@ -14,10 +15,11 @@ from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import (
     REPEATED,
     SweepPoint,
-    are_clear,
     best_job,
     format_differences,
     format_mean,
+    is_clear,
+    pool_spread,
     ranked_jobs,
 )
 from trainrun.sweep.results import Job, Result
@@ -71,14 +73,16 @@ def other_objectives(jobs: Sequence[Job]) -> list[str]:
 def point_table(points: Sequence[SweepPoint]) -> tuple[list[str], list[list[str]]]:
     """Return a head, and the cells of each point. The difference from the best is paired by seed and fold."""
     monitors = {job.result.monitor for point in points for job in point.jobs if job.result.monitor}
-    head = ["settings", " ".join(["mean", *monitors]), "jobs", "difference from the best", ""]
+    names, pooled = other_objectives([job for point in points for job in point.jobs]), pool_spread(points)
+    head = ["settings", " ".join(["mean", *monitors]), *names, "jobs", "difference from the best", ""]
     rows = []
     for point in points:
         num_jobs = f"{len(point.values)} of {len(point.jobs)}"
         differences = [] if point is points[0] else point.differences_from(points[0])
-        verdict = "" if not differences else WORSE if are_clear(differences) else UNCLEAR
+        verdict = "" if not differences else WORSE if is_clear(differences, pooled) else UNCLEAR
+        others = [format_mean(point.values_of(name)) for name in names]
         rows.append([
-            point.label, format_mean(point.values), num_jobs, format_differences(differences), verdict,
+            point.label, format_mean(point.values), *others, num_jobs, format_differences(differences), verdict,
         ])  # fmt: skip
     return head, rows
 
@@ -125,11 +129,13 @@ def jobs_csv(sweep: Sweep) -> str:
 def points_csv(points: Sequence[SweepPoint]) -> str:
     """Return one row a point; `half` is that of the 95 % interval of the mean."""
     keys = list(dict.fromkeys(key for point in points for key in point.settings))
-    rows: list[list[Any]] = [[*keys, "mean", "half", "count", "missing"]]
+    names = other_objectives([job for point in points for job in point.jobs])
+    rows: list[list[Any]] = [[*keys, "mean", "half", "count", "missing", *names]]
     for point in points:
         count = len(point.values)
         settings = [point.settings.get(key, "") for key in keys]
-        rows.append([*settings, point.mean, point.half_interval, count, len(point.jobs) - count])
+        others = [fmean(values) if (values := point.values_of(name)) else None for name in names]
+        rows.append([*settings, point.mean, point.half_interval, count, len(point.jobs) - count, *others])
     return format_csv(rows)
 
 
