@@ -84,19 +84,20 @@ def test_the_rule_on_a_look(source, changes, read_by):
 @pytest.mark.parametrize(
     ("cores", "changes", "number"),
     [
-        (2, {"compute_threads": 1}, 1),
-        (2, {"compute_threads": 2}, 0),
-        (2, {}, 0),
-        (1, {"compute_threads": 1}, 0),
-        (2, {"compute_threads": 1, "local_world_size": 2}, 0),
-        (4, {"compute_threads": 1, "local_world_size": 2}, 1),
-        (2, {"compute_threads": 1, "limit": 2}, 0),  # less to read than is worth a worker
+        (2, {}, 2),
+        (1, {}, 0),
+        (2, {"local_world_size": 2}, 0),
+        (4, {"local_world_size": 2}, 2),
+        (4, {}, 3),
+        (2, {"limit": 2}, 0),  # less to read than is worth a worker
     ],
 )
-def test_reading_that_computes_takes_a_core_that_the_training_leaves(monkeypatch, cores, changes, number):
+def test_reading_that_computes_is_done_by_workers_where_a_rank_has_two_cores(
+    monkeypatch, cores, changes, number
+):
     """20 ms to load a batch and 30 ms to train on it take 30 ms together, not 50."""
     monkeypatch.setattr(choice, "count_usable_cores", lambda: cores)
-    look = Look(FIRST, "", 0.2, 0.2)
+    look = Look(FIRST, "", 0.05, 0.05)
     stream = open_batches(Samples(), options(look=look, **changes))[0]
     assert stream.read_by == ReadBy("workers", number)
 

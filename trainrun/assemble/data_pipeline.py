@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from trainrun.config.schema import SAME, DataConfig, RunConfig, validation_nodes
@@ -211,21 +210,12 @@ def build_stream_options(
         rank=parallel.rank,
         world_size=parallel.world_size,
         local_world_size=parallel.local_world_size,
-        compute_threads=choose_num_threads(config, parallel),
         gather=parallel.gather,
         device=parallel.device,
         drawn=drawn if training else None,
         shuffle_buffer=data.shuffle_buffer if training else None,
         float_dtype=choose_data_dtype(config.precision.mode),
     )
-
-
-def choose_num_threads(config: RunConfig, parallel: Parallel) -> int:
-    """Return the number of threads with which a rank computes on the host: one if it has a GPU."""
-    if parallel.device.type != "cpu":
-        return 1
-    wanted = config.trainer.num_threads
-    return torch.get_num_threads() if wanted == "auto" else int(wanted)
 
 
 def build_config_augmentations(config: RunConfig) -> tuple[NamedAugmentation, ...]:

@@ -134,10 +134,9 @@ class StreamOptions:
         samples, or the samples of that many batches of one rank.
     may_shrink: training samples are only described, so a batch_size above the data is lowered.
     may_grow: batch_size is a suggestion, and small inputs in memory have larger batches, for evaluation.
-    compute_threads: threads of the training on this rank; 0 for all cores. max_sequence_length and float_dtype: see
-        `Preparation`. drawn: see `Plan`. shuffle_buffer and places: for an iterable source. accumulates: whether a
-        step has several batches. look: the facts of a few samples, if they were read. beside: who reads the training
-        samples, if this is another stream.
+    max_sequence_length and float_dtype: see `Preparation`. drawn: see `Plan`. shuffle_buffer and places: for an
+        iterable source. accumulates: whether a step has several batches. look: the facts of a few samples, if they
+        were read. beside: who reads the training samples, if this is another stream.
     """
 
     key: str
@@ -173,7 +172,6 @@ class StreamOptions:
     rank: int = 0
     world_size: int = 1
     local_world_size: int = 1
-    compute_threads: int = 0
     gather: Callable[[Any], list[Any]] | None = None
     device: torch.device = CPU
     copying: Copying | None = None

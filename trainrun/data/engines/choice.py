@@ -1,7 +1,8 @@
 """Choose the engine that reads the data and its number of readers, by a rule on facts about a few samples.
 
 What: tensors and mapped files are resident. Samples that are read very fast are read in the main process. If reading
-waits for a disk or a network, several readers wait at once. If it computes, spare cores do it.
+waits for a disk or a network, several readers wait at once. If it computes, workers read beside the training, where a
+rank has two cores or more.
 Within a run, sources of the user are read either in the main process or in loader workers, never in both. A worker is
 a fork. A file or a socket that the main process had opened would be shared by all workers, with its position.
 """
@@ -31,7 +32,8 @@ MOSTLY_WAITS = (
     0.5  # share of the time in which the processor works: below it, reading waits for something else
 )
 READERS_THAT_WAIT = 4  # on fewer cores, too
-WORTH_A_WORKER = 2.0  # seconds of reading in an epoch: a worker starts in a tenth of a second
+WORTH_A_WORKER = 0.5  # seconds of reading in an epoch: a worker starts in a tenth of a second
+WORKERS_ON_TWO_CORES = 2  # a batch takes as long to read as with one, where the training keeps a core busy
 
 
 class Choice(NamedTuple):
@@ -111,15 +113,15 @@ def _choose_by_look(prepared: PreparedStream) -> Choice:
         number = max(READERS_THAT_WAIT, by_cores.read_by.number)
         return Choice(ReadBy("workers", number), f"{describe_workers(number)} ({why})")
     is_long = seconds * prepared.plan.num_batches >= WORTH_A_WORKER
-    if not by_cores.read_by.number and is_long and has_spare_core(options):
-        return Choice(ReadBy("workers", 1), f"{describe_workers(1)} (on a spare core; {takes})")
+    if not by_cores.read_by.number and is_long and count_cores_per_rank(options.local_world_size) >= 2:
+        number = WORKERS_ON_TWO_CORES
+        return Choice(ReadBy("workers", number), f"{describe_workers(number)} ({takes})")
     return Choice(by_cores.read_by, f"{by_cores.reason[:-1]}; {takes})")
 
 
-def has_spare_core(options: StreamOptions) -> bool:
-    """Return whether each rank has a free core for a reader. On a GPU a rank keeps one core busy."""
-    threads = options.compute_threads or count_usable_cores()
-    return count_usable_cores() // options.local_world_size > threads
+def count_cores_per_rank(local_world_size: int) -> int:
+    """Return how many cores each rank of this machine has."""
+    return count_usable_cores() // local_world_size
 
 
 def _allows_threads(prepared: PreparedStream) -> bool:
@@ -162,11 +164,12 @@ def _check_threads(prepared: PreparedStream) -> Choice:
 
 
 def choose_workers(num_workers: int | Literal["auto"], local_world_size: int) -> Choice:
-    """Return workers for data that has to be read or computed: one for each spare core."""
+    """Return the workers that were asked for, or one fewer than a rank has cores, if it has three or more."""
     if num_workers != "auto":
         return Choice(ReadBy("workers", num_workers), f"{describe_workers(num_workers)} (asked for)")
     cores = count_usable_cores()
-    chosen = 0 if cores // local_world_size <= 2 else min(MAX_AUTO_WORKERS, cores // local_world_size - 1)
+    cores_per_rank = count_cores_per_rank(local_world_size)
+    chosen = 0 if cores_per_rank <= 2 else min(MAX_AUTO_WORKERS, cores_per_rank - 1)
     ranks = "rank" if local_world_size == 1 else "ranks"
     return Choice(
         ReadBy("workers", chosen),
