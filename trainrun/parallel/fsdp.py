@@ -115,6 +115,8 @@ class Fsdp:
         self._sharded_modules: list[Any] = []  # the blocks, and the model itself
         self._shards: list[LocalShard] = []
         self._by_name: dict[str, LocalShard] = {}
+        # by gathered parameter: how often torch saw it changed in place before all forwards, and its name
+        self._num_writes: dict[nn.Parameter, tuple[int, str]] = {}
         self._training_outputs: list[Tensor] = []  # of the forwards of a micro-batch
 
     def building_model(self) -> AbstractContextManager[Any]:
@@ -157,7 +159,8 @@ class Fsdp:
                 shard = shards[sharded[place]]
                 copy_extras(extras[place], gathered, shard)
                 weights.append((gathered, shard))
-        refuse_writes(part, weights)
+                self._num_writes[gathered] = gathered._version, shard.name
+        refuse_first_writes(part, weights)
         part.reshard()
 
     def _fill_shards(self, deferred: Mapping[str, nn.Parameter]) -> None:
@@ -191,6 +194,8 @@ class Fsdp:
         return squared.sqrt().to(norm.device, norm.dtype)
 
     def any_rank(self, flag: Tensor) -> Tensor:
+        # An exchange of its own: the flag depends on the last reduced gradient, and the update on the flag. The norm
+        # of `trainer.gradient_clip_val` has the flag in it, so a run that clips makes no further exchange.
         if self.world_size > 1:
             with explain_lost_contact():
                 dist.all_reduce(flag, dist.ReduceOp.MAX)
@@ -251,6 +256,9 @@ class Fsdp:
         self._training_outputs.clear()
         for part in self._sharded_modules:
             part.reshard()
+        for param, (version, name) in self._num_writes.items():
+            if param._version != version:
+                raise changed_weight_error(name)
         if last:
             self.exchange()
 
@@ -476,25 +484,28 @@ def copy_extras(extras: Extras, gathered: nn.Parameter, shard: LocalShard) -> No
         vars(param).update(extras.attributes)
 
 
-def refuse_writes(part: nn.Module, weights: Sequence[tuple[nn.Parameter, LocalShard]]) -> None:
-    """Let a forward of a sharded module that changes one of its gathered weights raise PluginError.
+def refuse_first_writes(part: nn.Module, weights: Sequence[tuple[nn.Parameter, LocalShard]]) -> None:
+    """Let the first forward of a sharded module raise PluginError if it changes the values of its gathered weights.
 
-    Torch counts the writes, but not those into `weight.data`. Therefore the first forward compares the values too.
+    Torch counts the writes into a tensor, which is checked in every step, but not those into `weight.data`.
     """
-    versions = [param._version for param, _ in weights]
-    is_first = True
 
-    def check_unchanged(part: nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal is_first
-        for version, (param, shard) in zip(versions, weights, strict=True):
-            if param._version != version or (is_first and not has_rows(param, shard)):
-                raise PluginError(
-                    f"model: the forward of {type(part).__name__} changes its weight {shard.name}, and parallel=fsdp "
-                    "would lose the change; compute the changed weight as a new tensor, or use parallel=ddp"
-                )
-        is_first = False
+    def check_values(part: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        handle.remove()
+        for param, shard in weights:
+            if not has_rows(param, shard):
+                raise changed_weight_error(shard.name)
 
-    part.register_forward_hook(check_unchanged, prepend=True)
+    handle = part.register_forward_hook(check_values, prepend=True)
+
+
+def changed_weight_error(name: str) -> PluginError:
+    return PluginError(
+        f"model: the weight {name} is changed in the forward, and parallel=fsdp would lose the change; compute the "
+        "changed weight as a new tensor, or use parallel=ddp"
+    )
 
 
 def has_rows(gathered: nn.Parameter, shard: LocalShard) -> bool:
