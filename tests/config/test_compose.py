@@ -439,6 +439,18 @@ def test_a_new_path_is_put_in_where_the_old_one_was_a_path(folder: str, tmp_path
     assert [data.val[name] for name in ("path", "target")] == ["val", "y"]
 
 
+def test_a_new_path_replaces_that_of_a_variable_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.yaml"
+    monkeypatch.setenv("OWN_TABLE", "old.csv")
+    words = ["data=csv", "data.path=${oc.env:OWN_TABLE}", "data.train.target=y"]
+    path.write_text(format_config(compose_run(words).config))
+    assert load_config(path, []).data.path == "old.csv"
+    monkeypatch.delenv("OWN_TABLE")
+    assert load_config(path, ["data.path=new.csv"]).data.path == "new.csv"
+
+
 def test_training_tells_of_a_validation_that_a_new_path_does_not_reach(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

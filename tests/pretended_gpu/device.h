@@ -1,7 +1,16 @@
 // A GPU that is none: tensors on "cuda" whose bytes lie in the host's memory. What the two sources share.
 #pragma once
 
-#include <ATen/ATen.h>
+#define AT_PER_OPERATOR_HEADERS  // <ATen/ATen.h> has all operators, which take seconds to read
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/Storage.h>
 
 #include <map>

@@ -1,5 +1,6 @@
 // Kernels that CUDA has and the CPU has not: the cell of an LSTM, and batch norm over several ranks.
-#include <ATen/ATen.h>
+#include "device.h"
+
 #include <torch/library.h>
 
 namespace {

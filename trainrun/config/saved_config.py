@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import pickle
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,7 @@ KEYS_OF_ANY_CLASS = {  # in a node: what the runner itself reads, and the learni
 }
 
 
-def keep_saved_mode(saved: Any, overrides: list[str]) -> list[str]:
+def keep_saved_mode(saved: DictConfig, overrides: list[str]) -> list[str]:
     """Return the override that keeps the saved parallel mode; [] if it is not needed.
 
     It is needed if the number of ranks is typed but no mode, because the number alone would choose ddp.
@@ -216,19 +218,20 @@ def apply_overrides(found: dict[str, Any], path: Path, overrides: list[str], mea
         secrets: Any = None
         with contextlib.suppress(OSError, ValueError):
             secrets = read_json(RunDir(path.parent).secrets)
-        saved = OmegaConf.create(fill_secrets(found, secrets))
-        cfg = build_schema_node()
-        cfg.merge_with(saved)
+        cfg: DictConfig = pickle.loads(_merge_into_schema(pickle.dumps(fill_secrets(found, secrets))))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", None) or "config")
         raise ConfigError(f"{path}: not a config of a run ({key}: {first_line_of_error(error)})") from error
-    words = parse_saved_overrides([*keep_saved_mode(saved, overrides), *overrides])
+    before = None
+    with contextlib.suppress(OmegaConfBaseException):  # of an environment variable that is not set here
+        before = OmegaConf.select(cfg, "data.path")
+    words = parse_saved_overrides([*keep_saved_mode(cfg, overrides), *overrides])
     faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
     wrong = {word: fault for word in words.overrides if (fault := check_override(word))}
     faults += wrong.values()
     sound = [word for word in words.overrides if word not in wrong]
     clear_replaced_nodes(cfg, words)
-    set_saved_values(cfg, [*sound, *reset_devices(saved, sound)], faults)
+    set_saved_values(cfg, [*sound, *reset_devices(cfg, sound)], faults)
     faults += [*describe_missing_secrets(cfg), *move_trackers(cfg)]
     try:
         config = OmegaConf.to_object(cfg)
@@ -237,7 +240,6 @@ def apply_overrides(found: dict[str, Any], path: Path, overrides: list[str], mea
     assert isinstance(config, RunConfig)
     config = add_references(cfg, expand_home_folder(rename_old_values(config)))
     changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
-    before = OmegaConf.select(saved, "data.path")
     has_moved = "data.path" in changed and config.data.path != before
     for base in (Path.cwd(), *places) if places else ():  # what the command line and the environment name
         config = make_paths_absolute(config, base)
@@ -252,6 +254,14 @@ def apply_overrides(found: dict[str, Any], path: Path, overrides: list[str], mea
     if faults:
         raise ConfigError(*[words.restore_typed_setting(fault) for fault in faults])
     return config
+
+
+@lru_cache(maxsize=1)  # a command reads the config of a run several times, with its overrides and without
+def _merge_into_schema(values: bytes) -> bytes:
+    """Return a node of the schema with saved values. Both are pickled, so that no caller changes what another gets."""
+    cfg = build_schema_node()
+    cfg.merge_with(OmegaConf.create(pickle.loads(values)))
+    return pickle.dumps(cfg)
 
 
 def clear_replaced_nodes(cfg: DictConfig, words: CommandLine) -> None:
