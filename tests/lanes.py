@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ LANE_OF = {
     "verify": PROCESS,
     "faults": FAULT, "pretended_gpu": FAULT,
 }  # fmt: skip
-STARTERS = ((os, "fork"), (os, "forkpty"), (os, "posix_spawn"), (os, "posix_spawnp"), (os, "system"))
+STARTERS = ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")  # of os
 HARMLESS = ("git", "uname")  # of the facts that every run notes
 TRIALS = "trainrun.runtime.child_process"  # forks for a moment, at the start of every run
 
@@ -50,9 +51,10 @@ class Watch:
 
     def install(self) -> None:
         """For the rest of this process. An audit hook would see more, and be called by each `id()`: 7 % of all time."""
-        for module, name in STARTERS:
-            if hasattr(module, name):
-                setattr(module, name, self.note_calls(getattr(module, name)))
+        for name in filter(partial(hasattr, os), STARTERS):
+            noting = self.note_calls(getattr(os, name))
+            for module in (os, sys.modules[os.name]):  # pickle looks for `posix.system`
+                setattr(module, name, noting)
         subprocess.Popen.__init__ = self.note_calls(subprocess.Popen.__init__)  # type: ignore[method-assign]
         fit, start = loop.fit, multiprocessing.process.BaseProcess.start
 
