@@ -61,92 +61,112 @@ READ: set[str] = (
 class DataConfig:
     """The data, and how samples become batches (`batch_size` is per device)."""
 
-    name: str = setting("custom", "name of the data, for the name of the run", read_by="run_name")
+    name: str = setting("custom", "name of the data; a part of the run's name", read_by="run_name")
     path: str | None = setting(None, "file or folder of the data", read_by="nodes that refer to it")
     train: Any = node(
-        "_target_ and arguments of what gives the training samples, or several sets by name, one after the other",
+        "_target_ and arguments of the training samples, or several named sets, which are joined",
         required=True, named=True,
     )  # fmt: skip
-    val: Any = node("the same for validation, or several sets by name; null: none", named=True)
-    test: Any = node("the same for the test, one set: trainrun evaluate RUN_DIR --split test; null: none")
+    val: Any = node("the same for validation, or several named sets; null: none", named=True)
+    test: Any = node(
+        "the same for the test (one set), see trainrun evaluate RUN_DIR --split test; null: none"
+    )
     shape: list[int] | None = setting(
-        None, "shape of one input, where the data cannot say", kind=Annotated[list[Count], "as [1,28,28]"] | None,
+        None, "shape of one input; needed if it does not follow from the data",
+        kind=Annotated[list[Count], "as [1,28,28]"] | None,
         read_by="nodes that refer to it",
     )  # fmt: skip
-    num_classes: int | None = setting(None, "number of classes, where the data cannot say", at_least=2)
+    num_classes: int | None = setting(
+        None, "number of classes; needed if it does not follow from the data", at_least=2
+    )
     batch_size: int = setting(
         32, "samples per device and micro-batch", at_least=1, aliases=("batch_size", "per_device_train_batch_size"),
     )  # fmt: skip
     val_batch_size: int | None = setting(
-        None, "null: at least twice data.batch_size", at_least=1,
+        None, "samples per device in evaluation; null: at least twice data.batch_size", at_least=1,
         aliases=("val_batch_size", "per_device_eval_batch_size", "eval_batch_size"),
     )  # fmt: skip
     global_batch_size: int | None = setting(
-        None, "samples of one step over all ranks; sets the accumulation", at_least=1, aliases=("global_batch_size",),
+        None, "samples of one step over all ranks; sets trainer.accumulate_grad_batches", at_least=1,
+        aliases=("global_batch_size",),
     )  # fmt: skip
     shuffle: bool = setting(True, "a new order in every epoch")
     shuffle_buffer: int | None = setting(
-        None, "of an iterable source: so many samples at a time are shuffled", at_least=2
+        None, "number of samples that are shuffled at a time, for iterable sources", at_least=2
     )
     sampling: str = choice(
         "none", "balanced", "weighted",
-        help="how often a training sample comes: once an epoch, every class equally often, or by data.weights",
+        help="how often samples are used: once per epoch, every class equally often, or in proportion to data.weights",
     )  # fmt: skip
     weights: Any = setting(
-        None, "with sampling=weighted: a list, a column or attribute of the data, or a file, of one weight a sample",
+        None, "weight of each sample, for data.sampling=weighted: a list, a column, an attribute or a file",
         kind=str | list[NotNegative] | None,
     )  # fmt: skip
     mix: Any = setting(
-        None, "shares of an epoch of the sets of data.train by name, as {a: 0.7, b: 0.3}", parse=check_shares
+        None, "share of each named set of data.train in an epoch, such as {a: 0.7, b: 0.3}", parse=check_shares,
+    )  # fmt: skip
+    folds: int | None = setting(None, "number of parts of data.train for cross-validation", at_least=2)
+    fold: int | None = setting(
+        None, "number of the part for validation, from 0; sweep over all parts: range(5)", at_least=0
     )
-    folds: int | None = setting(None, "divide data.train in so many parts for cross-validation", at_least=2)
-    fold: int | None = setting(None, "the part that validates, from 0; all as a sweep: range(5)", at_least=0)
-    stratified: bool = setting(False, "each class in proportion in every fold")
+    stratified: bool = setting(False, "every fold has each class in proportion")
     fold_groups: str | None = setting(
-        None, "an attribute of data.train: samples with one value of it stay in one fold"
+        None, "attribute of data.train; samples with equal values stay in one fold"
     )
-    drop_last: bool = setting(False, "leave out the last batch of an epoch where it is short")
-    engine: str = choice("auto", "resident", "workers", "threads", help="what reads the samples")
+    drop_last: bool = setting(False, "leave out the last batch of an epoch if it is short")
+    engine: str = choice(
+        "auto", "resident", "workers", "threads",
+        help="who reads the samples: nobody (data in memory), processes or threads",
+    )  # fmt: skip
     num_workers: Any = setting(
-        "auto", "processes that load", kind=NotNegativeInt | Auto, aliases=("num_workers", "dataloader_num_workers"),
+        "auto", "number of processes that read samples", kind=NotNegativeInt | Auto,
+        aliases=("num_workers", "dataloader_num_workers"),
     )  # fmt: skip
-    num_threads: Any = setting("auto", "threads that load", kind=Count | Auto)
+    num_threads: Any = setting("auto", "number of threads that read samples", kind=Count | Auto)
     cache: str = setting(
-        "none", "what is kept once it was loaded: none, memory, pool:<size> or disk:<folder>", parse=parse_cache,
+        "none", "where decoded samples are cached: none, memory, pool:<size> or disk:<folder>", parse=parse_cache,
     )  # fmt: skip
-    transform: Any = node("_target_ of what every training sample goes through")
+    transform: Any = node("_target_ of a function that changes every training sample")
     val_transform: Any = node(
-        "the same for validation and test samples; same: data.transform; null: they stay as they are",
+        "the same for validation and test samples; same: use data.transform; null: no change",
         also=(SAME,),
     )
-    test_transform: Any = node("the same for test samples alone; null: that of validation", also=(SAME,))
+    test_transform: Any = node("the same for test samples only; null: use data.val_transform", also=(SAME,))
     augment: dict[str, Any] = nodes("random changes of whole batches, by name")
-    on_error: str = choice("raise", "skip", help="a sample that cannot be read ends the run, or is skipped")
+    on_error: str = choice(
+        "raise", "skip", help="whether a sample that cannot be read ends the run or is skipped"
+    )
     max_skipped_fraction: float = setting(
-        0.01, "with on_error=skip: more of them end the run", at_least=0, at_most=1,
+        0.01, "with data.on_error=skip: largest fraction of skipped samples before the run ends", at_least=0, at_most=1,
     )  # fmt: skip
     pin_memory: bool = setting(
-        True, "page-locked batches, which a GPU fetches faster", aliases=("dataloader_pin_memory",)
+        True,
+        "keep batches in page-locked memory, from which copies to a GPU are faster",
+        aliases=("dataloader_pin_memory",),
     )
     persistent_workers: bool = setting(
-        True, "loading processes outlive an epoch", aliases=("dataloader_persistent_workers",)
+        True, "keep the reading processes for all epochs", aliases=("dataloader_persistent_workers",)
     )
     prefetch_factor: int = setting(
-        2, "batches that each worker or thread makes ahead; from 2 on, threads make 4 in all at least", at_least=1,
+        2, "batches that each process or thread reads ahead; from 2 on, threads read at least 4 in all", at_least=1,
         aliases=("dataloader_prefetch_factor",),
     )  # fmt: skip
-    worker_timeout_seconds: float = setting(300.0, "limit for one batch; 0: none", at_least=0)
-    collate_fn: Any = node("_target_ of what makes a batch of samples")
-    max_sequence_length: int | None = setting(None, "longer sequences are truncated", at_least=1)
+    worker_timeout_seconds: float = setting(
+        300.0, "longest wait for one batch in seconds; 0: no limit", at_least=0
+    )
+    collate_fn: Any = node("_target_ of a function that builds a batch from samples")
+    max_sequence_length: int | None = setting(None, "length to which longer sequences are cut", at_least=1)
     truncate: str = choice(
-        "left", "right", "drop", "split", default="right", help="which part of a longer one is kept"
+        "left", "right", "drop", "split", default="right", help="which part of a longer sequence is kept"
     )
     padding: str = choice(
         "longest", "max", "bucket", "pack", "token_budget",
-        help="how sequences of different length become a batch",
+        help="how sequences of unequal length become a batch",
     )  # fmt: skip
-    max_tokens: int | None = setting(None, "tokens of a batch, with padding=token_budget", at_least=1)
-    pad_multiple: int | None = setting(None, "lengths are rounded up to a multiple", at_least=1)
+    max_tokens: int | None = setting(
+        None, "largest number of tokens in a batch, for data.padding=token_budget", at_least=1
+    )
+    pad_multiple: int | None = setting(None, "round lengths up to a multiple of this number", at_least=1)
 
 
 def validation_nodes(data: DataConfig) -> dict[str, Any]:
@@ -165,7 +185,7 @@ class EmaConfig:
     enabled: bool = setting(
         False, "keep an average of the weights; validation uses it. trainer.ema=true is short for it"
     )
-    decay: float = setting(0.999, "what remains of the average at each update", at_least=0, below=1)
+    decay: float = setting(0.999, "weight of the old average at each update", at_least=0, below=1)
     update_every_n_steps: int = setting(1, "steps between updates", at_least=1)
 
 
@@ -173,19 +193,24 @@ class EmaConfig:
 class EarlyStoppingConfig:
     """When to stop early: the monitored metric no longer improves, has reached a good value, or has diverged."""
 
-    enabled: bool = setting(False, "trainer.early_stopping=true is short for it")
-    monitor: str | None = setting(None, "a metric; null: that of the checkpoints")
+    enabled: bool = setting(
+        False, "end the run when a metric stops improving; trainer.early_stopping=true is short for it"
+    )
+    monitor: str | None = setting(None, "metric to watch; null: that of the checkpoints")
     mode: str = choice("auto", "min", "max", help="auto: by the metric's name")
     patience: int = setting(
-        3, "validations without a better value", at_least=1, aliases=("early_stopping_patience",)
+        3,
+        "number of validations without improvement before the run ends",
+        at_least=1,
+        aliases=("early_stopping_patience",),
     )
     min_delta: float = setting(
-        0.0, "less is no improvement", at_least=0, aliases=("early_stopping_threshold",)
-    )
-    stopping_threshold: float | None = setting(None, "good enough: stop")
-    divergence_threshold: float | None = setting(None, "hopeless: stop")
+        0.0, "smallest change that counts as an improvement", at_least=0, aliases=("early_stopping_threshold",),
+    )  # fmt: skip
+    stopping_threshold: float | None = setting(None, "end the run when the metric is at least this good")
+    divergence_threshold: float | None = setting(None, "end the run when the metric is worse than this")
     worse_than_best_by: float | None = setting(
-        None, "stop at once if it is this much worse than its best", above=0
+        None, "end the run when the metric is worse than its best value by this much", above=0
     )
     min_epochs: int = setting(0, "no early stop before the end of this epoch", at_least=0)
 
@@ -196,19 +221,19 @@ class CompileConfig:
 
     scope: str = choice(
         "off", "model", "regional", "step", "auto",
-        help="what becomes generated code; trainer.compile=model is short for it",
+        help="what torch.compile compiles; trainer.compile=model is short for it",
         words={
             **dict.fromkeys(("true", "on", "yes"), "model"),
             **dict.fromkeys(("false", "off", "no", "none", "null"), "off"),
         },
     )  # fmt: skip
     mode: str | None = setting(
-        None, "torch's: default, reduce-overhead, max-autotune (compiling takes longest), ...",
+        None, "mode of torch.compile: default, reduce-overhead, max-autotune (compiles longest), ...",
         aliases=("torch_compile_mode",),
     )  # fmt: skip
-    backend: str = setting("inductor", "torch's", aliases=("torch_compile_backend",))
-    fullgraph: bool = setting(False, "refuse models that do not become one graph")
-    dynamic: bool | None = setting(None, "one graph for all shapes; null: torch decides")
+    backend: str = setting("inductor", "backend of torch.compile", aliases=("torch_compile_backend",))
+    fullgraph: bool = setting(False, "refuse models that cannot be compiled as one graph")
+    dynamic: bool | None = setting(None, "compile one graph for all shapes; null: torch decides")
 
 
 @dataclass(frozen=True)
@@ -216,7 +241,7 @@ class TrainerConfig:
     """The training loop. A step is one optimizer update."""
 
     max_epochs: int | None = setting(
-        20, "limit, which max_steps=, or max_duration= not by time, lifts where nobody sets this one; null: none",
+        20, "limit in epochs; no default with max_steps, or with a max_duration other than time; null: none",
         at_least=0, aliases=("epochs", "max_epochs", "num_train_epochs"), words=NO_LIMIT,
     )  # fmt: skip
     max_steps: int | None = setting(
@@ -231,13 +256,13 @@ class TrainerConfig:
     )  # fmt: skip
     stop_grace_seconds: float = setting(
         120.0,
-        "from a signal until the process ends, saved or not",
+        "longest time in seconds from a stop signal to the end of the process, saved or not",
         at_least=0,
         read_by="the launcher",
     )
     watchdog_seconds: float = setting(
         0.0,
-        "the longest time of one hook, batch or save; then the run ends and writes its stacks; 0: no limit",
+        "longest seconds without progress (hook, batch or save) before the run ends with its stacks; 0: no limit",
         at_least=0,
         words={"auto": "0"},
     )
@@ -247,11 +272,15 @@ class TrainerConfig:
                  "trainer.gradient_accumulation_steps", "grad_accum_steps"),
     )  # fmt: skip
     gradient_clip_val: float | None = setting(
-        None, "null: no clipping", at_least=0, aliases=("gradient_clip_val", "max_grad_norm", "clip_grad")
+        None,
+        "largest norm or value of the gradients; null: no clipping",
+        at_least=0,
+        aliases=("gradient_clip_val", "max_grad_norm", "clip_grad"),
     )
-    gradient_clip_algorithm: str = choice("norm", "value", help="by the total norm, or each value")
+    gradient_clip_algorithm: str = choice("norm", "value", help="clip the total norm, or each value")
     val_check_interval: Any = setting(
-        1.0, "steps (100), a part of an epoch (0.25, 1.0), or 2epoch, 10min, 1e6sample, 1e9token", parse=parse_interval,
+        1.0, "time between validations: steps (100), part of an epoch (0.25), 2epoch, 10min, 1e6sample, 1e9token",
+        parse=parse_interval,
         aliases=("eval_steps", "val_check_interval"),
     )  # fmt: skip
     check_val_every_n_epoch: int = setting(1, "epochs between validations", at_least=1)
@@ -260,38 +289,45 @@ class TrainerConfig:
         aliases=("limit_train_batches",),
     )  # fmt: skip
     limit_val_batches: Any = setting(
-        1.0, "a fraction of validation, or the samples of so many batches: always the same ones; 0 validates nothing",
+        1.0, "a fraction (0.1) or a number (10) of validation batches, always the same samples; 0: no validation",
         parse=check_batch_limit_or_zero, aliases=("limit_val_batches",),
     )  # fmt: skip
     out_of_memory: str = choice(
-        "split", "split-batchnorm", "stop", help="run the step again in smaller pieces (of BatchNorm too), or stop",
+        "split", "split-batchnorm", "stop",
+        help="repeat the step in smaller micro-batches (also with batch norm), or end the run",
     )  # fmt: skip
-    nan_policy: str = choice("stop", "skip", "rollback", "ignore", help="at gradients that are not finite")
+    nan_policy: str = choice(
+        "stop", "skip", "rollback", "ignore", help="what happens if gradients are not finite"
+    )
     compile: CompileConfig = section(CompileConfig, "scope", ("compile", "torch_compile"))
-    cuda_graphs: bool = setting(False, "record forward and backward and replay them (GPU)")
+    cuda_graphs: bool = setting(
+        False, "record the forward and backward pass as a CUDA graph and replay it (GPU)"
+    )
     channels_last: bool = setting(
-        False, "memory format of images and convolutions", aliases=("channels_last",)
+        False, "use the channels-last memory format for images and convolutions", aliases=("channels_last",)
     )
     gradient_checkpointing: Any = setting(
-        "none", "none, auto, full, selective, or a fraction that is kept (0.5)",
+        "none", "recompute activations in the backward pass; a number is the fraction of blocks that is not recomputed",
         kind=Literal["none", "auto", "full", "selective"] | Annotated[float, Limits(above=0, below=1)],
         aliases=("gradient_checkpointing", "trainer.activation_checkpointing", "activation_checkpointing"),
         words={"true": "full", "on": "full", "yes": "full", "false": "none", "off": "none", "no": "none"},
     )  # fmt: skip
-    activation_offload: bool = setting(False, "activations wait in the host's memory (GPU)")
+    activation_offload: bool = setting(False, "keep activations in host memory until the backward pass (GPU)")
     cpu_allocator: str = choice(
         "auto", "keep", "libc", "return",
-        help="freed memory of the host: kept for the next step, returned to the system, or as the C library likes",
+        help="freed host memory: kept for the next step, left to the C library, or returned to the system",
     )  # fmt: skip
     deterministic: bool = setting(
-        False, "refuse kernels whose sums have no fixed order", aliases=("deterministic", "full_determinism")
+        False, "use only deterministic algorithms", aliases=("deterministic", "full_determinism")
     )
     detect_anomaly: bool = setting(
-        False, "end at the operation whose backward pass makes a NaN, and show where it was called; slow"
+        False, "end the run at the operation whose backward pass gives NaN, and show its call; slow"
     )
-    benchmark: bool = setting(False, "cuDNN picks kernels by timing (GPU)")
-    num_threads: Any = setting("auto", "threads of one operation on a CPU", kind=Count | Auto)
-    check_task: bool = setting(True, "look at the first loss of your own task or model: a sum, no padding")
+    benchmark: bool = setting(False, "let cuDNN choose kernels by timing (GPU)")
+    num_threads: Any = setting("auto", "number of threads of one operation on a CPU", kind=Count | Auto)
+    check_task: bool = setting(
+        True, "check at the first step that the loss of your own task or model is a sum and ignores padding"
+    )
     ema: EmaConfig = section(EmaConfig, "enabled", ("ema",))
     early_stopping: EarlyStoppingConfig = section(EarlyStoppingConfig, "enabled", ("early_stopping",))
 
@@ -301,31 +337,40 @@ class CheckpointConfig:
     """Which checkpoints are saved and kept: the newest (`last`), the best by a metric, and others by steps or time."""
 
     enabled: bool = setting(
-        True, "checkpoint=false is short for it", aliases=("trainer.enable_checkpointing",)
+        True,
+        "save checkpoints; checkpoint=false is short for checkpoint.enabled=false",
+        aliases=("trainer.enable_checkpointing",),
     )
     monitor: str | None = setting(
-        None, "the metric that says which is best; null: the task's", aliases=("metric_for_best_model",)
-    )
+        None, "metric that chooses the best checkpoint; null: that of the task", aliases=("metric_for_best_model",),
+    )  # fmt: skip
     mode: str = choice("auto", "min", "max", help="auto: by the metric's name")
-    save_top_k: int = setting(1, "how many of the best are kept", at_least=0, aliases=("save_top_k",))
-    save_last: bool = setting(True, "save at the end and by time")
-    keep_last: int = setting(2, "how many of the newest are kept", at_least=1, aliases=("save_total_limit",))
+    save_top_k: int = setting(
+        1, "number of best checkpoints that are kept", at_least=0, aliases=("save_top_k",)
+    )
+    save_last: bool = setting(True, "save at the end of the run, and by train_time_interval")
+    keep_last: int = setting(
+        2, "number of newest checkpoints that are kept", at_least=1, aliases=("save_total_limit",)
+    )
     every_n_train_steps: Any = setting(
-        None, "save at these steps too; also as 1e6sample, 1e9token", parse=parse_saving_interval,
+        None, "also save at every multiple of this duration: steps (100), 1e6sample, 1e9token",
+        parse=parse_saving_interval,
         aliases=("save_steps", "every_n_train_steps"),
     )  # fmt: skip
     every_n_epochs: int | None = setting(
-        None, "save at the end of these epochs too", at_least=1, aliases=("every_n_epochs",)
+        None, "also save at the end of every n-th epoch", at_least=1, aliases=("every_n_epochs",)
     )
     train_time_interval: Any = setting(
-        60, "seconds, 10min, 2h between saves; null: none by time", parse=parse_seconds
+        60, "time between saves: seconds, 10min, 2h; null: do not save by time", parse=parse_seconds
     )
-    async_save: bool = setting(True, "training goes on while a copy of the state in memory is written")
+    async_save: bool = setting(True, "continue the training while a copy of the state is written")
     mirror: str | None = setting(
-        None, "a folder of an object store that gets the checkpoints too, as s3://bucket/run", parse=parse_url
+        None, "folder of an object store that also gets the checkpoints, such as s3://bucket/run", parse=parse_url,
+    )  # fmt: skip
+    mirror_keep: int = setting(
+        2, "number of newest checkpoints that stay in the mirror, besides the best ones", at_least=1
     )
-    mirror_keep: int = setting(2, "how many of the newest stay in the mirror, besides the best", at_least=1)
-    adapter_only: bool = setting(False, "frozen weights stay in init_from, and checkpoints name them")
+    adapter_only: bool = setting(False, "leave frozen weights out of checkpoints; they stay in init_from")
 
 
 @dataclass(frozen=True)
@@ -334,9 +379,9 @@ class PrecisionConfig:
 
     mode: str = choice(*PRECISIONS, help="number types; chosen by precision=", words=PRECISION_WORDS)
     matmul: str = choice(
-        "highest", "high", "medium", help="what float32 products may round to; high and medium: TF32 or bfloat16"
+        "highest", "high", "medium", help="precision of float32 products; high allows TF32, medium allows bfloat16"
     )  # fmt: skip
-    fp8: bool = setting(False, "linear layers in 8 bits (Hopper GPUs)")
+    fp8: bool = setting(False, "compute linear layers in 8 bits (GPUs from Ada or Hopper on)")
 
 
 @dataclass(frozen=True)
@@ -345,40 +390,48 @@ class ParallelConfig:
 
     mode: str = choice(*PARALLELS, help="chosen by parallel=", read_by="the launcher")
     accelerator: str = choice(
-        "auto", "cpu", "cuda", "mps", help="the kind of device", words={"gpu": "cuda"},
+        "auto", "cpu", "cuda", "mps", help="kind of device", words={"gpu": "cuda"},
         aliases=("accelerator", "trainer.accelerator"), read_by="the launcher",
     )  # fmt: skip
     devices: Any = setting(
-        "auto", "ranks on this machine, or the numbers of its GPUs as [0,1]; auto: every GPU, or two on a CPU",
+        "auto", "number of ranks on this machine, or a list of GPUs such as [0,1]; auto: one per GPU, or two on a CPU",
         kind=Count | Auto | list[NotNegativeInt],
         aliases=("devices", "trainer.devices", "nproc_per_node"), words={"-1": "auto"}, read_by="the launcher",
     )  # fmt: skip
-    sync_batchnorm: bool = setting(False, "statistics over all ranks", aliases=("sync_batchnorm",))
+    sync_batchnorm: bool = setting(
+        False, "compute the statistics of batch norm over all ranks", aliases=("sync_batchnorm",)
+    )
     find_unused_parameters: bool = setting(
-        False, "for models that do not use all parameters in every step", aliases=("ddp_find_unused_parameters",),
+        False, "allow parameters that a step does not use", aliases=("ddp_find_unused_parameters",),
     )  # fmt: skip
-    static_graph: bool = setting(False, "the same parameters are used in every step")
-    gradient_as_bucket_view: bool = setting(True, "gradients lie in what is exchanged: a copy less")
+    static_graph: bool = setting(False, "promise that every step uses the same parameters")
+    gradient_as_bucket_view: bool = setting(
+        True, "store gradients in the buckets that are exchanged, which saves a copy"
+    )
     bucket_cap_mb: float = setting(25.0, "MB that are exchanged at a time", above=0)
     compress: str = choice(
-        "none", "bf16", help="type of numbers in which gradients are exchanged; bf16: half the bytes"
+        "none", "bf16", help="number type in which gradients are exchanged; bf16: half the bytes"
     )
     reshard: bool = setting(True, "fsdp: release the weights of a block between forward and backward")
-    replicate: int = setting(1, "fsdp: groups of ranks that hold the whole model each (HSDP)", at_least=1)
+    replicate: int = setting(
+        1, "fsdp: number of groups of ranks, each with the whole model (HSDP)", at_least=1
+    )
     blocks: Any = setting(
-        "auto", "fsdp: modules that are gathered as a whole, by patterns as layers.*; auto: the repeated blocks",
+        "auto", "fsdp: modules that are gathered as a whole, by patterns such as layers.*; auto: the repeated blocks",
         kind=str | list[str],
     )  # fmt: skip
     meta_device: bool = setting(
-        False, "fsdp: never hold the whole model: weights are made in shards from the start"
+        False, "fsdp: create the weights in shards, so that no process ever has the whole model"
     )
     offload: bool = setting(False, "fsdp: keep weights and moments in host memory (GPUs)")
-    timeout_seconds: float = setting(1800.0, "limit for one exchange", above=0, read_by="the launcher")
+    timeout_seconds: float = setting(
+        1800.0, "longest time of one exchange between ranks in seconds", above=0, read_by="the launcher"
+    )
     meeting_seconds: float = setting(
-        90.0, "limit for the ranks to meet before the first step", above=0, read_by="the launcher"
+        90.0, "longest wait in seconds until all ranks are connected", above=0, read_by="the launcher"
     )
     max_restarts: int = setting(
-        0, "restarts of the ranks after a failure", at_least=0, read_by="the launcher"
+        0, "number of restarts of the ranks after a failure", at_least=0, read_by="the launcher"
     )
 
 
@@ -387,13 +440,17 @@ class InitConfig:
     """Which weights of `init_from` are loaded if names or shapes differ from those of the model."""
 
     skip: Any = setting(
-        None, "tensors that stay as the model began, by patterns of the model's names, as head.*", kind=str | list[str]
+        None, "tensors that are not loaded, by patterns of their names in the model, such as head.*",
+        kind=str | list[str]
         | None,
     )  # fmt: skip
     rename: Any = setting(
-        None, "what names begin with there and here, as {backbone.: encoder.}; *: every name", parse=parse_name_map,
+        None, "prefixes to replace in the names of init_from, such as {backbone.: encoder.}; *: every name",
+        parse=parse_name_map,
     )  # fmt: skip
-    strict: bool = setting(True, "all other tensors must be there and fit; false: take those that do")
+    strict: bool = setting(
+        True, "require all other tensors with the right shapes; false: load the tensors that fit"
+    )
 
 
 @dataclass(frozen=True)
@@ -404,23 +461,23 @@ class MonitorConfig:
         50, "steps between log points; also as 0.5epoch, 1e6sample", parse=parse_untimed_interval,
         aliases=("log_every_n_steps", "trainer.log_every_n_steps", "logging_steps"),
     )  # fmt: skip
-    progress_bar: bool = setting(True, "on the terminal", aliases=("trainer.enable_progress_bar",))
+    progress_bar: bool = setting(
+        True, "show a progress bar on the terminal", aliases=("trainer.enable_progress_bar",)
+    )
     samples_every: Any = setting(
         None,
-        "text of a language or sequence_vae model in the report: 1epoch; null: none",
+        "time between text samples of a language model or sequence_vae in the report, such as 1epoch; null: none",
         parse=parse_steps_or_epochs,
     )
-    metrics_file: bool = setting(True, "metrics.jsonl in the run folder")
-    hardware: bool = setting(True, "memory and load of the machine, in the metrics")
-    plots: bool = setting(True, "draw them at the end", read_by="the end of a run")
-    verbose: bool = setting(True, "one line for every validation")
+    metrics_file: bool = setting(True, "write metrics.jsonl into the run folder")
+    hardware: bool = setting(True, "log memory and load of the machine")
+    plots: bool = setting(True, "draw plots at the end of the run", read_by="the end of a run")
+    verbose: bool = setting(True, "print a line for every validation")
     summary: bool = setting(
-        False,
-        "automatic choices and a table of the layers at the start; also --summary",
-        aliases=("summary",),
-    )
+        False, "show automatic choices and a table of layers at the start; also --summary", aliases=("summary",),
+    )  # fmt: skip
     tracker: Any = setting(
-        None, "where numbers, config and pictures go too: csv, mlflow, tensorboard, trackio, wandb, or a list",
+        None, "tracking services that also get metrics, config and pictures",
         kind=TrackerName | list[TrackerName] | None, read_by="the composition of the config",
     )  # fmt: skip
     histograms_every_n_steps: int | None = setting(
@@ -435,7 +492,9 @@ class RunConfig:
 
     data: DataConfig = section(DataConfig)
     model: Any = node("_target_ and arguments; chosen by model=", required=True)
-    transform: dict[str, Any] = nodes("what changes the model once, in this order: _target_ and arguments")
+    transform: dict[str, Any] = nodes(
+        "changes of the model at the start, in this order: _target_ and arguments"
+    )
     task: Any = node("_target_ and arguments; chosen by task=", required=True)
     optimizer: Any = node("_target_ and arguments; chosen by optimizer=", required=True, named=True)
     scheduler: Any = node("_target_ and arguments; chosen by scheduler=", named=True)
@@ -445,25 +504,27 @@ class RunConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "enabled")
     monitor: MonitorConfig = section(MonitorConfig)
     hook: dict[str, Any] = nodes(
-        "what acts on the run at epochs, validations, checkpoints: _target_ and arguments"
+        "functions that are called at steps, epochs, validations and checkpoints: _target_ and arguments"
     )
     step: Any = node("_target_ of a step of your own: (run, micro_batches) -> StepReport")
     loop: Any = node("_target_ of a training loop of your own")
     seed: int | None = setting(
-        42, "of everything random; null: another one each time", at_least=0, below=2**32,
+        42, "random seed; null: another one each time", at_least=0, below=2**32,
         aliases=("seed_everything",),
     )  # fmt: skip
-    run_name: str | None = setting(None, "null: data and model", aliases=("task_name",))
+    run_name: str | None = setting(
+        None, "name of the run; null: names of data and model", aliases=("task_name",)
+    )
     ckpt_path: str | None = setting(
-        None, "a run or checkpoint whose whole state is taken over", aliases=("resume_from_checkpoint",)
+        None, "a run or checkpoint whose whole state is loaded", aliases=("resume_from_checkpoint",)
     )
     init_from: str | None = setting(
         None,
-        "a run, a checkpoint, or a .safetensors, .pt, .pth, .bin or .ckpt file with weights to begin with",
+        "a run, a checkpoint, or a .safetensors, .pt, .pth, .bin or .ckpt file with the first weights",
     )
     init: InitConfig = section(InitConfig)
     user: Any = field(
-        default=None, metadata={"help": "whatever you want to keep in config.yaml", "opens": ANY}
+        default=None, metadata={"help": "values of your own that are stored in config.yaml", "opens": ANY}
     )
     # No setting: the texts of references to other settings, by key, as `data.train.path: ${data.path}/a.csv`.
     references: dict[str, str] = field(

@@ -207,10 +207,12 @@ def measure_code(run: Components, batches: list[Any], step: int, fast: bool) -> 
     task: Any = run.task
     ranks = run.parallel.gather(compute_rank_terms(run, batches, fast))
 
-    def joined(name: str) -> Tensor:
+    def concatenate_terms(name: str) -> Tensor:
         return torch.tensor([sample for rank in ranks for sample in rank[name]], dtype=torch.float64)
 
-    mean, log_var, reconstruction, gain = map(joined, ("mean", "log_var", "reconstruction", "gain"))
+    mean, log_var, reconstruction, gain = map(
+        concatenate_terms, ("mean", "log_var", "reconstruction", "gain")
+    )
     facts = compute_latent_facts(mean, log_var)
     row: dict[str, Any] = {
         "beta": float(task.beta_at(step)), "kl": float(facts.kl.sum()), "active_units": facts.active_units,
@@ -242,14 +244,16 @@ def compute_rank_terms(run: Components, batches: list[Any], fast: bool) -> dict[
         with run.precision.autocast():
             return [task.terms(run.model, batch) for batch in inputs]
 
-    def joined(terms: list[Any], name: str) -> Tensor:
+    def concatenate_terms(terms: list[Any], name: str) -> Tensor:
         return torch.cat([getattr(term, name) for term in terms]).double()
 
     terms = compute(batches)
-    mean, log_var, reconstruction = (joined(terms, name) for name in ("mean", "log_var", "reconstruction"))
+    mean, log_var, reconstruction = (
+        concatenate_terms(terms, name) for name in ("mean", "log_var", "reconstruction")
+    )
     gain: list[float] = []
     if not fast and have_code_noise(batches, mean.shape[1]) and len(mean) > 1:
-        of_others = joined(compute(shuffle_codes(batches, mean, log_var)), "reconstruction")
+        of_others = concatenate_terms(compute(shuffle_codes(batches, mean, log_var)), "reconstruction")
         gain = (of_others - reconstruction).tolist()
     return {
         "mean": mean.tolist(), "log_var": log_var.tolist(), "reconstruction": reconstruction.tolist(), "gain": gain,

@@ -41,7 +41,7 @@ class Curves:
 
     def values_of_job(self, num: int) -> Mapping[int, float]:
         """Return the values of a job by units; smaller is better. The first validation in each unit counts."""
-        rows = self._rows.setdefault(num, self._rows_of(num))
+        rows = self._rows.setdefault(num, self._open_rows(num))
         values = self._values.setdefault(num, {})
         for row in rows.read_new() if self._options.pruner != "none" else ():
             units = self._units(resource_of(row, rows.start, self._options.resource))
@@ -49,7 +49,7 @@ class Curves:
                 values.setdefault(units, self._value(row, rows.start))
         return values
 
-    def _rows_of(self, num: int) -> EvaluationRows:
+    def _open_rows(self, num: int) -> EvaluationRows:
         return EvaluationRows(self._sweep.folder / self._sweep.jobs[num].folder)
 
     def _value(self, row: dict[str, Any], start: dict[str, Any]) -> float:
@@ -64,7 +64,7 @@ class Curves:
     def _units(self, resource: float) -> int:
         """Return a resource in units. The first validation of the first job that has one is the unit."""
         for num in sorted(self._sweep.jobs) if not self._unit else ():
-            rows = self._rows_of(num)
+            rows = self._open_rows(num)
             if evaluations := rows.read_new():
                 self._unit = resource_of(evaluations[0], rows.start, self._options.resource)
                 break
