@@ -69,6 +69,6 @@ def test_modules_of_users_are_imported_anew(tmp_path: Path, monkeypatch: pytest.
     mine = ModuleType("my_network")
     mine.__file__ = str(tmp_path / "my_network.py")
     monkeypatch.setattr(sys, "modules", {**sys.modules, "my_network": mine})
-    forked_job.forget_modules_of_users()
+    forked_job.remove_user_modules()
     assert "my_network" not in sys.modules
     assert {"numpy", "trainrun.sweep.forked_job", "json", "__main__"} <= sys.modules.keys()

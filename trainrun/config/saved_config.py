@@ -95,10 +95,10 @@ def reset_devices(saved: DictConfig, words: list[str]) -> list[str]:
 
 
 def describe_unchanged_paths(data: DataConfig, given: set[str], measured: str) -> Iterator[str]:
-    """Yield a line for each split that a new `data.path` does not change, because the split has a path of its own.
+    """Yield a line for each split that a new `data.path` does not change, because the split has its own path.
 
-    measured: the split that a command evaluates. A built-in reader with a path of its own for that split reads the
-        new path. "" for a command that trains, which only prints the lines.
+    measured: the split that a command evaluates. A split of a built-in reader then reads the new path. For "", as
+        in a training, the lines are printed instead.
     """
     for split, node in {**validation_nodes(data), "test": data.test}.items():
         wanted_split, key = measured or "val", f"data.{split.replace('/', '.')}"

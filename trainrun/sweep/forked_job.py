@@ -110,7 +110,7 @@ def run_in_fork(
         sys.stderr = os.fdopen(2, "w", closefd=False)
         os.environ.update(environment)
         sys.argv = ["trainrun", *words]
-        forget_modules_of_users()
+        remove_user_modules()
         code = run_main_module()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -133,7 +133,7 @@ def run_main_module() -> int:
     return 0
 
 
-def forget_modules_of_users() -> None:
+def remove_user_modules() -> None:
     """Remove modules of no installed package from `sys.modules`, so that they are imported again."""
     installed = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
     kept = (sys.prefix, sys.base_prefix, str(PACKAGE), *installed)

@@ -264,7 +264,9 @@ def check_token_output(output: Any, tokens: Tensor) -> None:
 
 
 def check_first_output(output: Any, inputs: Any, bernoulli: bool) -> None:
-    """Check form and range of the first batch's output, because the check waits for the device."""
+    """Check form and range of the output of the first batch. Later batches are not checked, because the check waits
+    for the device.
+    """
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
         raise DataError(f"data: the inputs are {describe_form(inputs)}; task=vae needs a tensor (B, ...)")
     fits = isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)

@@ -111,7 +111,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         role = ((info.id if info is not None else 0) + self.turn) % max(1, self.readers)
         try:
             if self.readers > 1:
-                forget_worker()
+                hide_worker()
             batches = self._iterate_batches(role)
             yield from batches if self.readers else mark_last(batches)
         except DataError as error:
@@ -410,7 +410,7 @@ def has_parts(source: Any, number: int) -> bool:
     )
 
 
-def forget_worker() -> None:
+def hide_worker() -> None:
     """Hide the loader worker from the source, which could otherwise divide its part again."""
     module: Any = getattr(torch.utils.data._utils, "worker", None)
     if not hasattr(module, "_worker_info"):
