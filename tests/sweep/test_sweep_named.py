@@ -152,6 +152,7 @@ def test_words_of_hydra_and_of_branches_are_translated(monkeypatch: pytest.Monke
         ["model=mlp,cnn", "model.hidden=[8],[9]"],  # a cnn has none
         ["model=mlp,cnn", "model=cnn: model.hidden=[8],[9]"],
         ["model=mlp: model.dropout=0,0.1"],
+        ["sweep=random", "sweep.trials=2", "data.batch_size=interval(16,64)"],  # draws 32.5
     ],
     ids=" ".join,
 )

@@ -7,7 +7,7 @@ from approved import refused
 
 from trainrun.errors import ConfigError
 from trainrun.sweep.options import SweepOptions, read_options
-from trainrun.sweep.run_sweep import notes_on_points
+from trainrun.sweep.run_sweep import check_words, notes_on_points
 from trainrun.sweep.space import draw_points, num_points, overrides_to_check, parse_dimensions, points_of
 
 SPACE = ["lr=tag(log, interval(1e-4, 1e-1))", "width=int(interval(16, 20))", "model=mlp,cnn", "fixed=1"]
@@ -153,8 +153,15 @@ def test_a_space_of_many_settings_is_checked_one_value_at_a_time() -> None:
     assert {len(job) for job in checked} == {30}
 
 
-def test_both_ends_and_all_choices_are_checked() -> None:
+def test_three_values_of_an_interval_and_all_choices_are_checked() -> None:
     checked = overrides_to_check([*SPACE, "sweep=random", "sweep.trials=1"])
     assert {word for job in checked for word in job} == {
-        "lr=0.0001", "lr=0.1", "width=16", "width=20", "model=mlp", "model=cnn", "fixed=1",
+        "lr=0.0001", "lr=0.0382618", "lr=0.1", "width=16", "width=20", "model=mlp", "model=cnn", "fixed=1",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("interval", ["interval(16,64)", "tag(log, interval(16,64))"])
+def test_fractions_of_a_whole_number_are_refused_with_the_way_to_whole_ones(interval: str) -> None:
+    with refused(ConfigError, "data.batch_size"):
+        check_words([[f"data.batch_size={interval}", "sweep=random", "sweep.trials=2"]])
+    check_words([[f"data.batch_size=int({interval})", "sweep=random", "sweep.trials=2"]])

@@ -17,10 +17,10 @@ from trainrun.errors import ConfigError
 from trainrun.runs.resume import ABSENT, compare_configs, format_value_as_typed
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-# Keys of the config that are one difference with all that is below them.
 # How validation data is read: the judge reads it with the values of the first racer.
 READS = ("max_sequence_length", "truncate", "padding", "max_tokens", "pad_multiple")
 NO_DIFFERENCE = ("run_name", "seed")
+# Keys of the config that are one difference with all that is below them.
 TOGETHER = ("monitor", "checkpoint", "scheduler", "optimizer", "model", "task", "precision", "data.augment")
 NOT_RACED = {
     "seed": "the race sets it, see --seeds",

@@ -238,7 +238,7 @@ class Sweep:
         """Return the settings of the first job. For a search without jobs, return those of a typical job."""
         if self.wanted:
             return self.jobs[self.wanted[0]].words
-        return point_of(self.dimensions(), lambda dimension: dimension.ends[0])
+        return point_of(self.dimensions(), lambda dimension: dimension.values_to_check[0])
 
     def note(self, num: int, result: Result) -> None:
         """Set the result of a job, and write the file."""

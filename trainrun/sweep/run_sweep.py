@@ -49,6 +49,7 @@ from trainrun.sweep.progress import SweepProgress
 from trainrun.sweep.results import Job
 from trainrun.sweep.search.study import SweepStudy
 from trainrun.sweep.space import (
+    explain_fraction,
     num_points,
     overrides_to_check,
     parse_dimensions,
@@ -134,15 +135,16 @@ def replace_options(words: list[str], options: list[str]) -> list[str]:
 def check_words(calls: list[list[str]]) -> None:
     """Compose a config with each value of each setting. Raise ConfigError with all mistakes."""
     seen: set[str] = set()
-    faults: list[str] = []
-    for job in itertools.chain.from_iterable(map(overrides_to_check, calls)):
-        if seen.issuperset(job):
-            continue
-        seen.update(job)
-        try:
-            compose_run(list(job))
-        except ConfigError as error:
-            faults += [fault for fault in error.faults if fault not in faults]
+    faults: dict[str, None] = {}
+    for words in calls:
+        for job in overrides_to_check(words):
+            if seen.issuperset(job):
+                continue
+            seen.update(job)
+            try:
+                compose_run(list(job))
+            except ConfigError as error:
+                faults.update(dict.fromkeys(explain_fraction(fault, words) for fault in error.faults))
     if faults:
         raise ConfigError(*faults)
     for words in calls:

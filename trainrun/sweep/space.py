@@ -47,6 +47,8 @@ FORMS = {  # of values of a sweep: what each takes
 QUOTES = "\"'"
 REFERENCE: Final = re.compile(r"\$\\\{[^{}]*\\\}")  # in a list, as Hydra escapes it
 MOST_COUNTED = 100_000  # points of a space; one with more is taken as endless
+WHOLE = "must be a whole number"  # begins the message for another one
+INSIDE = 0.382  # of an interval: the place of a value that is no whole number
 MOST_REPEATED = 1000  # draws one after the other that bring no new point
 
 
@@ -93,11 +95,18 @@ class Dimension:
         return f"{self.word.partition('=')[0]}={value}"
 
     @property
-    def ends(self) -> tuple[str, ...]:
-        """The choices, or the override with the lower and the upper end of its interval."""
+    def values_to_check(self) -> tuple[str, ...]:
+        """The choices, or the override with the lower end of its interval, a fraction inside, and the upper end."""
         if self.interval is None:
             return self.choices
-        return self.with_value(self.interval.low), self.with_value(self.interval.high)
+        low, high = self.with_value(self.interval.low), self.with_value(self.interval.high)
+        return (low, high) if self.interval.is_whole else (low, self.fraction, high)
+
+    @property
+    def fraction(self) -> str:
+        """The override with a value of its interval that is no whole number, as most of the values are."""
+        assert self.interval is not None
+        return self.with_value(f"{self.interval.low + INSIDE * (self.interval.high - self.interval.low):.6g}")
 
     @property
     def all_choices(self) -> tuple[str, ...] | None:
@@ -116,7 +125,7 @@ def parse_dimensions(words: Sequence[str]) -> list[Dimension]:
         condition, setting = split_branch(word)
         interval = read_interval(setting)
         choices = () if interval else tuple(parse_choices(setting))
-        earlier = [choice for dimension in dimensions for choice in dimension.ends]
+        earlier = [choice for dimension in dimensions for choice in dimension.values_to_check]
         if condition and not Dimension(setting, choices, None, condition).applies_to(earlier):
             raise ConfigError(
                 f"{word}: {condition} is no value of an earlier word of the sweep; name one, as "
@@ -213,7 +222,7 @@ def all_points(dimensions: tuple[Dimension, ...]) -> list[tuple[str, ...]] | Non
 
 
 def overrides_to_check(words: list[str]) -> list[tuple[str, ...]]:
-    """Return points that contain each value and both ends of each interval. Raise ConfigError.
+    """Return points that contain each value, and three values of each interval. Raise ConfigError.
 
     A space may have too many points to check all. So each value is combined with the first values of the others,
     in a branch to which it applies.
@@ -225,12 +234,24 @@ def overrides_to_check(words: list[str]) -> list[tuple[str, ...]]:
     wanted = [dict[str, str]()]
     for dimension in dimensions:
         branch = branch_overrides(dimensions, dimension)
-        wanted += [{**branch, dimension.name: value} for value in dimension.ends[0 if branch else 1 :]]
+        wanted += [
+            {**branch, dimension.name: value} for value in dimension.values_to_check[0 if branch else 1 :]
+        ]
 
     def point_with(words: dict[str, str]) -> tuple[str, ...]:
-        return point_of(dimensions, lambda dimension: words.get(dimension.name, dimension.ends[0]))
+        return point_of(dimensions, lambda dimension: words.get(dimension.name, dimension.values_to_check[0]))
 
     return list(map(point_with, wanted))
+
+
+def explain_fraction(fault: str, words: list[str]) -> str:
+    """Return the message for a value that is no whole number with the interval it is of, and how to write that."""
+    for dimension in parse_dimensions(split_options(words)[1]):
+        interval = dimension.interval
+        if interval and not interval.is_whole and fault.startswith(f"{dimension.fraction}: {WHOLE}"):
+            whole = f"int({dimension.word.partition('=')[2]})"
+            return f"{dimension.word}: {fault.partition(': ')[2]}; write {dimension.with_value(whole)}"
+    return fault
 
 
 def branch_overrides(dimensions: Sequence[Dimension], dimension: Dimension) -> dict[str, str]:
@@ -239,7 +260,10 @@ def branch_overrides(dimensions: Sequence[Dimension], dimension: Dimension) -> d
         return {}
     condition = unmarked_word(dimension.condition)
     other, choice = next(
-        (other, choice) for other in dimensions for choice in other.ends if unmarked_word(choice) == condition
+        (other, choice)
+        for other in dimensions
+        for choice in other.values_to_check
+        if unmarked_word(choice) == condition
     )
     return {**branch_overrides(dimensions, other), other.name: choice}
 
