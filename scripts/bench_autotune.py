@@ -28,7 +28,7 @@ from trainrun.benchmark.budget import Budget  # noqa: E402
 from trainrun.benchmark.diagnose.verdict import CAUSES  # noqa: E402
 from trainrun.benchmark.measured_run import MeasuredRun  # noqa: E402
 from trainrun.benchmark.run_overrides import compose_config, replace_overrides  # noqa: E402
-from trainrun.benchmark.tune.tune_report import tuning_lines  # noqa: E402
+from trainrun.benchmark.tune.autotune_session import tuning_lines  # noqa: E402
 from trainrun.benchmark.tune.tuner import Tuner, Tuning  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
 from trainrun.timing.paired import Ratio, StoppingRules, compare_in_turns, ratio_of_processes  # noqa: E402

@@ -72,18 +72,18 @@ def import_target(target: Any, key: str) -> Any:
         raise PluginError(f"{key}.{TARGET}={target}: name a class or function by its path, as my_net.Net")
     fault = f"{key}.{TARGET}={target}:"
     check_module_allowed(names[0], fault)
-    found: Any
-    found, path, rest = import_longest_prefix(names, fault)
+    value: Any
+    value, path, rest = import_longest_prefix(names, fault)
     for name in rest:
-        found, path = read_attribute(found, path, name, fault), f"{path}.{name}"
-    if isinstance(found, ModuleType):
+        value, path = read_attribute(value, path, name, fault), f"{path}.{name}"
+    if isinstance(value, ModuleType):
         raise PluginError(
-            f"{fault} this is a module; name a class or function in it{format_class_example(found)}"
+            f"{fault} this is a module; name a class or function in it{format_class_example(value)}"
         )
-    if not callable(found):
-        raise PluginError(f"{fault} this is a value of type {type(found).__name__}, not a class or function")
-    check_module_allowed(str(getattr(found, "__module__", "")).split(".")[0], fault)
-    return found
+    if not callable(value):
+        raise PluginError(f"{fault} this is a value of type {type(value).__name__}, not a class or function")
+    check_module_allowed(str(getattr(value, "__module__", "")).split(".")[0], fault)
+    return value
 
 
 def check_module_allowed(module: str, fault: str) -> None:
@@ -119,8 +119,8 @@ def import_longest_prefix(names: list[str], fault: str) -> tuple[ModuleType, str
     for length in range(len(names) - 1, 0, -1):
         path = ".".join(names[:length])
         try:
-            found = importlib.import_module(prefix + path)
-            return found, f"{path} ({found.__file__})" if prefix else path, names[length:]
+            module = importlib.import_module(prefix + path)
+            return module, f"{path} ({module.__file__})" if prefix else path, names[length:]
         except (Exception, SystemExit) as error:
             if not is_missing_module(error, prefix + path):
                 raise PluginError(
@@ -145,14 +145,18 @@ def is_shadowed_module(name: str) -> bool:
         folder = Path.cwd().resolve()
         if name in KEPT or folder not in {Path(path).resolve() for path in sys.path}:
             return False
-        own = [place for place in (folder / name / "__init__.py", folder / f"{name}.py") if place.is_file()]
-        if not own:
+        own_files = [
+            place for place in (folder / name / "__init__.py", folder / f"{name}.py") if place.is_file()
+        ]
+        if not own_files:
             return False
         if name in sys.stdlib_module_names:
             return True
         with suppress(ImportError, ValueError, AttributeError):
-            found = importlib.util.find_spec(name)
-            return found is None or found.origin is None or Path(found.origin).resolve() != own[0].resolve()
+            spec = importlib.util.find_spec(name)
+            return (
+                spec is None or spec.origin is None or Path(spec.origin).resolve() != own_files[0].resolve()
+            )
         return True
     return False
 
@@ -245,7 +249,7 @@ def check_target_signature(
     parameters = list_parameters(target)
     if parameters is None:
         return []
-    name_of, given = node[TARGET], [name for name in node if name not in WORDS]
+    name_of, arguments = node[TARGET], [name for name in node if name not in WORDS]
     args = node.get(ARGS, [])
     num_positional = len(extra) + (len(args) if isinstance(args, list) else 0)
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -256,17 +260,17 @@ def check_target_signature(
             f"{key}.{TARGET}={name_of}: takes {len(by_place)} arguments by position, "
             f"but gets {num_positional}{handed}"
         )
-    taken = {p.name for p in by_place[:num_positional]}
+    placed = {p.name for p in by_place[:num_positional]}
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    free = [p for p in named if p.name not in taken]
+    free = [p for p in named if p.name not in placed]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    for name in given:
-        if name in taken and not is_positional_only(by_place, name):
+    for name in arguments:
+        if name in placed and not is_positional_only(by_place, name):
             faults.append(f"{key}.{name}: {name_of} gets it by position already; take {key}.{name} away")
-        elif name not in taken and not takes_any and name not in [p.name for p in free]:
+        elif name not in placed and not takes_any and name not in [p.name for p in free]:
             faults.append(describe_unknown_argument(key, name, name_of, [p.name for p in free], also, WORDS))
     if not node.get(PARTIAL, False):
-        missing = [p for p in free if p.default is p.empty and p.name not in given]
+        missing = [p for p in free if p.default is p.empty and p.name not in arguments]
         itself = f", or {key}.{PARTIAL}=true for the function itself" if is_called_later(target, key) else ""
         faults += [f"{key}.{p.name}: {name_of} needs it; add {key}.{p.name}=...{itself}" for p in missing]
     return faults

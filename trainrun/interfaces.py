@@ -264,14 +264,14 @@ class MicroBatch(NamedTuple):
 
 def choose_input_key(names: Iterable[Any]) -> str | None:
     """Return the first of INPUT_KEYS that is among the names; None if there is none."""
-    known = set(names)
-    return next((key for key in INPUT_KEYS if key in known), None)
+    name_set = set(names)
+    return next((key for key in INPUT_KEYS if key in name_set), None)
 
 
 def choose_target_key(names: Iterable[Any]) -> str | None:
     """Return the first of TARGET_KEYS that is among the names; None if there is none."""
-    known = set(names)
-    return next((key for key in TARGET_KEYS if key in known), None)
+    name_set = set(names)
+    return next((key for key in TARGET_KEYS if key in name_set), None)
 
 
 def batch_fields(batch: Any) -> Mapping[str, Any]:

@@ -78,8 +78,8 @@ def is_finite(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a number that fits into a float."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, float) or (whole and abs(value) <= sys.float_info.max)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, float) or (is_integer and abs(value) <= sys.float_info.max)
 
 
 def fits_kind(value: Any, kind: Any) -> bool:
@@ -209,8 +209,8 @@ def parse_duration(value: Any, *units: str) -> Duration:
         amount, unit = float(match[1]), SHORT.get(match[2], match[2])
         if unit in _CLOCK:
             amount, unit = amount * _CLOCK[unit], SECOND
-        whole = amount.is_integer() or unit in (EPOCH, SECOND)
-        if unit in units and whole and 0 < amount < 2**53:
+        is_allowed_amount = amount.is_integer() or unit in (EPOCH, SECOND)
+        if unit in units and is_allowed_amount and 0 < amount < 2**53:
             return Duration(amount, unit)
     raise ValueError(f"must be a duration, as {' or '.join(UNITS[unit] for unit in units)}")
 
@@ -225,14 +225,16 @@ def parse_interval(value: Any, *units: str) -> Duration:
     if isinstance(value, float) and 0 < value <= 1:
         return Duration(value, EPOCH)
     try:
-        found = parse_duration(value, *units)
+        duration = parse_duration(value, *units)
     except ValueError as error:
-        found, rest = None, str(error).removeprefix("must be ")
+        duration, rest = None, str(error).removeprefix("must be ")
     else:
         rest = "a part of an epoch or whole ones, as 0.25epoch or 2epoch"
-    if found is None or (found.unit == EPOCH and found.amount > 1 and not found.amount.is_integer()):
+    if duration is None or (
+        duration.unit == EPOCH and duration.amount > 1 and not duration.amount.is_integer()
+    ):
         raise ValueError(f"must be a whole number of steps (100), a part of an epoch (0.25, 1.0), or {rest}")
-    return found
+    return duration
 
 
 def parse_untimed_interval(value: Any) -> Duration:
@@ -270,10 +272,10 @@ def parse_any_duration(value: Any) -> Duration | None:
 
 def parse_steps_or_epochs(value: Any) -> Duration | None:
     """Parse a number of steps or of whole epochs; None for null. Raise ValueError."""
-    found = None if value is None else parse_interval(value, STEP, EPOCH)
-    if found is not None and not float(found.amount).is_integer():
+    duration = None if value is None else parse_interval(value, STEP, EPOCH)
+    if duration is not None and not float(duration.amount).is_integer():
         raise ValueError("must be whole epochs or steps, as 1epoch or 500step")
-    return found
+    return duration
 
 
 def parse_seconds(value: Any) -> float | None:
@@ -296,8 +298,8 @@ def parse_seconds(value: Any) -> float | None:
 
 def check_batch_limit(value: Any) -> None:
     """Raise ValueError unless the value is a number of batches, or a fraction of them."""
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if not whole and not (isinstance(value, float) and 0 < value <= 1):
+    is_number_of_batches = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not is_number_of_batches and not (isinstance(value, float) and 0 < value <= 1):
         raise ValueError("must be a fraction above 0 up to 1.0, or a whole number of batches")
 
 
@@ -351,5 +353,5 @@ def parse_name_map(value: Any) -> dict[str, str]:
 def check_shares(value: Any) -> None:
     """Raise ValueError unless the value is a map from names to positive numbers, or null."""
     numbers = list(value.values()) if isinstance(value, dict) else []
-    if value is not None and not (numbers and all(is_finite(one) and one > 0 for one in numbers)):
+    if value is not None and not (numbers and all(is_finite(share) and share > 0 for share in numbers)):
         raise ValueError("must be numbers above 0 by the names of data.train, as {a: 0.7, b: 0.3}, or null")

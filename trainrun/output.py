@@ -51,7 +51,10 @@ def substitute_characters(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
-    shown = "".join(IN_ASCII.get(one) or one.encode("ascii", "backslashreplace").decode() for one in lacking)
+    shown = "".join(
+        IN_ASCII.get(character) or character.encode("ascii", "backslashreplace").decode()
+        for character in lacking
+    )
     return shown, error.end
 
 
@@ -190,8 +193,8 @@ def format_number(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        whole = value.is_integer() and abs(value) < 1e9
-        return f"{int(value):,}" if whole else f"{value:.4g}"
+        is_whole = value.is_integer() and abs(value) < 1e9
+        return f"{int(value):,}" if is_whole else f"{value:.4g}"
     return str(value)
 
 
@@ -219,11 +222,11 @@ def format_duration(seconds: float) -> str:
         return f"{max(1000 * seconds, 1):.0f} ms"
     if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    hours, minutes = divmod(rounded // 60, 60)
+    return f"{hours}:{minutes:02}:{rounded % 60:02}" if hours else f"{minutes}:{rounded % 60:02}"
 
 
 def find_throughput(row: Mapping[str, Any]) -> tuple[float, str] | None:
@@ -233,8 +236,8 @@ def find_throughput(row: Mapping[str, Any]) -> tuple[float, str] | None:
 
 def format_short_list(names: Sequence[str], most: int = 5) -> str:
     """Return the first names of a list, as `a, b and 3 more`."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def choose_fitting_fields(widths: Sequence[int], ranks: Sequence[int], room: int, gap: int = 2) -> list[int]:
@@ -242,10 +245,10 @@ def choose_fitting_fields(widths: Sequence[int], ranks: Sequence[int], room: int
 
     Fields with the largest rank are left out first.
     """
-    kept = list(range(len(widths)))
-    while len(kept) > 1 and sum(widths[one] + gap for one in kept) - gap > room:
-        kept.remove(max(kept, key=lambda one: ranks[one]))
-    return kept
+    numbers = list(range(len(widths)))
+    while len(numbers) > 1 and sum(widths[one] + gap for one in numbers) - gap > room:
+        numbers.remove(max(numbers, key=lambda one: ranks[one]))
+    return numbers
 
 
 def format_clock_time(seconds: float) -> str:

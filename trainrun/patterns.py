@@ -19,19 +19,19 @@ def match_names(
 
     A pattern that is a number is a name too. things: a description of the names, for the message.
     """
-    known = list(names)
-    given = [patterns] if isinstance(patterns, str | int) else patterns
-    texts = [str(pattern) for pattern in given]
+    all_names = list(names)
+    pattern_list = [patterns] if isinstance(patterns, str | int) else patterns
+    texts = [str(pattern) for pattern in pattern_list]
     faults = []
     for pattern in texts:
-        if not any(matches_name(name, pattern) for name in known):
-            near = difflib.get_close_matches(pattern, known, n=1, cutoff=0.3)
+        if not any(matches_name(name, pattern) for name in all_names):
+            near = difflib.get_close_matches(pattern, all_names, n=1, cutoff=0.3)
             guess = f"; did you mean {near[0]}?" if near else "."
-            shown = ", ".join(known[:SHOWN]) + (", ..." if len(known) > SHOWN else "")
+            shown = ", ".join(all_names[:SHOWN]) + (", ..." if len(all_names) > SHOWN else "")
             faults.append(f"{key}={pattern}: fits no {things}{guess} There are: {shown or 'none'}")
     if faults:
         raise ValueError("; ".join(faults))
-    return [name for name in known if any(matches_name(name, pattern) for pattern in texts)]
+    return [name for name in all_names if any(matches_name(name, pattern) for pattern in texts)]
 
 
 def matches_name(name: str, pattern: str) -> bool:

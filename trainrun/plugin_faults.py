@@ -30,8 +30,12 @@ def is_missing_module(error: BaseException, path: str) -> bool:
 
 def list_top_modules(name: str) -> list[str]:
     """Return the importable modules among which a similar name is searched; those of the working directory first."""
-    own = [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
-    return own if difflib.get_close_matches(name, own) else [module.name for module in pkgutil.iter_modules()]
+    own_modules = [module.name for module in pkgutil.iter_modules([str(Path.cwd())])]
+    return (
+        own_modules
+        if difflib.get_close_matches(name, own_modules)
+        else [module.name for module in pkgutil.iter_modules()]
+    )
 
 
 def describe_missing_module(name: str) -> str:
@@ -43,15 +47,15 @@ def describe_missing_module(name: str) -> str:
 
 def describe_failed_call(error: Exception, args: Sequence[Any], keywords: dict[str, Any]) -> str:
     """Return a message about a call with these arguments that raised an error."""
-    given = (
+    arguments = (
         f"its arguments: {format_arguments(args, keywords)}" if args or keywords else "it got no arguments"
     )
     refused = isinstance(error, TypeError) and error.__traceback__ and error.__traceback__.tb_next is None
-    what = "does not take its arguments" if refused else "failed"
+    problem = "does not take its arguments" if refused else "failed"
     tensor = "; give a tensor, as {_target_: torch.tensor, data: [1, 2]}" * (
         "'list' object to buffer" in str(error)
     )
-    return f"{what}: {describe_error_location(error)}; {given}{tensor}"
+    return f"{problem}: {describe_error_location(error)}; {arguments}{tensor}"
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
@@ -63,8 +67,8 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
 def format_class_example(module: ModuleType) -> str:
     """Return the first class that a module defines, as an example for a message; "" without one."""
     classes = [item for item in vars(module).values() if inspect.isclass(item)]
-    own = [item.__name__ for item in classes if item.__module__ == module.__name__]
-    return f", as {module.__name__.removeprefix('trainrun.here.')}.{own[0]}" if own else ""
+    own_classes = [item.__name__ for item in classes if item.__module__ == module.__name__]
+    return f", as {module.__name__.removeprefix('trainrun.here.')}.{own_classes[0]}" if own_classes else ""
 
 
 def describe_error_location(error: BaseException) -> str:
@@ -78,9 +82,9 @@ def describe_error_location(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith("<frozen") and frame.filename not in (BUILDER, importlib.__file__)
     ]
-    own = [frame for frame in frames if "site-packages" not in frame.filename]
-    found = (own or frames)[-1:]
-    return f"{text} ({found[0].filename} line {found[0].lineno})" if found else text
+    own_frames = [frame for frame in frames if "site-packages" not in frame.filename]
+    last_frame = (own_frames or frames)[-1:]
+    return f"{text} ({last_frame[0].filename} line {last_frame[0].lineno})" if last_frame else text
 
 
 def describe_unknown_argument(
@@ -105,8 +109,8 @@ def format_arguments(args: Sequence[Any], keywords: dict[str, Any]) -> str:
 
 
 def format_brief_value(value: Any) -> str:
-    plain = value is None or isinstance(value, (bool, int, float, str, list, dict, tuple))
-    return reprlib.repr(value) if plain else type(value).__name__
+    is_plain = value is None or isinstance(value, (bool, int, float, str, list, dict, tuple))
+    return reprlib.repr(value) if is_plain else type(value).__name__
 
 
 def describe_missing_satellite(error: Exception) -> str:

@@ -213,8 +213,8 @@ def restore_random_state() -> Iterator[None]:
 
 def has_plain_train_and_eval(module: nn.Module) -> bool:
     """Return whether `train` and `eval` of a module do nothing but set the attribute `training`."""
-    kind, own = type(module), module.__dict__
-    if "train" in own or "eval" in own or hasattr(kind, "training"):
+    kind, attributes = type(module), module.__dict__
+    if "train" in attributes or "eval" in attributes or hasattr(kind, "training"):
         return False
     methods = kind.train, kind.eval, kind.__setattr__, kind.children, kind.named_children
     usual = (
@@ -235,7 +235,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     `eval` takes 3 us for a module; writing the attribute into its dictionary takes 0.1 us.
     """
     modules = list(model.modules())
-    whole, modes = model.training, [module.training for module in modules]
+    was_training, modes = model.training, [module.training for module in modules]
     is_plain = all(map(has_plain_train_and_eval, modules))
     if is_plain:
         for module in modules:
@@ -248,11 +248,11 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         if is_plain:
             for module in model.modules():  # one that the evaluation has made is in the mode of the model
-                module.__dict__["training"] = whole
+                module.__dict__["training"] = was_training
             for module, training in zip(modules, modes, strict=True):
                 module.__dict__["training"] = training
         else:
-            model.train(whole)  # which may do more than set modes
+            model.train(was_training)  # which may do more than set modes
             for module, training in zip(modules, modes, strict=True):
                 if module.training is not training:
                     module.training = training

@@ -30,15 +30,15 @@ def flatten_sums(sums: Sums, task: Any) -> dict[str, Tensor]:
 
     Raise PluginError if a value is not a number, a tensor, or a pair of these.
     """
-    found: dict[str, Tensor] = {}
+    flat: dict[str, Tensor] = {}
     for name, value in sums.items():
         if callable(value):
             value = value()
         if isinstance(value, tuple) and len(value) == 2:
-            found[OWN + name] = _convert_to_float64(value[1], name, task)
+            flat[OWN + name] = _convert_to_float64(value[1], name, task)
             value = value[0]
-        found[name] = _convert_to_float64(value, name, task)
-    return found
+        flat[name] = _convert_to_float64(value, name, task)
+    return flat
 
 
 def check_metric_names(names: Iterable[str], task: Any) -> None:
@@ -113,11 +113,11 @@ def sum_all_ranks(
         for name, shape in shapes.items()
     ]
     totals = parallel.sum_over_ranks([*chain.from_iterable(rows), *numbers])
-    found, first = {}, 0
+    totals_of, first = {}, 0
     for (name, shape), row in zip(shapes.items(), rows, strict=True):
         flat = torch.tensor(totals[first : first + len(row)], dtype=torch.float64)
-        found[name], first = flat.reshape(shape), first + len(row)
-    return found, totals[first:]
+        totals_of[name], first = flat.reshape(shape), first + len(row)
+    return totals_of, totals[first:]
 
 
 def _merge_shapes(ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
@@ -135,11 +135,11 @@ def gather_rank_rows(
     parallel: Parallel, rows: Mapping[str, list[Tensor]], names: list[str]
 ) -> dict[str, Tensor]:
     """Return the rows of all ranks, those of rank 0 first. names: the same on every rank; some may lack rows."""
-    found = {}
+    joined = {}
     for name in names:
         parts = parallel.gather(torch.cat(rows[name]) if name in rows else None)
-        found[name] = torch.cat([part for part in parts if part is not None])
-    return found
+        joined[name] = torch.cat([part for part in parts if part is not None])
+    return joined
 
 
 def compute_metrics(
@@ -152,24 +152,24 @@ def compute_metrics(
         `summarize`, or if `summarize` returns anything but numbers by new names.
     """
     names = [name for name in sums if not name.startswith(OWN)]
-    found = {
+    metrics = {
         name: _divide_or_nan(float(sums[name]), float(sums.get(OWN + name, items.get(name, count))))
         for name in names
         if sums[name].numel() == 1
     }
     summarize = getattr(task, "summarize", None)
     if summarize is None:
-        if several := [name for name in names if name not in found]:
+        if several := [name for name in names if name not in metrics]:
             raise PluginError(
                 f'task: {type(task).__name__}.step() gave sums["{several[0]}"] of shape '
                 f"{tuple(sums[several[0]].shape)}; only its method summarize(sums, count) -> {{name: value}} can make "
                 "a metric of several numbers: add one, or give their sum"
             )
-        return _check_result_names(found, task)
+        return _check_result_names(metrics, task)
     pairs = {name: (sums[name], sums[OWN + name]) if OWN + name in sums else sums[name] for name in names}
     summary = _convert_to_numbers(summarize({**pairs, **rows}, count), task)
     check_metric_names(summary, task)
-    return _check_result_names(found | summary, task)
+    return _check_result_names(metrics | summary, task)
 
 
 def compute_train_metrics(sums: Mapping[str, Tensor], task: Any) -> dict[str, float]:
@@ -179,18 +179,18 @@ def compute_train_metrics(sums: Mapping[str, Tensor], task: Any) -> dict[str, fl
     """
     items = {name.removeprefix(ITEMS): float(sums[name]) for name in sums if name.startswith(ITEMS)}
     loss = {"loss": float(sums[LOSSES]) / items[LOSSES]} if items.get(LOSSES) else {}
-    own = {name: value for name, value in sums.items() if not name.startswith((ITEMS, LOSSES))}
-    measured = {name: items.get(name, 0.0) for name in own}
+    own_sums = {name: value for name, value in sums.items() if not name.startswith((ITEMS, LOSSES))}
+    measured = {name: items.get(name, 0.0) for name in own_sums}
     if not any(measured.values()):
         return loss
-    metrics = compute_metrics(own, max(measured.values()), task, items=measured)
+    metrics = compute_metrics(own_sums, max(measured.values()), task, items=measured)
     return loss | {name: value for name, value in metrics.items() if name != "loss"}
 
 
 def _check_result_names(metrics: dict[str, float], task: Any) -> dict[str, float]:
-    if taken := [name for name in metrics if name.rpartition("/")[2] == "seconds"]:
+    if reserved := [name for name in metrics if name.rpartition("/")[2] == "seconds"]:
         raise PluginError(
-            f'task: {type(task).__name__} has a metric "{taken[0]}", which is the name of what a validation takes; '
+            f'task: {type(task).__name__} has a metric "{reserved[0]}", which is the name of what a validation takes; '
             "give it another"
         )
     return metrics

@@ -26,8 +26,8 @@ def is_raised_by_torch(error: BaseException) -> bool:
 
 def format_error(error: BaseException) -> str:
     """Return the message of an error; with its class for errors such as KeyError, whose message alone says little."""
-    plain = isinstance(error, TypeError | ValueError | RuntimeError)
-    return str(error) if plain else f"{type(error).__name__}: {error}"
+    says_enough = isinstance(error, TypeError | ValueError | RuntimeError)
+    return str(error) if says_enough else f"{type(error).__name__}: {error}"
 
 
 def list_user_frames(error: BaseException) -> list[traceback.FrameSummary]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from trainrun.assemble import start_choices
 from trainrun.autotune import number_choices, start
-from trainrun.autotune.timed_step import TimedChoice, agreed_choice, choose_fastest
+from trainrun.autotune.number_choices import TimedChoice, agreed_choice, choose_fastest
 from trainrun.checkpoint.load import read_checkpoint, read_manifest, resolve_checkpoint
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, replace_values

@@ -10,7 +10,7 @@ from approved import refused
 
 from trainrun.benchmark.remedies import NUMERIC, Remedy
 from trainrun.benchmark.run_overrides import resolve_overrides
-from trainrun.benchmark.tune.preset_file import host_preset_name, preset_path, write_preset
+from trainrun.benchmark.tune.autotune_session import host_preset_name, preset_path, write_preset
 from trainrun.benchmark.tune.tuner import Trial, Tuning
 from trainrun.config.compose import compose_run
 from trainrun.config.tuned_settings import MARK

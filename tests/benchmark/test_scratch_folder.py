@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from trainrun.benchmark.scratch_folder import OWNER, scratch_folder
+from trainrun.benchmark.worker_process import OWNER, scratch_folder
 
 pytestmark = pytest.mark.process
 
 HOLDS = """
 import sys, time
-from trainrun.benchmark.scratch_folder import scratch_folder
+from trainrun.benchmark.worker_process import scratch_folder
 with scratch_folder() as folder:
     (folder / "store").write_text("used")
     print(folder, flush=True)

@@ -11,8 +11,8 @@ from benchmark_worlds import OFTEN, SETTINGS, Costs, World
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.remedies import EXACT, NUMERIC, TRAINING
 from trainrun.benchmark.run_overrides import compose_config, replace_overrides
+from trainrun.benchmark.tune.autotune_session import table_lines, to_json_values, tuning_lines
 from trainrun.benchmark.tune.techniques import Row, Technique, measure_table
-from trainrun.benchmark.tune.tune_report import table_lines, to_json_values, tuning_lines
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner, Tuning
 from trainrun.benchmark.worker_process import WorkerFailed
 

@@ -16,7 +16,7 @@ from PIL import Image
 from trainrun.assemble.assemble import build_sources
 from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
-from trainrun.convert.split_samples import Samples, iterate_leaves
+from trainrun.convert.split_samples import Samples, iterate_sample_leaves
 
 N = 24
 RNG = np.random.default_rng(0)
@@ -170,7 +170,9 @@ def source_words(words: list[str]) -> list[str]:
 
 
 def arrays_in(samples: Samples) -> list[list[np.ndarray]]:
-    return [[leaf for _, leaf in iterate_leaves(sample)] for sample in samples.read(range(len(samples)))]
+    return [
+        [leaf for _, leaf in iterate_sample_leaves(sample)] for sample in samples.read(range(len(samples)))
+    ]
 
 
 def assert_same(source: Samples, found: Samples, exact: bool) -> None:

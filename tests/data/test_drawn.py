@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.facts import describe_source
-from trainrun.data.map_style import copy_shallow, describe, is_thread_safe
+from trainrun.data.map_style import copy_shallow, describe_location, is_thread_safe
 from trainrun.data.order.drawn import draw_by_shares, draw_by_weights, draw_classes_equally
 from trainrun.data.order.training_set import Asked, build_training_set, divide_into_fold, join_sources
 from trainrun.data.pipeline import open_batches
@@ -211,7 +211,7 @@ def test_a_joined_set_says_of_its_parts_what_reading_asks():
             return f"line {index}"
 
     both = join_sources({"a": Placed(), "b": Subset(Placed(), [7, 5])}, "data.train")
-    assert [describe(both, index) for index in (0, N - 1, N, N + 1)] == [
+    assert [describe_location(both, index) for index in (0, N - 1, N, N + 1)] == [
         f" (line {line})" for line in (0, N - 1, 7, 5)
     ]
     assert is_thread_safe(both)

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainrun.hook.latent_statistics import (
+from trainrun.hook.vae_health import (
     compute_latent_facts,
     compute_noise_of_code,
-    estimate_mutual_information,
-)
-from trainrun.hook.vae_health import (
     draw_fixed_noise,
+    estimate_mutual_information,
     format_measurement,
     is_collapsed,
     shuffle_codes,

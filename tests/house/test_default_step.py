@@ -1,9 +1,9 @@
-"""Whoever wants to understand a default step, or a save, opens few files: those whose functions it calls."""
+"""Whoever wants to understand a default step, a save, or what an override becomes, opens few files."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 import trainrun
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.checkpoint.manager import CheckpointManager
+from trainrun.cli.main import main
 from trainrun.config.compose import compose_run
 from trainrun.folder.run_folder import RunDir
 from trainrun.interfaces import MicroBatch, StepReport
@@ -118,3 +119,67 @@ def test_a_save_is_in_few_files(workdir: Path, monkeypatch: pytest.MonkeyPatch) 
         "monitor/metric_rows.py",
     } <= found  # a save was seen
     assert len(SAVE) <= MOST_FILES_OF_A_SAVE
+
+
+# From the command line to the optimizer: what receives an override, or its value without the rest of the config.
+OVERRIDE = {
+    "assemble/assemble.py", "assemble/optimizer_and_schedule.py", "cli/main.py", "cli/train_command.py",
+    "config/aliases.py", "config/argv.py", "config/compose.py", "config/overrides.py", "config/saved_values.py",
+    "config/schema.py", "config/validate.py", "folder/run_folder.py", "folder/seal.py", "instantiate.py",
+    "limits.py", "optimizer/build_optimizer.py", "output.py", "runs/rank.py", "runs/run.py",
+}  # fmt: skip
+OVERRIDE_KEY, OVERRIDE_VALUE = "optimizer.lr", 0.0123
+
+
+def holds_override(value: Any, depth: int = 4) -> bool:
+    """Whether a value is the override, or a small container with it. A whole config is none."""
+    if isinstance(value, str):
+        return OVERRIDE_KEY in value or str(OVERRIDE_VALUE) in value
+    if isinstance(value, float):
+        return value == OVERRIDE_VALUE
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    elif is_dataclass(value) and not type(value).__name__.endswith(("Config", "Composition")):
+        value = [getattr(value, field.name, None) for field in fields(value)]
+    return (
+        depth > 0
+        and isinstance(value, (list, tuple, set))
+        and any(holds_override(part, depth - 1) for part in value)
+    )
+
+
+def files_of_an_override() -> set[str]:
+    """The files of the package whose functions get the override of a run, until its optimizer is built."""
+    found, is_built = set[str](), False
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal is_built
+        if event != "call" or is_built:
+            return
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(PACKAGE):
+            if any(holds_override(value) for value in list(frame.f_locals.values())):
+                found.add(path.relative_to(PACKAGE).as_posix())
+        else:
+            is_built = frame.f_code is torch.optim.AdamW.__init__.__code__
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        main(
+            [
+                f"{OVERRIDE_KEY}={OVERRIDE_VALUE}",
+                "trainer.max_steps=1",
+                "monitor.plots=false",
+                "output_dir=run",
+            ]
+        )
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def test_an_override_is_in_few_files(workdir: Path) -> None:
+    found = files_of_an_override()
+    assert found <= OVERRIDE, "a file more is one more to open: is it worth that?"
+    assert {"config/overrides.py", "optimizer/build_optimizer.py"} <= found  # it was seen from end to end

@@ -41,6 +41,7 @@ FLOORS = {
     0: ["errors", "user_code", "plugin_faults", "limits", "output", "interfaces", "timing/phases",
         "runtime/foreach_copy", "patterns", "tensors"],
 }  # fmt: skip
+MOST_INSIDE_FUNCTIONS = 60
 ONE_ROOM = {"__main__": "cli"}  # part of it
 TOP = "__init__"  # the public names, imported when they are asked for: nothing inside imports it
 
@@ -186,6 +187,26 @@ def test_no_two_rooms_import_each_other():
     edges = {(room_of(arrow.source), room_of(arrow.target)) for arrow in arrows_of(PACKAGE)}
     rooms = {(one, other) for one, other in edges if {one, other} <= GROUP_ROOMS}
     assert {(one, other) for one, other in rooms if one < other and (other, one) in rooms} == set()
+
+
+def imports_inside_functions(package: Path) -> set[str]:
+    """File and line of each import of the package inside a function."""
+    return {
+        f"{path.relative_to(package)}:{inner.lineno}"
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.ImportFrom) and (inner.module or "").startswith("trainrun")
+    }
+
+
+def test_imports_inside_functions_are_few():
+    found = imports_inside_functions(PACKAGE)
+    assert len(found) <= MOST_INSIDE_FUNCTIONS, (
+        "import it at the top, but for satellites and optional packages"
+    )
+    assert any(line.startswith("cli/train_command.py") for line in found)  # some were seen
 
 
 def test_the_lawn_imports_nothing_of_trainrun_but_the_types_and_errors_of_its_arguments():

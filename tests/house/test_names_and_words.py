@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -56,6 +57,23 @@ def test_package_marks_are_empty():
 
 def test_a_file_is_named_after_what_it_does():
     assert [str(path) for path in (ROOT / "trainrun").rglob("*.py") if path.stem in NO_NAMES] == []
+
+
+# The readers of all formats have `load`; two formats of tables can say what their first targets are; and a sweep and a
+# launch have options of their own.
+OF_SEVERAL_FILES = {"load", "main", "read_first_targets", "read_options"}
+
+
+def test_a_public_function_name_has_one_meaning():
+    files: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "trainrun").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {
+        name: where for name, where in files.items() if len(where) > 1 and name not in OF_SEVERAL_FILES
+    } == {}
+    assert len(files["load"]) > 10  # some were seen
 
 
 def test_no_word_of_the_workplace():

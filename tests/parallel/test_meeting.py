@@ -193,9 +193,7 @@ def test_a_failure_after_the_ranks_met_is_one_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (workdir / "broken.py").write_text(BROKEN)
-    monkeypatch.setattr(
-        "trainrun.runs.failure_message.FAILURE_SECONDS", 0.5 if "model.only=1" in words else 60.0
-    )
+    monkeypatch.setattr("trainrun.runs.torchrun.FAILURE_SECONDS", 0.5 if "model.only=1" in words else 60.0)
     codes, errors = end_of(*[start_rank(rank, env, *words) for rank in range(2)])
     assert codes == [code, code], errors
     messages = [line for line in "".join(errors).splitlines() if line.startswith("trainrun: ")]
@@ -209,7 +207,7 @@ def test_a_rank_that_died_in_a_validation_is_named_with_the_last_step(
     env: dict[str, str], workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "broken.py").write_text(BROKEN)
-    monkeypatch.setattr("trainrun.runs.failure_message.FAILURE_SECONDS", 0.1)
+    monkeypatch.setattr("trainrun.runs.torchrun.FAILURE_SECONDS", 0.1)
     words = ["model=broken.Broken", "model.at=validation", "model.only=1"]
     codes, errors = end_of(*[start_rank(rank, env, *words) for rank in range(2)])
     assert codes == [1, -signal.SIGKILL], errors

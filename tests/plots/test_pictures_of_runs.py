@@ -15,14 +15,18 @@ from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir
 from trainrun.monitor.bus import Bus
 from trainrun.plots.history import read_history
-from trainrun.plots.prediction_grids import (
+from trainrun.plots.run_curves import (
     GAP,
     WRONG,
+    draw_charts,
     draw_confusion_matrix,
+    draw_run_plots,
+    hardware_charts,
+    latent_charts,
+    run_charts,
     sample_image_grids,
     shorten_middle,
 )
-from trainrun.plots.run_curves import draw_charts, draw_run_plots, hardware_charts, latent_charts, run_charts
 
 ALL = [
     "loss.png",

@@ -12,7 +12,7 @@ from approved import refused
 from trainrun.assemble.assemble import read_task_unit
 from trainrun.cli.main import main
 from trainrun.data.pipeline import open_batches
-from trainrun.data.sequences.token_counter import TokenCounter
+from trainrun.data.sequences.collate import TokenCounter
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import PluginError
 from trainrun.task.classification import Classification

@@ -13,7 +13,7 @@ from trainrun.model.cnn import Cnn
 from trainrun.model.gpt import Gpt
 from trainrun.model.lstm import Lstm
 from trainrun.model.mlp import Mlp
-from trainrun.transform import recompute
+from trainrun.transform import gradient_checkpointing as recompute
 from trainrun.transform.blocks import model_blocks
 from trainrun.transform.gradient_checkpointing import gradient_checkpointing
 

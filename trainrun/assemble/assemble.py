@@ -75,6 +75,7 @@ from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import SourceStates, StreamOptions, TokenCounter, report_to
 from trainrun.errors import ConfigError, PluginError
 from trainrun.folder.run_folder import RunDir, read_identity
+from trainrun.hook.histograms import Histograms
 from trainrun.instantiate import build_node, check_node_arguments, named_nodes
 from trainrun.interfaces import (
     Batches,
@@ -549,8 +550,6 @@ def build_hooks(config: RunConfig, context: RunContext, unfreeze: Unfreeze | Non
 
         hooks["monitor.samples_every"] = EpochSamples(config, context.run)
     if every := config.monitor.histograms_every_n_steps:
-        from trainrun.hook.histograms import Histograms
-
         hooks["monitor.histograms_every_n_steps"] = Histograms(every)
     return Hooks(hooks)
 

@@ -14,6 +14,7 @@ from trainrun.data.facts import (
     PLAUSIBLE_CLASSES,
     Labels,
     check_labels,
+    check_number_of_classes,
     check_targets_are_classes,
     describe_many_labels,
     find_class_names,
@@ -310,8 +311,6 @@ def check_labels_fit(config: RunConfig, facts: DataFacts, sources: dict[str, Any
         labels = Labels(wanted_classes, key, ignored)
     elif facts.num_classes and any(name in model and model[name] is None for name in ASK_FOR_CLASSES):
         if facts.num_classes > PLAUSIBLE_CLASSES:
-            from trainrun.data.wrong_labels import check_number_of_classes
-
             labels_there = find_labels(sources["train"], "data.train")
             check_number_of_classes(sources["train"], "data.train", labels_there, facts.num_classes)
         if not is_ours:

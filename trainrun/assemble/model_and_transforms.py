@@ -28,6 +28,7 @@ from trainrun.model.layers import initialize
 from trainrun.output import format_count
 from trainrun.precision.autocast import prepare_model
 from trainrun.runtime.memory_layout import make_dense
+from trainrun.transform.activation_offload import activation_offload
 from trainrun.transform.channels_last import channels_last, guard_convolutions
 from trainrun.transform.compile import (
     WITH_CUDA_GRAPHS,
@@ -35,6 +36,7 @@ from trainrun.transform.compile import (
     copy_gradients,
     gpu_compiler_problem,
 )
+from trainrun.transform.freeze import FrozenParameters
 
 LAZY_WAY_OUT = "call it once at the end of its constructor"
 EXAMPLES = {
@@ -71,7 +73,7 @@ def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn
     make_dense(model)
     if "init" in words:
         initialize(model, words["init"])
-    return convert_to_precision(move_to_device(model, device), config)
+    return convert_to_precision(move_model_to_device(model, device), config)
 
 
 def initialize_lazy_layers(model: nn.Module, shape: Sequence[int] | None) -> None:
@@ -154,8 +156,6 @@ def freeze_parameters(config: RunConfig, model: nn.Module, notes: list[str]) -> 
     words = split_model_settings(config.model)[1]
     if not words.get("freeze"):
         return None
-    from trainrun.transform.freeze import FrozenParameters
-
     with raise_as_config_error(ValueError):
         frozen = FrozenParameters(model, words["freeze"], words.get("freeze_norm", False))
     until = words.get("unfreeze_at")
@@ -170,7 +170,7 @@ def check_is_module(model: object, key: str, way_out: str = "") -> nn.Module:
     return model
 
 
-def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
+def move_model_to_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Return the model on the device. Tensors that are there keep their memory, with or without values."""
     is_there = all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
     return model if is_there else model.to(device)
@@ -194,7 +194,7 @@ def apply_transforms(
             build_node(node, key, model), f"{key}._target_={node['_target_']}", "; return the model"
         )
         make_dense(changed)
-        model = convert_to_precision(move_to_device(changed, device), config)
+        model = convert_to_precision(move_model_to_device(changed, device), config)
         if notes is not None:
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             notes.append(f"{key}: {format_count(trained, 'parameter')} trained")
@@ -221,8 +221,6 @@ def apply_built_in_techniques(
     if trainer.gradient_checkpointing != "none":
         notes.append(apply_gradient_checkpointing(model, config))
     if trainer.activation_offload:
-        from trainrun.transform.activation_offload import activation_offload
-
         activation_offload(model)
     if trainer.compile.scope in ("model", "regional"):
         compile_model_or_blocks(model, config, device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from trainrun.runtime.collector import freeze_new_objects
 from trainrun.timing.phases import COMPILE, PhaseTimer
 from trainrun.training.components import Accumulate, Step
 from trainrun.training.item_count import CountedAfter, divide_by_output_counts
+from trainrun.training.own_step import OwnStep, build_own_step
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.task_calls import TaskCalls
 from trainrun.training.train_step import (
@@ -28,17 +29,15 @@ from trainrun.training.train_step import (
     accumulate_with_retry,
     train_step,
 )
+from trainrun.training.without_trace import read_first_batches
+from trainrun.transform.compile_log import CompileLog
 from trainrun.user_code import is_built_in
-
-if TYPE_CHECKING:
-    from trainrun.transform.compile_log import CompileLog
 
 
 def build_compile_log(config: RunConfig, monitors: MetricLogger, phases: PhaseTimer) -> CompileLog | None:
     """Return the log of compilations, whose time does not count as training; None if nothing is compiled."""
     if config.trainer.compile.scope == "off" and not config.trainer.cuda_graphs:
         return None
-    from trainrun.transform.compile_log import CompileLog
 
     @contextmanager
     def time_as_compilation() -> Iterator[None]:
@@ -75,8 +74,6 @@ def build_step(
 ) -> tuple[Step, Any]:
     """Return the function that makes a step, and the custom step object or None."""
     if config.step:
-        from trainrun.training.own_step import OwnStep, build_own_step
-
         own_step = build_own_step(config.step)
         return OwnStep(own_step), own_step
     if config.trainer.compile.scope != "step" and not config.trainer.cuda_graphs:
@@ -105,7 +102,6 @@ def check_task_before_sharding(
         return
     from trainrun.training.checks.contract import check_task
     from trainrun.training.checks.padding import check_padding
-    from trainrun.training.without_trace import read_first_batches
 
     run: Any = SimpleNamespace(
         model=model, task=task, optimizer=None, hooks=SimpleNamespace(by_key={}), parallel=parallel,

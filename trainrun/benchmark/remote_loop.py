@@ -165,10 +165,10 @@ class Worker:
             self._snapshot.restart()
         if CACHED in message.variant.split("+"):
             return self._train_cached(message, run, state)
-        own = self._state
-        state.epoch, state.batches = own.epoch, own.batches
+        loop_state = self._state
+        state.epoch, state.batches = loop_state.epoch, loop_state.batches
         turn = self._measure_turn(message, run, state, max(message.warm, self._steps_ahead * self._refilled))
-        own.epoch, own.batches = state.epoch, state.batches  # one stream, which stays open
+        loop_state.epoch, loop_state.batches = state.epoch, state.batches  # one stream, which stays open
         self._refilled = False
         return turn
 

@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +28,6 @@ from typing import Any, Final
 
 import psutil
 
-from trainrun.benchmark.scratch_folder import scratch_folder
 from trainrun.benchmark.worker_messages import Message, RunInfo, Train, Turn
 from trainrun.config.compose import Composition
 from trainrun.config.schema import RunConfig, replace_values
@@ -37,6 +37,56 @@ from trainrun.runs.run import create_run, train_in_ranks
 from trainrun.runtime.machine import signal_at_parent_exit
 from trainrun.runtime.signals import QUIET_SECONDS, catch_stops
 from trainrun.user_code import format_error_with_line
+
+PREFIX, OWNER = "trainrun-", ".owner"  # of a temporary folder, and its locked file
+
+
+@contextlib.contextmanager
+def scratch_folder(place: str | None = None) -> Iterator[Path]:
+    """Yield a new temporary folder of this process, which is removed at the end. place: its parent, None for the
+    default.
+
+    A file in the folder is locked by this process. The lock ends with the process, even at SIGKILL, and the next
+    call removes folders without a lock. Nothing is removed where such locks do not work (Windows, some network file
+    systems).
+    """
+    remove_orphaned_folders(Path(place or tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        descriptor = os.open(folder / f"{OWNER}-new", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try_lock(descriptor)
+            os.rename(folder / f"{OWNER}-new", folder / OWNER)  # nobody sees it before it is locked
+            yield folder
+        finally:
+            os.close(descriptor)
+
+
+def remove_orphaned_folders(place: Path) -> None:
+    """Remove this user's scratch folders in `place` whose process is gone. Other folders do not contain the lock
+    file.
+    """
+    for folder in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if try_lock(descriptor):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock a file without waiting. Return False if another process holds the lock, or locks are not supported."""
+    with contextlib.suppress(OSError, ImportError):
+        import fcntl  # not on Windows
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
 
 START_SECONDS: Final = 120.0  # the longest that a run may take to its first step
 REPLY_SECONDS: Final = 120.0

@@ -313,7 +313,7 @@ def download_step(store: Any, source: str, folder: Path) -> Path:
     """Download one checkpoint completely, or not at all."""
     manifest = store.cat_file(f"{source}/{MANIFEST}")
     files = parse_manifest(manifest, f"{source}/{MANIFEST}").files
-    download_files(store, source, folder, files)
+    download_checked_files(store, source, folder, files)
     (folder / MANIFEST).write_bytes(manifest)
     read_manifest(folder)  # raises CheckpointError for a step of another number
     return folder
@@ -326,10 +326,10 @@ def download_run_files(store: Any, source: str, folder: Path) -> None:
         files = {name: Written(*entry) for name, entry in entries.items() if name == Path(name).name}
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}/{RUN_FILES}: not a list of files ({error})") from error
-    download_files(store, f"{source}/run", folder, files)
+    download_checked_files(store, f"{source}/run", folder, files)
 
 
-def download_files(store: Any, source: str, folder: Path, files: Mapping[str, Written]) -> None:
+def download_checked_files(store: Any, source: str, folder: Path, files: Mapping[str, Written]) -> None:
     """Download files into a new folder, which exists afterwards only if all are there. Raise CheckpointError."""
     part = folder.with_name(f"{folder.name}.part")
     part.mkdir()

@@ -311,7 +311,7 @@ class Manifest:
     files: Mapping[str, Written]
 
 
-def format_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """Return the text of a manifest, followed by the SHA-256 of that text."""
     fields = {name: getattr(manifest, name) for name in ("run_id", "step", "epoch", "world_size", "kind")}
     tree, tensors = flatten_tree({
@@ -361,7 +361,7 @@ def commit_checkpoint(temporary: Path, manifest: Manifest, files: FileLayer, rep
     replaced = None
     root, target = temporary.parent, _target_folder(temporary)
     with explain_disk_errors(f"cannot save checkpoint {target}", root):
-        files.write(temporary / MANIFEST, [format_manifest(manifest)])
+        files.write(temporary / MANIFEST, [encode_manifest(manifest)])
         files.fsync_dir(temporary)
         if os.path.lexists(target) and replaces:
             replaced = root / f".before-{target.name}-{secrets.token_hex(4)}"
@@ -378,7 +378,7 @@ def replace_manifest(folder: Path, manifest: Manifest, metric: Metric, files: Fi
     """Add a metric that was measured after the commit, by an atomic replacement of the manifest. Raise SaveError."""
     temporary = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
     with explain_disk_errors(f"cannot add {metric.name} to checkpoint {folder}", folder.parent):
-        files.write(temporary, [format_manifest(replace(manifest, metric=metric))])
+        files.write(temporary, [encode_manifest(replace(manifest, metric=metric))])
         files.rename(temporary, folder / MANIFEST)
         files.fsync_dir(folder)
 

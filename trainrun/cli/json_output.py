@@ -57,13 +57,13 @@ def redirect_output_to_stderr() -> Iterator[None]:
         if not writes_to_descriptor(1):  # a notebook or a test has its own
             yield
             return
-        kept = os.dup(1)
+        stdout_copy = os.dup(1)
         os.dup2(2, 1)
         try:
             yield
         finally:
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(stdout_copy, 1)
+            os.close(stdout_copy)
 
 
 def writes_to_descriptor(number: int) -> bool:

@@ -33,7 +33,7 @@ def compare_command(argv: list[str]) -> int:
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run")
     add_output_option(parser)
     words = parser.parse_args(argv)
-    runs = find_runs(words)
+    runs = find_reported_runs(words)
     if len(runs) < 2:
         raise ConfigError(f"compare {words.run_dirs[0]}: give another run too; one alone: trainrun report")
     with convert_write_errors():
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     add_output_option(parser)
     words = parser.parse_args(argv)
-    runs = find_runs(words)
+    runs = find_reported_runs(words)
     if words.to:
         for run in runs:
             send_rows(run, words.to, words.trust)
@@ -81,7 +81,7 @@ def add_output_option(parser: Parser) -> None:
     add_trust_option(parser)
 
 
-def find_runs(words: Namespace) -> list[RunDir]:
+def find_reported_runs(words: Namespace) -> list[RunDir]:
     """Return the runs that the arguments name. Raise ConfigError if no argument names one.
 
     Arguments without a run are listed in a note.

@@ -42,13 +42,13 @@ def main(argv: list[str]) -> int:
         return int(import_torchrun().train_as_other_rank())
     folder = resolve_folder(words.run_dir)
     if is_sweep(folder):
-        from trainrun.sweep.options import split_options
-        from trainrun.sweep.run_sweep import resume_sweep
+        from trainrun.sweep import options as sweep_options
+        from trainrun.sweep import run_sweep
 
-        options, others = split_options(words.overrides)
+        options, others = sweep_options.split_options(words.overrides)
         if others:
             raise ConfigError(f"{others[0]}: a sweep goes on with its own words; leave this out")
-        return resume_sweep(folder, words.trust, options)
+        return run_sweep.resume_sweep(folder, words.trust, options)
     run = open_run(words.run_dir)
     return run_and_print_resume_command(
         run.root, lambda: resume_run(run, words.overrides, add_import_paths(words.config_dir), words.trust)

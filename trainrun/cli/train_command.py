@@ -86,10 +86,9 @@ def launch_on_cluster(
 
     Return the exit code; None for launch=local. Raise ConfigError for mistakes.
     """
-    from trainrun.launch import manifest, ray, slurm
-    from trainrun.launch.launch_options import build_job_words, read_options
+    from trainrun.launch import launch_options, manifest, ray, slurm
 
-    options = read_options(launch_words)
+    options = launch_options.read_options(launch_words)
     if options is None:
         return None
     if options.array is not None:
@@ -100,7 +99,7 @@ def launch_on_cluster(
         manifest.print_manifest(options, name, words)
         return EXIT_DONE
     folder = choose_run_folder(composition)
-    words = build_job_words(options, words, folder)
+    words = launch_options.build_job_words(options, words, folder)
     if options.kind == "ray":
         code = ray.run_on_cluster(options, composition.config, words)
         report_result(folder=folder, **read_status(RunDir(folder)))
@@ -116,12 +115,10 @@ def submit_sweep(
 
     words: the whole command line without the launch options; each job of the array runs it.
     """
-    from trainrun.launch import slurm
-    from trainrun.launch.launch_options import read_options, replace_folder
-    from trainrun.sweep.jobs import new_sweep_folder
-    from trainrun.sweep.run_sweep import check_sweep
+    from trainrun.launch import launch_options, slurm
+    from trainrun.sweep import jobs, run_sweep
 
-    options = read_options(launch_words)
+    options = launch_options.read_options(launch_words)
     if options is None:
         return None
     if options.kind != "slurm":
@@ -130,9 +127,9 @@ def submit_sweep(
         raise ConfigError(
             f"launch.nodes={options.nodes}: each job of a sweep is on one machine; say launch.array={options.nodes}"
         )
-    checked_words, named = check_sweep(prepared, sweep_words)
-    folder = resolve_folder(str(named or new_sweep_folder(checked_words)))
-    slurm.submit_job(options, folder.name, folder, replace_folder(words, folder))
+    checked_words, named = run_sweep.check_sweep(prepared, sweep_words)
+    folder = resolve_folder(str(named or jobs.new_sweep_folder(checked_words)))
+    slurm.submit_job(options, folder.name, folder, launch_options.replace_folder(words, folder))
     return EXIT_DONE
 
 

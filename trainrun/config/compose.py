@@ -216,14 +216,14 @@ def is_task_undecided(config: RunConfig, overrides: list[str], folders: list[Pat
 def explain_regression(config: RunConfig, words: CommandLine) -> str:
     """Return a note that the targets are real numbers, with the setting that makes them classes; "" if they are not."""
     node = config.data.train or {}
-    what, way = words.quantities, "integers as targets"
-    if not what and str(node.get("_target_")).startswith("trainrun.data.readers.tables."):
+    quantities, way = words.quantities, "integers as targets"
+    if not quantities and str(node.get("_target_")).startswith("trainrun.data.readers.tables."):
         from trainrun.data.readers.tables.table_choice import describe_quantities  # others need none
 
         way = "task=classification data.train.target_dtype=class"
         with suppress(DataError):  # which the run reports
-            what = describe_quantities(node)
-    return what and f"{what}, so task=regression is added ({way} for classes)"
+            quantities = describe_quantities(node)
+    return quantities and f"{quantities}, so task=regression is added ({way} for classes)"
 
 
 def replace_sweeps_by_best_runs(config: RunConfig, notes: list[str]) -> RunConfig:
@@ -290,7 +290,7 @@ def build_run_config(cfg: DictConfig) -> RunConfig:
     if faults := move_trackers(cfg):
         raise ConfigError(*faults)
     try:
-        config = rename_old_values(
+        config = replace_value_aliases(
             RunConfig(
                 **{item.name: _convert_to_object(cfg[item.name]) for item in list_setting_fields(RunConfig)}
             )
@@ -303,10 +303,8 @@ def build_run_config(cfg: DictConfig) -> RunConfig:
         raise ConfigError(*[f"{key}: needs a value; add {key}=..." for key in missing]) from error
 
 
-def rename_old_values(config: RunConfig) -> RunConfig:
-    """Return the config with current names for old values and old locations of data sources. Entries that are null
-    go.
-    """
+def replace_value_aliases(config: RunConfig) -> RunConfig:
+    """Return the config with the values that aliases stand for, and without entries that are null."""
     sets = {  # `hook.x=null` takes an entry away
         key: {name: node for name, node in read_value(config, key).items() if node is not None}
         for key, setting in settings().items()

@@ -24,7 +24,7 @@ from trainrun.config.argv import (
     split_command_line,
     translate_overrides,
 )
-from trainrun.config.compose import describe_idle_settings, drop_reported_faults, rename_old_values
+from trainrun.config.compose import describe_idle_settings, drop_reported_faults, replace_value_aliases
 from trainrun.config.messages import explain_broken_reference, first_line_of_error
 from trainrun.config.overrides import (
     add_trackers,
@@ -238,7 +238,7 @@ def apply_overrides(found: dict[str, Any], path: Path, overrides: list[str], mea
     except OmegaConfBaseException as error:
         raise ConfigError(*faults, explain_broken_reference(error)) from error
     assert isinstance(config, RunConfig)
-    config = add_references(cfg, expand_home_folder(rename_old_values(config)))
+    config = add_references(cfg, expand_home_folder(replace_value_aliases(config)))
     changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
     has_moved = "data.path" in changed and config.data.path != before
     for base in (Path.cwd(), *places) if places else ():  # what the command line and the environment name

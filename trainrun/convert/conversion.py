@@ -27,7 +27,7 @@ from trainrun.convert.folder import (
 )
 from trainrun.convert.output_formats import FORMATS, Format, Npy, encode_split_facts
 from trainrun.convert.source import DEST, fill_in_dest
-from trainrun.convert.split_samples import Samples, iterate_encoded, iterate_leaves
+from trainrun.convert.split_samples import Samples, iterate_encoded, iterate_sample_leaves
 from trainrun.data.cache.fingerprint import fingerprint_source
 from trainrun.data.readers.records.record import META_NAME
 from trainrun.data.tensor_dataset import SplitBuilder
@@ -189,7 +189,7 @@ def open_splits(config: DataConfig) -> tuple[str, dict[str, Samples]]:
         digest.update(f"{name} {node} {fingerprint_source(source)}".encode())
         splits[name] = samples = Samples(source, f"data.{name}")
         digest.update(f"{len(samples)} {samples.class_names}".encode())
-        for path, leaf in (leaf for sample in samples.probes for leaf in iterate_leaves(sample)):
+        for path, leaf in (leaf for sample in samples.probes for leaf in iterate_sample_leaves(sample)):
             content = leaf.tobytes() if isinstance(leaf, np.ndarray) else repr(leaf).encode()
             digest.update(f"{path} {getattr(leaf, 'dtype', '')} {len(content)} ".encode() + content)
     return digest.hexdigest(), splits
@@ -279,7 +279,7 @@ def compare_samples(source: Samples, written: Samples) -> int:
 
 def is_same_sample(sample: Any, other: Any, tolerance: float) -> bool:
     """Return whether two samples have equal values in the same order. Containers may differ, and (1,) equals ()."""
-    values, others = ([leaf for _, leaf in iterate_leaves(part)] for part in (sample, other))
+    values, others = ([leaf for _, leaf in iterate_sample_leaves(part)] for part in (sample, other))
     pairs = zip(values, others, strict=False)
     return len(values) == len(others) and all(is_same_value(*pair, tolerance) for pair in pairs)
 

@@ -235,7 +235,7 @@ class Parquet:
     def __init__(self, samples: Samples) -> None:
         self._parquet, self._samples = import_pyarrow("pyarrow.parquet"), samples
         self.fields = sample_fields(samples, "parquet", samples.has_files, may_be_ragged=True)
-        self._is_dict = any(isinstance(part, dict) for part in to_tuple(samples.probes[0]))
+        self._is_dict = any(isinstance(part, dict) for part in list_sample_parts(samples.probes[0]))
         check_columns(samples, self.fields, self._is_dict)
         self._target = self.fields[-1] if self.fields[-1].is_target else None
         is_class = self._target is not None and self._target.shape == () and self._target.dtype.kind in "iu"
@@ -314,7 +314,7 @@ def fixed_fields(samples: Samples, to: str) -> tuple[Field, ...]:
 
     Raise DataError for dicts, and for images that would take much more space as arrays.
     """
-    if any(isinstance(part, dict) for part in to_tuple(samples.probes[0])):
+    if any(isinstance(part, dict) for part in list_sample_parts(samples.probes[0])):
         raise DataError(f"{samples.key}: its samples are dicts, which --to {to} cannot keep; {OTHER_FORMATS}")
     if samples.form is not None and samples.form.dtype != "uint8":
         raise DataError(
@@ -389,7 +389,7 @@ def format_list(numbers: Sequence[int]) -> str:
     return f"[{','.join(map(str, numbers))}]"
 
 
-def to_tuple(sample: Any) -> Sequence[Any]:
+def list_sample_parts(sample: Any) -> Sequence[Any]:
     return sample if isinstance(sample, tuple | list) else (sample,)
 
 

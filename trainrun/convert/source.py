@@ -45,20 +45,20 @@ def _find_data_group(source: str, place: Path, groups: list[str]) -> str:
     """Return the data group that reads a path. Raise ConfigError if none or several do."""
     way = f"say which data group reads it: --data {' or '.join(groups)}"
     if place.is_dir():
-        found = list_data_options(source)
-        if len(found) == 1:
-            return found[0]
-        several = f"has files of several kinds ({', '.join(found)})"
+        groups_of_folder = list_data_options(source)
+        if len(groups_of_folder) == 1:
+            return groups_of_folder[0]
+        several = f"has files of several kinds ({', '.join(groups_of_folder)})"
         raise ConfigError(
-            f"{source}: this folder {several if found else 'has no file of a known kind'}; {way}"
+            f"{source}: this folder {several if groups_of_folder else 'has no file of a known kind'}; {way}"
         )
     if not place.exists() and not (glob.has_magic(source) or "{" in source):
         raise ConfigError(f"{source}: no such place, and no data group of this name (trainrun --help data)")
-    found = list_data_options(source)
-    if len(found) != 1:
+    groups_of_folder = list_data_options(source)
+    if len(groups_of_folder) != 1:
         raise ConfigError(f"{source}: its ending tells nothing of its kind; {way}")
     if place.name.endswith(".npy"):
         raise ConfigError(
             f"{source}: a single array; name the folder, with x_train.npy and y_train.npy in it (see data=arrays)"
         )
-    return found[0]
+    return groups_of_folder[0]

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import is_integer
 from trainrun.data.facts import describe_source
-from trainrun.data.map_style import describe
+from trainrun.data.map_style import describe_location
 from trainrun.data.readers.pictures.decode import Form
 from trainrun.data.readers.pictures.image_folder import ImageFolder
 from trainrun.data.readers.reader_protocol import ReaderDataset
@@ -98,7 +98,7 @@ class Samples:
 
     def describe(self, number: int) -> str:
         """Format the sample for messages."""
-        return f"{self.key}: sample {number}{describe(self.source, number)}"
+        return f"{self.key}: sample {number}{describe_location(self.source, number)}"
 
     def _read_sample(self, number: int) -> Any:
         with self._name_sample_in_errors(number):
@@ -160,18 +160,18 @@ def iterate_encoded(
                 yield encode(number, sample)
 
 
-def iterate_leaves(sample: Any) -> Iterator[tuple[str, Any]]:
+def iterate_sample_leaves(sample: Any) -> Iterator[tuple[str, Any]]:
     """Yield the values in a sample, each with its path; numbers and tensors as arrays."""
     if isinstance(sample, dict | tuple | list):
         for name, value in sample.items() if isinstance(sample, dict) else enumerate(sample):
-            yield from ((f"{name}.{inner}".rstrip("."), leaf) for inner, leaf in iterate_leaves(value))
+            yield from ((f"{name}.{inner}".rstrip("."), leaf) for inner, leaf in iterate_sample_leaves(value))
     else:
         yield "", to_array(sample)
 
 
 def stored_size(sample: Any) -> int:
     """Return about how many bytes a stored sample takes."""
-    leaves = [leaf for _, leaf in iterate_leaves(sample)]
+    leaves = [leaf for _, leaf in iterate_sample_leaves(sample)]
     return sum(
         leaf.nbytes if isinstance(leaf, np.ndarray) else len(leaf) if isinstance(leaf, bytes) else 64
         for leaf in leaves

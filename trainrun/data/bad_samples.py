@@ -66,5 +66,5 @@ class Skips:
         self._faults, self._number = [], 0
 
     def _describe(self) -> str:
-        more = f"; and {self._number - len(self._faults)} more" if self._number > len(self._faults) else ""
-        return "; ".join(self._faults) + more
+        rest = f"; and {self._number - len(self._faults)} more" if self._number > len(self._faults) else ""
+        return "; ".join(self._faults) + rest

@@ -201,9 +201,9 @@ def _convert_for_torch(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         raise TypeError(f"an array of {held} (dtype {array.dtype}) has no numbers")
     wider = {"f16": np.float64, "c32": np.complex128}  # the long double types, by kind and bytes
     dtype = wider.get(array.dtype.str[1:], array.dtype.newbyteorder("="))
-    plain: np.ndarray[Any, Any] = np.ascontiguousarray(array, dtype=dtype).reshape(array.shape)
-    forwards = min(plain.strides, default=0) >= 0  # NumPy leaves the stride of a single row as it was
-    return plain if plain.flags.writeable and forwards else plain.copy()
+    contiguous: np.ndarray[Any, Any] = np.ascontiguousarray(array, dtype=dtype).reshape(array.shape)
+    forwards = min(contiguous.strides, default=0) >= 0  # NumPy leaves the stride of a single row as it was
+    return contiguous if contiguous.flags.writeable and forwards else contiguous.copy()
 
 
 GAPS_FROM = 2**24  # whole numbers of float32 have gaps from there on
@@ -228,8 +228,8 @@ def mask_changed_integers(
         if values.dtype.kind in "iu":
             changed[...] = narrow.astype(values.dtype) != values
         else:
-            whole = np.isnan(values) | (np.trunc(values) == values)
-            counted = whole.all(axis=0) & (np.abs(values) < NO_DECIMALS_FROM)
+            is_whole = np.isnan(values) | (np.trunc(values) == values)
+            counted = is_whole.all(axis=0) & (np.abs(values) < NO_DECIMALS_FROM)
             changed[...] = counted & (narrow != values) & ~np.isnan(values)
     return changed
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import convert_to_tensor, is_integer
+from trainrun.data.map_style import find_description
 from trainrun.data.order.sampler import count_different
 from trainrun.data.pipeline import add_look
 from trainrun.data.stream_options import StreamOptions
@@ -24,6 +25,7 @@ LABELS_AT_ONCE = 2**22
 MOST_NAMED_CLASSES, NAMED_OF_MANY = 8, 4  # on the screen
 LEAST_IDS, MOST_UNIQUE = 20, 0.5  # samples, and labels for each of them, from which on labels look like ids
 LEAST_QUANTITIES = 20  # different real numbers, of which fewer may be classes
+CLASSES_PER_LABEL = 10  # more are a slip in one label
 PLAUSIBLE_CLASSES = 10_000  # of more, and many more than labels, one may be a slip
 
 
@@ -133,10 +135,10 @@ def collect_facts(sources: Mapping[str, Any], options: StreamOptions) -> DataFac
 
 def bytes_per_token(sources: Iterable[Any]) -> float | None:
     """Return the attribute `bytes_per_token` if all sources have the same value, as parts of one text do; else None."""
-    found: list[Any] = [find_attribute(source, "bytes_per_token") for source in sources if source is not None]
-    numbers = {float(one) if type(one) in (int, float) else math.nan for one in found}
-    one = numbers.pop() if len(numbers) == 1 else math.nan
-    return one if 0 < one < math.inf else None
+    sizes: list[Any] = [find_attribute(source, "bytes_per_token") for source in sources if source is not None]
+    numbers = {float(size) if type(size) in (int, float) else math.nan for size in sizes}
+    size = numbers.pop() if len(numbers) == 1 else math.nan
+    return size if 0 < size < math.inf else None
 
 
 def _count_classes(columns: Columns) -> int | None:
@@ -243,9 +245,52 @@ def check_labels(source: Any, key: str, allowed: Labels) -> None:
         for ignored in allowed.ignored:
             wrong &= labels != ignored
         if wrong.any():
-            from trainrun.data.wrong_labels import build_label_error
-
             first = wrong.nonzero()[0].tolist()
             raise build_label_error(
                 source, key, begin + first[0], int(labels[tuple(first)]), allowed.num_classes, allowed.said_by
             )
+
+
+def build_label_error(
+    source: Any, key: str, index: int, label: int, num_classes: int, said_by: str
+) -> DataError:
+    """Return the error about one label. said_by: as in `Labels`."""
+    return DataError(
+        f"{name_sample(source, key, index)} has label {label}, {explain_label(label, num_classes, said_by)}"
+    )
+
+
+def explain_label(label: int, num_classes: int, said_by: str) -> str:
+    """Return why a label is not a class."""
+    if said_by:
+        return f"but {said_by}={num_classes} allows 0 to {num_classes - 1}; correct one of the two"
+    if label < 0:
+        return (
+            "but classes are counted from 0; correct it, or number the classes from 0 on (tables do that by "
+            "data.train.target_dtype=class)"
+        )
+    return (
+        f"but the classes of the training data are 0 to {num_classes - 1}; correct it, or say how many "
+        f"there are, as data.num_classes={label + 1}"
+    )
+
+
+def name_sample(source: Any, key: str, index: int) -> str:
+    """Return line, row or file of a sample, if the source has a description."""
+    return find_description(source, index) or f"{key}: sample {index}"
+
+
+def check_number_of_classes(source: Any, key: str, target: Any, num_classes: int) -> None:
+    """Raise DataError if a single label makes the number of classes implausibly large.
+
+    target: the labels of all samples, if they are in memory.
+    """
+    if target is None or num_classes <= CLASSES_PER_LABEL * math.prod(target.shape):
+        return
+    labels = convert_to_tensor(target).long().reshape(len(target), -1)
+    index = int((labels == num_classes - 1).any(1).long().argmax())
+    if int(labels[index].max()) == num_classes - 1:
+        raise DataError(
+            f"{name_sample(source, key, index)} has label {num_classes - 1}, which makes {num_classes:,} classes of "
+            f"{len(target):,} samples; correct it, or, where that is meant, say data.num_classes={num_classes}"
+        )

@@ -90,13 +90,15 @@ def find_sequences(source: Any, options: StreamOptions) -> Measured:
         raise DataError(f"{options.key}: the data set is empty")
     if isinstance(source, Columns):
         return measure_columns(source)
-    found = None if options.look is None else options.look.sequences
-    if found is None and (options.look is None or not needs_all):
-        found = read_in_child(partial(learn_lengths, source, options.key, options.seed, needs_all), options)
-    if found is None:
+    sequences = None if options.look is None else options.look.sequences
+    if sequences is None and (options.look is None or not needs_all):
+        sequences = read_in_child(
+            partial(learn_lengths, source, options.key, options.seed, needs_all), options
+        )
+    if sequences is None:
         read_all = partial(read_all_lengths, source, options.key, options.seed, options.report)
         return _run_on_one_rank(lambda: read_in_child(read_all, options), options)
-    return found
+    return sequences
 
 
 def _run_on_one_rank(work: Callable[[], T], options: StreamOptions) -> T:
@@ -173,17 +175,17 @@ def _look(dataset: Any, options: StreamOptions) -> Look:
     first, fault = _read_first_input(BatchReader(raw, recipe), recipe.skips)
     if first is None:
         return Look(fault=fault)
-    found = _SampleReads(raw, recipe, options.batch_size)
+    reads = _SampleReads(raw, recipe, options.batch_size)
     for row in choose_spread_indices(len(raw), ROWS_READ).tolist():
-        found.read(row)
+        reads.read(row)
         report_progress()
-        if found.total_seconds > READ_SECONDS:
+        if reads.total_seconds > READ_SECONDS:
             break
-    found.read_batch()
+    reads.read_batch()
     sequences = None
     if find_columns(dataset, options.key) is None and options.sequences_matter:
         sequences = learn_lengths(raw, options.key, options.seed, options.needs_lengths)
-    return replace(found.look(first), sequences=sequences)
+    return replace(reads.look(first), sequences=sequences)
 
 
 class _SampleReads:
@@ -217,11 +219,11 @@ class _SampleReads:
             other = _digest_sample(self._other, row)
         except DataError:
             return
-        for what, mine, its in zip(
+        for place, mine, its in zip(
             (self._recipe.key, self._recipe.transform_key), first, second, strict=True
         ):
             if mine != its:
-                self._changes[what] = None
+                self._changes[place] = None
                 break
         else:
             self._depends = self._depends or (first != other and not self._draws.moved)
@@ -246,7 +248,7 @@ class _SampleReads:
         seconds, busy, pauses = (sum(each) / len(times) for each in zip(*times, strict=True))
         if pauses < 1:  # what is missing of the time, other processes have had
             seconds = busy
-        moved = {what: tuple(sorted(names)) for what, names in self._draws.moved.items()}
+        moved = {place: tuple(sorted(names)) for place, names in self._draws.moved.items()}
         drawn = {name for names in moved.values() for name in names}
         drawn_from = tuple(name for name in GLOBAL_GENERATORS if self._depends or name in drawn)
         return Look(first, "", seconds, busy, self._sample_bytes, drawn_from, moved, tuple(self._changes))

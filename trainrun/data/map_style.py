@@ -78,7 +78,7 @@ def copy_shallow(dataset: Any) -> Any:
     return clone
 
 
-def describe(dataset: Any, index: int) -> str:
+def describe_location(dataset: Any, index: int) -> str:
     """Return ` (file and record)` of a sample if the data set can describe it."""
     description = find_description(dataset, index)
     return f" ({description})" if description else ""

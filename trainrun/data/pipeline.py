@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import Preparation
 from trainrun.data.engines.in_memory import ResidentBatches, choose_evaluation_batch_size, explain_resident
-from trainrun.data.engines.stream import OpenedStream, ReadBy
+from trainrun.data.engines.stream import AsInData, OpenedStream, ReadBy
 from trainrun.data.scale import Scale, Scaled
 from trainrun.data.stream_options import (
     Collate,
@@ -72,7 +72,7 @@ def add_look(source: Any, options: StreamOptions) -> StreamOptions:
 
 def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
     """Return the source behind its cache (`options.cache`), with the plan of its batches."""
-    given, options, notes = source, convert_limit_to_samples(options), []
+    original, options, notes = source, convert_limit_to_samples(options), []
     source, scale = as_bytes(source)
     columns = None
     if options.cache != "none":
@@ -91,14 +91,20 @@ def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
     length = measure_length(dataset, options.key)
     if length == 0:
         raise DataError(f"{options.key}: the data set is empty")
-    found = _plan_sequences(dataset, build_unchecked_plan(length, options.batch_size, options), options)
-    plan: StreamPlan = build_plan(length, options) if found is None else found.plan
+    sequence_plan = _plan_sequences(
+        dataset, build_unchecked_plan(length, options.batch_size, options), options
+    )
+    plan: StreamPlan = build_plan(length, options) if sequence_plan is None else sequence_plan.plan
     collate = options.collate_fn
     preparation = Preparation(options.float_dtype, options.max_sequence_length)
-    if found is not None:
-        dataset, collate, preparation = found.source, found.collate, Preparation(options.float_dtype)
+    if sequence_plan is not None:
+        dataset, collate, preparation = (
+            sequence_plan.source,
+            sequence_plan.collate,
+            Preparation(options.float_dtype),
+        )
         columns = dataset if isinstance(dataset, Columns) else None
-        notes += [found.line] if found.line else []
+        notes += [sequence_plan.line] if sequence_plan.line else []
     if (
         options.transform is None
         and options.collate_fn is None
@@ -108,9 +114,9 @@ def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
         columns = find_rows_in_memory(dataset)
         dataset, collate = (dataset, collate) if columns is None else (columns, None)
     single = _find_sample_setting(options, collate)
-    return PreparedStream(given, options, dataset, columns, plan, preparation, collate, scale, single,
-                          tuple(notes), {} if found is None else found.positions,
-                          None if found is None else found.samples)  # fmt: skip
+    return PreparedStream(original, options, dataset, columns, plan, preparation, collate, scale, single,
+                          tuple(notes), {} if sequence_plan is None else sequence_plan.positions,
+                          None if sequence_plan is None else sequence_plan.samples)  # fmt: skip
 
 
 def only_joins_rows(collate: Collate | None) -> bool:
@@ -136,7 +142,7 @@ def _finish_batches(
 ) -> Batches:
     """Return the function that is applied to batches on the device, the same for every engine."""
     if options.tally is not None and collate is not None:
-        from trainrun.data.sequences.token_counter import count_tokens
+        from trainrun.data.sequences.collate import count_tokens
 
         batches = count_tokens(batches, collate, options.tally)
     if scale is not None and options.transform is None and options.collate_fn is None:
@@ -150,8 +156,6 @@ def _finish_batches(
         )
     number = number if samples is None else len(samples)
     if number is not None:
-        from trainrun.data.order.drawn import AsInData
-
         batches = AsInData(batches, number, samples)
     return batches
 

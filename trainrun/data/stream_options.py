@@ -63,8 +63,8 @@ class TokenCounter:
 
     def take(self) -> float:
         """Return the tokens since the last call. The host waits for the device."""
-        found, self._sum = self._sum, None
-        return 0.0 if found is None else float(found)
+        total, self._sum = self._sum, None
+        return 0.0 if total is None else float(total)
 
 
 class SourceStates:
@@ -307,5 +307,5 @@ def count_read_ahead(number: int, prefetch_factor: int) -> int:
 def describe_unused(options: StreamOptions, *names: str) -> str:
     """Describe settings that have no effect."""
     values = {name: getattr(options, name) for name in names}
-    given = [f"data.{name}={value}" for name, value in values.items() if value not in ("auto", 0)]
-    return f"; {' and '.join(given)} {'is' if len(given) == 1 else 'are'} not used" if given else ""
+    unused = [f"data.{name}={value}" for name, value in values.items() if value not in ("auto", 0)]
+    return f"; {' and '.join(unused)} {'is' if len(unused) == 1 else 'are'} not used" if unused else ""

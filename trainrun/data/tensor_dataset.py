@@ -189,12 +189,12 @@ class Columns:
         if self.names:
             named = dict(zip(self.names, self.values, strict=True))
             key = choose_target_key(named)
-            found = None if key is None else named[key]
+            labels = None if key is None else named[key]
         else:
-            found = self.values[1] if len(self.values) > 1 else None
-        if found is None or self.row_numbers is None:
-            return found
-        return self.copy_samples(found, np.arange(len(self)))
+            labels = self.values[1] if len(self.values) > 1 else None
+        if labels is None or self.row_numbers is None:
+            return labels
+        return self.copy_samples(labels, np.arange(len(self)))
 
 
 def as_bytes(source: Any) -> tuple[Any, Scale | None]:
@@ -205,8 +205,8 @@ def as_bytes(source: Any) -> tuple[Any, Scale | None]:
     if convert := find_reader_attribute(source, "as_bytes"):
         return convert() or (source, None)
     if type(source) is Subset:
-        whole, scale = as_bytes(source.dataset)
-        return (source, None) if scale is None else (Subset(whole, source.indices), scale)
+        as_stored, scale = as_bytes(source.dataset)
+        return (source, None) if scale is None else (Subset(as_stored, source.indices), scale)
     return source, None
 
 
@@ -241,8 +241,10 @@ def view_as_tensor(value: Column) -> Tensor | None:
     """
     if isinstance(value, Tensor):
         return value
-    plain = value.dtype.isnative and value.dtype.str[1:] in INDEXED and min(value.strides, default=0) >= 0
-    if not plain or any(stride % value.itemsize for stride in value.strides):
+    is_viewable = (
+        value.dtype.isnative and value.dtype.str[1:] in INDEXED and min(value.strides, default=0) >= 0
+    )
+    if not is_viewable or any(stride % value.itemsize for stride in value.strides):
         return None
     return torch.from_numpy(np.asarray(_Writeable(value)))
 
@@ -261,10 +263,10 @@ def measure_length(source: Any, key: str) -> int:
         raise DataError(f"{key}: a DataLoader already makes batches; give its dataset instead")
     if isinstance(source, type):
         raise DataError(f"{key}: {source.__name__} is a class, not a data set; {ALLOWED}")
-    known = (
+    has_length = (
         hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, str | bytes)
     )
-    if not known or type(source).__module__.startswith("pandas"):  # which reads by label
+    if not has_length or type(source).__module__.startswith("pandas"):  # which reads by label
         raise DataError(f"{key}: cannot read a {type(source).__name__}; {ALLOWED}")
     return len(source)
 
@@ -332,7 +334,7 @@ OF_READERS = ("input_columns", "column")  # attributes that have a meaning in th
 def list_parts(dataset: Any) -> list[Any]:
     """Return the data sets inside torch's Subset and ConcatDataset that provide the samples."""
     if type(dataset) is ConcatDataset:
-        return [part for one in dataset.datasets for part in list_parts(one)]
+        return [part for inner in dataset.datasets for part in list_parts(inner)]
     return list_parts(dataset.dataset) if type(dataset) is Subset else [dataset]
 
 
@@ -363,19 +365,19 @@ def find_attribute(dataset: Any, name: str) -> Any:
     unknown.
     """
     if type(dataset) is Subset:
-        found = find_attribute(dataset.dataset, name)
-        if found is None or name in OF_ALL_SAMPLES:
-            return found
-        values = _read_sample_values(dataset.dataset, found)
+        value = find_attribute(dataset.dataset, name)
+        if value is None or name in OF_ALL_SAMPLES:
+            return value
+        values = _read_sample_values(dataset.dataset, value)
         return None if values is None else values[np.asarray(dataset.indices)]
     if type(dataset) is ConcatDataset:
-        each = [find_attribute(one, name) for one in dataset.datasets]
+        each = [find_attribute(inner, name) for inner in dataset.datasets]
         if name in OF_ALL_SAMPLES:
-            return each[0] if all(np.array_equal(one, each[0]) for one in each) else None
+            return each[0] if all(np.array_equal(inner, each[0]) for inner in each) else None
         arrays = [_read_sample_values(*pair) for pair in zip(dataset.datasets, each, strict=True)]
-        known = [one for one in arrays if one is not None]
-        same_shape = len({one.shape[1:] for one in known}) == 1
-        return np.concatenate(known) if same_shape and len(known) == len(arrays) else None
+        present = [inner for inner in arrays if inner is not None]
+        same_shape = len({inner.shape[1:] for inner in present}) == 1
+        return np.concatenate(present) if same_shape and len(present) == len(arrays) else None
     if isinstance(dataset, Columns) and name == "targets":
         return dataset.target()
     return find_reader_attribute(dataset, name) if name in OF_READERS else getattr(dataset, name, None)

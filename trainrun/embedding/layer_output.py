@@ -57,21 +57,21 @@ class LayerOutput:
             raise ConfigError(
                 f"--layer: {self.name} comes {len(self._found)} times in one forward; name a layer that runs once"
             )
-        found = self._found.pop()
+        output = self._found.pop()
         rows = len(inputs) if isinstance(inputs, Tensor) else len(target) if target is not None else None
-        if not isinstance(found, Tensor) or found.ndim < 2 or len(found) != rows:
+        if not isinstance(output, Tensor) or output.ndim < 2 or len(output) != rows:
             raise ConfigError(
-                f"--layer: {self.name} is {describe_form(found)}, not a tensor with a row for each of {rows} "
+                f"--layer: {self.name} is {describe_form(output)}, not a tensor with a row for each of {rows} "
                 "samples; name "
                 "another layer"
             )
-        if found.ndim > 2 and not _has_no_padding(batch):
+        if output.ndim > 2 and not _has_no_padding(batch):
             raise DataError(
-                f"--layer: {self.name} has shape {tuple(found.shape)}, and the sequences of a batch differ in length; "
+                f"--layer: {self.name} has shape {tuple(output.shape)}, and the sequences of a batch differ in length; "
                 "name a layer that gives one row for a whole sequence"
             )
-        found = found.float() if found.dtype in HALF_TYPES else found
-        return found.cpu(), None if target is None else target.cpu()
+        output = output.float() if output.dtype in HALF_TYPES else output
+        return output.cpu(), None if target is None else target.cpu()
 
 
 def _has_no_padding(batch: Any) -> bool:

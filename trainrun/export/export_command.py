@@ -30,8 +30,8 @@ from trainrun.export.served import (
     ServedModel,
     functions_before_model,
     half_batch,
+    list_outputs,
     load_real_samples,
-    to_tuple,
 )
 from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.output import report_result, say
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     out = output_folder(arguments.out, run)
     config = load_trusted_config(run, arguments.overrides, arguments.trust)
     which, split = choose_saved_checkpoint(run, arguments.which), arguments.split
-    model = prepare_model(load_network_of_run(run, config, which), arguments.merge)
+    model = prepare_exported_model(load_network_of_run(run, config, which), arguments.merge)
     loaded = read_checkpoint(resolve_checkpoint(run.checkpoints, which))
     try:
         has_own_tokenizer = "bpe:" in str(config.data.train)
@@ -159,7 +159,7 @@ def parse_formats(text: str) -> list[str]:
     return names
 
 
-def prepare_model(model: nn.Module, merge: bool) -> nn.Module:
+def prepare_exported_model(model: nn.Module, merge: bool) -> nn.Module:
     """Return the network in float32 or float64, with LoRA merged if `merge` is set. Raise ConfigError without LoRA
     layers.
     """
@@ -191,7 +191,7 @@ def check_export(name: str, path: Path, runner: Runner, request: ExportRequest, 
         raise TrainingError(f"{path}: does not run ({type(error).__name__}: {error})") from error
     count = sum(len(inputs[0]) for inputs in samples.inputs)
     if not worst <= tolerance:
-        again = to_tuple(samples.served(*samples.inputs[0]))
+        again = list_outputs(samples.served(*samples.inputs[0]))
         if not relative_difference(again, samples.expected[0]) <= tolerance:
             raise TrainingError(
                 f"{path}: was not kept: the network itself gives something else each time for the same samples; "

@@ -16,7 +16,7 @@ from safetensors.torch import load_model, save_file, save_model
 from torch import Tensor
 
 from trainrun.errors import ConfigError
-from trainrun.export.served import RealSamples, is_per_sample, suppress_output, to_tuple
+from trainrun.export.served import RealSamples, is_per_sample, list_outputs, suppress_output
 from trainrun.folder.run_folder import write_json
 
 Runner = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
@@ -74,7 +74,7 @@ def _build_runner(request: ExportRequest, path: Path, names: Collection[str] | N
         if names is None or name in names:
             tensor.zero_()
     load_model(fresh.model, str(path), strict=names is None)
-    return lambda inputs: to_tuple(fresh(*inputs))
+    return lambda inputs: list_outputs(fresh(*inputs))
 
 
 def to_torch_export(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
@@ -88,7 +88,7 @@ def to_torch_export(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
         torch.export.save(program, data)
         path.write_bytes(data.getbuffer())
         module = torch.export.load(path).module()
-    return path, lambda inputs: to_tuple(module(*inputs))
+    return path, lambda inputs: list_outputs(module(*inputs))
 
 
 def to_onnx(request: ExportRequest, path: Path) -> tuple[Path, Runner]:

@@ -158,7 +158,7 @@ def load_real_samples(config: RunConfig, model: nn.Module, split: str, loaded: L
         args, named = call.fill(tensors)
         expected = output_tensors(model(*args, **named))
         served(*inputs)  # constants of augmentations are made at their first call: not while it is traced
-        tried.append((served, inputs, to_tuple(expected)))
+        tried.append((served, inputs, list_outputs(expected)))
     for stream in (raw_stream, ready_stream):
         stream.close()
     if not tried:
@@ -239,7 +239,7 @@ def first_tensor(batch: Any) -> Tensor:
     )
 
 
-def to_tuple(output: Any) -> tuple[Tensor, ...]:
+def list_outputs(output: Any) -> tuple[Tensor, ...]:
     return (output,) if isinstance(output, Tensor) else tuple(output)
 
 
@@ -268,7 +268,7 @@ def half_batch(samples: RealSamples) -> tuple[tuple[Tensor, ...], tuple[Tensor, 
         tensor[:size] if has_rows else tensor
         for tensor, has_rows in zip(inputs, is_per_sample(inputs), strict=True)
     )
-    return inputs, to_tuple(samples.served(*inputs))
+    return inputs, list_outputs(samples.served(*inputs))
 
 
 def is_per_sample(inputs: tuple[Tensor, ...]) -> list[bool]:

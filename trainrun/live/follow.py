@@ -18,7 +18,7 @@ from trainrun.folder.run_folder import RunDir, read_json
 from trainrun.folder.status import read_status
 from trainrun.monitor.metric_rows import parse_row
 from trainrun.output import format_duration
-from trainrun.plots.series import Point, RunningClock, iterate_points
+from trainrun.plots.series import Point, RunningClock, iterate_curve_points
 
 MOST_POINTS = 2000  # of a curve; then every second one goes
 REMEMBERED_SECONDS = 60.0  # the time left follows the speed of that long
@@ -89,7 +89,7 @@ class Follower:
             self.validated = step if kind == "eval" else self.validated
             numbers = {name: value for name, value in row.items() if name not in NO_NUMBERS}
             self.latest |= numbers  # `train/loss` of a validation is the mean since the one before
-            for name, point in iterate_points(row, seconds):
+            for name, point in iterate_curve_points(row, seconds):
                 self._add_point(name, point)
 
     def _add_point(self, name: str, point: Point) -> None:

@@ -71,10 +71,10 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     size = max(1, -(-len(values) // width))
     groups = [[v for v in values[i : i + size] if abs(v) < float("inf")] for i in range(0, len(values), size)]
     means = [sum(group) / len(group) if group else None for group in groups]
-    known = [mean for mean in means if mean is not None]
-    if not known:
+    finite = [mean for mean in means if mean is not None]
+    if not finite:
         return ""
-    low, span = min(known), (max(known) - min(known)) or 1.0
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
     return "".join(" " if m is None else BARS[min(int((m - low) / span * 8), 7)] for m in means)
 
 

@@ -100,7 +100,7 @@ class Gpt(nn.Module):
     ) -> None:
         super().__init__()
         layers, width, heads = (
-            given or usual for given, usual in zip((layers, width, heads), SIZES[size], strict=True)
+            typed or usual for typed, usual in zip((layers, width, heads), SIZES[size], strict=True)
         )
         if width % heads or (width // heads) % 2:
             raise ValueError(f"width={width} must be an even multiple of heads={heads}")

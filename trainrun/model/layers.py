@@ -20,12 +20,12 @@ class Residual(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = x if self.shortcut is None else self.shortcut(x)
-        return kept + self.branch(x)  # type: ignore[no-any-return]
+        skipped = x if self.shortcut is None else self.shortcut(x)
+        return skipped + self.branch(x)  # type: ignore[no-any-return]
 
     def last_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the last layer that has any. If all of them are zero, the block is the identity."""
-        return [found for layer in self.branch if (found := list(layer.parameters()))][-1]
+        return [parameters for layer in self.branch if (parameters := list(layer.parameters()))][-1]
 
 
 def norm_layers(name: str, num_features: int, images: bool) -> list[nn.Module]:

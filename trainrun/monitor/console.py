@@ -95,13 +95,9 @@ class Console:
                 facts, lambda: self.position, self._newest_values, self._stream, **self._clocks
             )
         elif self._wants_html and "IPython" in sys.modules:
-            from trainrun.monitor.notebook import NotebookBar, is_notebook
+            from trainrun.monitor.notebook import show_notebook_bar
 
-            if is_notebook():
-                from trainrun.monitor.bar import ProgressBar
-
-                bar = ProgressBar(facts, step, **self._clocks)
-                self._html = NotebookBar(bar, facts.total_steps, self._newest_values, self._table)
+            self._html = show_notebook_bar(facts, step, self._newest_values, self._table, **self._clocks)
 
     def on_step(self, step: int, epoch: float, row: Mapping[str, float]) -> None:
         if (speed := find_throughput(row)) is not None:

@@ -120,10 +120,10 @@ class MetricLogger:
         if only_skipped:  # the loss of such a step says why, and is part of no other mean
             state.losses, state.logged_items = list(report.losses), report.items
         new_tokens = self._tokens.take() if self._tokens is not None else 0.0
-        found, (tokens,) = self._read_sums(state, [new_tokens])
-        row = self._train_metrics(add_by_name(state.logged, found))
+        sums, (tokens,) = self._read_sums(state, [new_tokens])
+        row = self._train_metrics(add_by_name(state.logged, sums))
         if not only_skipped:
-            state.since_validation = add_by_name(state.since_validation, found)
+            state.since_validation = add_by_name(state.since_validation, sums)
         state.logged = {}
         self._reset_sums(state)
         row |= report.grad.learning_rates or self._learning_rates()
@@ -201,10 +201,10 @@ class MetricLogger:
 
     def speeds(self, items_per_second: float) -> dict[str, float]:
         """Return the run's speed in items per second, and in tokens per second if tokens are counted."""
-        found = {self.speed_name: items_per_second}
+        rates = {self.speed_name: items_per_second}
         if not self._seen_tokens:
-            return found
-        return found | {"tokens_per_second": items_per_second * self._seen_tokens / self._seen_items}
+            return rates
+        return rates | {"tokens_per_second": items_per_second * self._seen_tokens / self._seen_items}
 
     def on_eval(self, state: TrainState, metrics: Mapping[str, float], scheduled: bool = True) -> None:
         """Write a row after a validation and exclude its seconds from the training time. scheduled: whether it was
@@ -227,10 +227,10 @@ class MetricLogger:
         """Return the training metrics of all steps since the last scheduled validation."""
         if not self._logs:
             return {}
-        found, _ = self._read_sums(state, [])
-        metrics = self._train_metrics(add_by_name(state.since_validation, found))
+        sums, _ = self._read_sums(state, [])
+        metrics = self._train_metrics(add_by_name(state.since_validation, sums))
         if scheduled:
-            state.logged, state.since_validation = add_by_name(state.logged, found), {}
+            state.logged, state.since_validation = add_by_name(state.logged, sums), {}
             self._reset_sums(state)
         return metrics
 

@@ -248,16 +248,16 @@ def remove_incomplete_line(path: Path) -> None:
     if not path.exists():
         return
     with path.open("rb+") as file:
-        end = kept = file.seek(0, os.SEEK_END)
-        while kept > 0:
-            start = max(0, kept - BLOCK_BYTES)
+        end = length = file.seek(0, os.SEEK_END)
+        while length > 0:
+            start = max(0, length - BLOCK_BYTES)
             file.seek(start)
-            newline = file.read(kept - start).rfind(b"\n")
-            kept = start + newline + 1
+            newline = file.read(length - start).rfind(b"\n")
+            length = start + newline + 1
             if newline >= 0:
                 break
-        if kept < end:
-            file.truncate(kept)
+        if length < end:
+            file.truncate(length)
 
 
 def _format_row(row: Mapping[str, Any]) -> str:

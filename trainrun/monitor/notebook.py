@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from trainrun.interfaces import RunFacts
 from trainrun.monitor.bar import ProgressBar
 from trainrun.monitor.evaluation_table import BEST, EvaluationTable
 
@@ -19,6 +20,18 @@ def is_notebook() -> bool:
     """Return whether this process is a notebook kernel. IPython is not imported for this."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
+
+
+def show_notebook_bar(
+    facts: RunFacts, step: int, values: Callable[[], Sequence[str]], table: EvaluationTable, **clocks: Any
+) -> NotebookBar | None:
+    """Show a progress bar in the output of the cell, if this process is a notebook kernel.
+
+    clocks: see `ProgressBar`.
+    """
+    if not is_notebook():
+        return None
+    return NotebookBar(ProgressBar(facts, step, **clocks), facts.total_steps, values, table)
 
 
 class NotebookBar:

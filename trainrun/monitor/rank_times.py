@@ -70,17 +70,19 @@ class RankTimes:
             return ""
         usual = median(self._own_seconds)
         least = max(SLOWER * usual, usual + LEAST_SHARE * self._step_seconds)
-        slow = [rank for rank, own in enumerate(self._own_seconds) if own > least and rank not in self._named]
+        slow = [
+            rank for rank, spent in enumerate(self._own_seconds) if spent > least and rank not in self._named
+        ]
         note = ""
         if slow:  # the same on all ranks, which computed it from the same numbers
             slowest = max(slow, key=self._own_seconds.__getitem__)
             self._named.add(slowest)
             host = self._parallel.gather(socket.gethostname())[slowest]
-            own, usual = (1000 * value / self._num_steps for value in (self._own_seconds[slowest], usual))
+            spent, usual = (1000 * value / self._num_steps for value in (self._own_seconds[slowest], usual))
             names = " and ".join(ACCOUNTS[phase] for phase in self._own_phases)
             note = (
-                f"rank {slowest} on {host} is slow, and the other ranks wait for it: {names} took {own:.3g} ms a step "
-                f"over {self._num_steps} steps, the median of the ranks is {usual:.3g} ms"
+                f"rank {slowest} on {host} is slow, and the other ranks wait for it: {names} took {spent:.3g} ms a "
+                f"step over {self._num_steps} steps, the median of the ranks is {usual:.3g} ms"
             )
         self._num_steps, self._step_seconds = 0, 0.0
         self._own_seconds = [0.0] * self._parallel.world_size

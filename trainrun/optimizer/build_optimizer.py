@@ -96,10 +96,8 @@ def build_optimizer(
     devices = ", ".join(sorted({param.device.type for param in params}))
     kernel, reason = describe_kernel(optimizer, wish)
     note = f"optimizer: {name}, {kernel} ({devices}): {reason}{lost}"
-    if type(optimizer).__module__ == "trainrun.optimizer.muon":
-        from trainrun.optimizer.muon import describe_parts
-
-        note += f"; {describe_parts(optimizer.param_groups)}"
+    if callable(describe_parts := getattr(optimizer, "describe_parts", None)):
+        note += f"; {describe_parts()}"
     return optimizer, "\n".join([note, *lines])
 
 

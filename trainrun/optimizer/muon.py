@@ -18,7 +18,7 @@ gain: modded-nanogpt reached its target loss in 24.9 instead of 31.4 minutes wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from operator import is_
 from typing import Annotated, Any, Literal
 
@@ -135,6 +135,14 @@ class Muon(Optimizer):
             adamw.param_groups, adamw.state = others, self.state
             self._update_others = build_plain_step(adamw)
 
+    def describe_parts(self) -> str:
+        """Describe how many parameters Muon and AdamW update, for the first lines of a run."""
+        by_muon, by_adamw = (
+            sum(len(group["params"]) for group in self._groups(is_muon)) for is_muon in (True, False)
+        )
+        matrices = "1 matrix" if by_muon == 1 else f"{by_muon} matrices"
+        return f"{matrices} by Muon, {format_count(by_adamw, 'other parameter')} by AdamW"
+
     def _groups(self, muon: bool) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if bool(group["muon"]) is muon]
 
@@ -205,12 +213,3 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def describe_parts(groups: Iterable[dict[str, Any]]) -> str:
-    """Describe how many parameters Muon and AdamW update, for the first lines of a run."""
-    counts = {True: 0, False: 0}
-    for group in groups:
-        counts[group["muon"]] += len(group["params"])
-    matrices = "1 matrix" if counts[True] == 1 else f"{counts[True]} matrices"
-    return f"{matrices} by Muon, {format_count(counts[False], 'other parameter')} by AdamW"

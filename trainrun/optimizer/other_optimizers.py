@@ -209,8 +209,8 @@ def check_sharded_updates(
         raise PluginError(
             f"optimizer: {name} cannot be tried on a part of a layer ({type(error).__name__}: {reason}); {way_out}"
         ) from error
-    whole, joined = changes[0], torch.cat(changes[1:])
-    if not torch.allclose(whole, joined, rtol=0, atol=TOLERANCE * float(whole.abs().max())):
+    unsharded, joined = changes[0], torch.cat(changes[1:])
+    if not torch.allclose(unsharded, joined, rtol=0, atol=TOLERANCE * float(unsharded.abs().max())):
         raise PluginError(f"optimizer: {name} updates a weight by the whole of its gradient, and {way_out}")
 
 

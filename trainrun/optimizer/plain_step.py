@@ -178,18 +178,18 @@ class FusedAdam:
         if not self._is_prepared():
             self._prepare()  # the first update, or the first after another state was loaded
             return
-        found = []
+        group_grads = []
         for group in self._groups:
             grads = [grad for param in group.params if (grad := param.grad) is not None]
             if len(grads) != len(group.params) or type(group.group["lr"]) is not float:
                 self._plain()
                 return
-            found.append(grads)
+            group_grads.append(grads)
         if self._others and any(param.grad is not None for param in self._others):
             self._prepare()
             return
         with torch.no_grad():
-            for group, grads in zip(self._groups, found, strict=True):
+            for group, grads in zip(self._groups, group_grads, strict=True):
                 group.update(grads)
 
     def _prepare(self) -> None:

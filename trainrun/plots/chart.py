@@ -77,7 +77,7 @@ class Chart:
 
 def _curve_to_json(curve: Curve) -> dict[str, Any]:
     index, means = thin_by_extremes(curve.values, curve.most)
-    found = {
+    fields = {
         "name": curve.name,
         "x": {axis: to_json_numbers(values[index]) for axis, values in curve.axes.items()},
         "y": to_json_numbers(curve.values[index]),
@@ -85,10 +85,10 @@ def _curve_to_json(curve: Curve) -> dict[str, Any]:
         **({"faint": True} if curve.is_faint else {}),
     }
     if curve.half is not None:
-        found["half"] = to_json_numbers(curve.half[index])
+        fields["half"] = to_json_numbers(curve.half[index])
     if means is not None:
-        found["mean"] = to_json_numbers(means)
-    return found
+        fields["mean"] = to_json_numbers(means)
+    return fields
 
 
 def to_json_numbers(values: Floats) -> list[float | None]:

@@ -56,9 +56,15 @@ def compare_runs(runs: list[RunDir], out: Path) -> RunComparison:
     parts = [page.heading(title, level=1), page.html_table(head, rows), page.paragraph(same), charts]
     texts, width = [same], table_width(MOST_WIDE)
     for name, facts in {"environment": environment_facts, "data": data_facts}.items():
-        found = difference_table({run: flatten_dict(facts(history)) for run, history in histories.items()})
-        parts += [page.heading(f"{name}: what differs"), page.html_table(*found)] if found[1] else []
-        texts.append(f"{name}:\n{format_table(*found, width)}" if found[1] else f"{name}: nothing differs")
+        differences = difference_table(
+            {run: flatten_dict(facts(history)) for run, history in histories.items()}
+        )
+        parts += (
+            [page.heading(f"{name}: what differs"), page.html_table(*differences)] if differences[1] else []
+        )
+        texts.append(
+            f"{name}:\n{format_table(*differences, width)}" if differences[1] else f"{name}: nothing differs"
+        )
     file = out / "compare.html"
     out.mkdir(parents=True, exist_ok=True)
     write_text(file, page.html_page(title, parts))
@@ -69,36 +75,44 @@ def compare_runs(runs: list[RunDir], out: Path) -> RunComparison:
 
 def environment_facts(history: History) -> dict[str, Any]:
     """Return the versions, the machine, the device and the state of the code of a run."""
-    found, run = read_environment(history.run), history.run
-    found = {name: value for name, value in found.items() if name not in ("command", "folder", "working_dir")}
+    environment, run = read_environment(history.run), history.run
+    environment = {
+        name: value for name, value in environment.items() if name not in ("command", "folder", "working_dir")
+    }
     with suppress(OSError):
-        found["changes.diff"] = hashlib.sha256(run.changes.read_bytes()).hexdigest()[:8]
-    return found | {name: history.facts.get(name) for name in ("device", "world_size")}
+        environment["changes.diff"] = hashlib.sha256(run.changes.read_bytes()).hexdigest()[:8]
+    return environment | {name: history.facts.get(name) for name in ("device", "world_size")}
 
 
 def data_facts(history: History) -> dict[str, Any]:
     """Return the sizes and shapes of the data of a run, and a fingerprint of its files."""
-    found = {name: history.facts.get(name) for name in ("num_train", "num_val")}
+    identity_facts = {name: history.facts.get(name) for name in ("num_train", "num_val")}
     with suppress(ConfigError):
-        found |= read_identity(history.run).get("data", {})
+        identity_facts |= read_identity(history.run).get("data", {})
     with suppress(OSError, ValueError, CheckpointError):
         newest = max(history.run.checkpoints.glob("step-*"), default=None)
         fingerprint = read_manifest(newest).fingerprint if newest else {}
-        found |= {name: fingerprint[name] for name in fingerprint if name.endswith("data.train.path")}
-    return found
+        identity_facts |= {
+            name: fingerprint[name] for name in fingerprint if name.endswith("data.train.path")
+        }
+    return identity_facts
 
 
 def difference_table(facts: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return a table of the facts that differ: one row per fact, one column per run."""
     keys = differing_keys(list(facts.values()))
     few = [
-        key for key in keys if not key.startswith("packages.") or all(key in one for one in facts.values())
+        key
+        for key in keys
+        if not key.startswith("packages.") or all(key in run_facts for run_facts in facts.values())
     ]
     if others := set(keys) - set(few):
-        facts = {run: {**one, PACKAGES: len(others & one.keys())} for run, one in facts.items()}
+        facts = {
+            run: {**run_facts, PACKAGES: len(others & run_facts.keys())} for run, run_facts in facts.items()
+        }
         few.append(PACKAGES)
     return ["", *facts], [
-        [key, *(format_setting(found[key]) if key in found else "-" for found in facts.values())]
+        [key, *(format_setting(values[key]) if key in values else "-" for values in facts.values())]
         for key in few
     ]
 
@@ -109,17 +123,17 @@ def describe_loss_difference(histories: dict[str, History]) -> str:
     for history in histories.values():
         rows = history.rows_of_kind("train")
         begins = [0, *(row["step"] for row in rows)]  # a loss is the mean since the row before
-        found: dict[tuple[int, int, str], Any] = {
+        loss_of: dict[tuple[int, int, str], Any] = {
             (row["step"], start, "train/loss"): row.get("train/loss")
             for start, row in zip(begins, rows, strict=False)
         }
         for row in history.rows_of_kind("eval"):
-            found |= {(row["step"], -1, name): row[name] for name in row if name.endswith("/loss")}
-        losses.append(found)
+            loss_of |= {(row["step"], -1, name): row[name] for name in row if name.endswith("/loss")}
+        losses.append(loss_of)
     both = sorted(set.intersection(*map(set, losses)))
     if not both:
         return ""
-    other = [steps for steps in both if len({one[steps] for one in losses}) > 1]
+    other = [steps for steps in both if len({run_losses[steps] for run_losses in losses}) > 1]
     if not other:
         return f"losses are equal, bit for bit, at all {len({step for step, *_ in both})} common log points"
     return f"losses differ from step {other[0][0]:,} on"
@@ -159,17 +173,17 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
 def best_history(histories: Sequence[History]) -> History | None:
     """Return the run with the best value; None if runs have different metrics or all values are equal."""
     judged = [(history.best, history) for history in histories]
-    known = [(best, history) for best, history in judged if best is not None]
-    if len({best.metric for best, _ in known}) != 1 or len({best.value for best, _ in known}) == 1:
+    with_value = [(best, history) for best, history in judged if best is not None]
+    if len({best.metric for best, _ in with_value}) != 1 or len({best.value for best, _ in with_value}) == 1:
         return None
-    sign = -1 if any(history.summary.get("mode") == "max" for _, history in known) else 1
-    return min(known, key=lambda pair: sign * pair[0].value)[1]
+    sign = -1 if any(history.summary.get("mode") == "max" for _, history in with_value) else 1
+    return min(with_value, key=lambda pair: sign * pair[0].value)[1]
 
 
 def final_metrics(history: History) -> dict[str, float]:
     """Return the final validation and test metrics of a run."""
-    found = dict(history.summary.get("metrics") or {}) | (history.rows_of_kind("test") or [{}])[-1]
-    return {name: value for name, value in found.items() if "/" in name and not name.endswith("/seconds")}
+    metrics = dict(history.summary.get("metrics") or {}) | (history.rows_of_kind("test") or [{}])[-1]
+    return {name: value for name, value in metrics.items() if "/" in name and not name.endswith("/seconds")}
 
 
 def differing_keys(configs: Sequence[dict[str, Any]]) -> list[str]:
@@ -183,9 +197,9 @@ def differing_keys(configs: Sequence[dict[str, Any]]) -> list[str]:
 
 def comparison_charts(histories: dict[str, History]) -> list[Chart]:
     """Return a chart for each training and validation metric, with a curve for each run."""
-    found: dict[str, list[Curve]] = {}
+    curves_of: dict[str, list[Curve]] = {}
     for run, history in histories.items():
         for name, points in collect_curves(history.in_order).items():
-            found.setdefault(name, []).append(build_curve(run, points))
-    order = sorted(found, key=lambda name: (not name.endswith("/loss"), "/" not in name))
-    return [Chart(name, found[name], UNITS.get(name, "")) for name in order]
+            curves_of.setdefault(name, []).append(build_curve(run, points))
+    order = sorted(curves_of, key=lambda name: (not name.endswith("/loss"), "/" not in name))
+    return [Chart(name, curves_of[name], UNITS.get(name, "")) for name in order]

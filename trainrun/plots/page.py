@@ -80,8 +80,8 @@ def paragraph(text: str) -> str:
 
 def banner(state: str, message: str, bad: bool = False) -> str:
     """Return a box with the state of a run and its final message."""
-    told = f": {message}" if message else ""
-    return f'<p class="banner{" bad" * bad}"><strong>{escape(state)}</strong>{escape(told)}</p>'
+    text = f": {message}" if message else ""
+    return f'<p class="banner{" bad" * bad}"><strong>{escape(state)}</strong>{escape(text)}</p>'
 
 
 def names_and_values_table(title: str, rows: Sequence[tuple[str, str]]) -> str:

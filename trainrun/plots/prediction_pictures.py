@@ -34,8 +34,8 @@ def confusion_html(history: History) -> str:
         return ""
     row = rows[-1]
     counts = np.asarray(row["matrix"], dtype=np.float64)
-    given = row.get("class_names", [])
-    names = [str(given[i]) if i < len(given) else str(i) for i in range(len(counts))]
+    class_names = row.get("class_names", [])
+    names = [str(class_names[i]) if i < len(class_names) else str(i) for i in range(len(counts))]
     totals, hits = counts.sum(axis=1), counts.diagonal()
     recall, precision = (divide_or_nan(hits, counts.sum(axis=axis)) for axis in (1, 0))
     with_cells = len(counts) <= MOST_CELLS

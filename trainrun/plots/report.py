@@ -53,8 +53,10 @@ def draw_report(run: RunDir) -> Path:
     installed = environment.pop("packages", {})
     if isinstance(environment.get("command"), list):
         environment["command"] = shlex.join(map(str, environment["command"]))
-    environment |= {f"packages.{one}": installed[one] for one in SHOWN_PACKAGES if one in installed}
-    packages = "\n".join(f"{one}=={version}" for one, version in installed.items())
+    environment |= {
+        f"packages.{package}": installed[package] for package in SHOWN_PACKAGES if package in installed
+    }
+    packages = "\n".join(f"{package}=={version}" for package, version in installed.items())
     changed = typed_settings(run)
     charts = run_charts(history)
     parts = [
@@ -68,7 +70,7 @@ def draw_report(run: RunDir) -> Path:
             ]
         ),
         page.preformatted_text("Settings that differ from the defaults", "\n".join(changed)),
-        page.preformatted_text("Command", repeat_command(run, changed)),
+        page.preformatted_text("Command", format_repeat_command(run, changed)),
         page.text_samples_table(history.rows_of_kind("sample")[-MOST_SAMPLES:]),
         page.section_html(
             "Curves", charts_html(charts["loss"] + charts["metrics"] + charts["lr"] + charts["throughput"])
@@ -120,11 +122,11 @@ def overview_page(run: RunDir) -> str:
 
 def layer_table(history: History) -> list[str]:
     """Return the table of layers if the run wrote one (`monitor.summary`)."""
-    if not (found := history.rows_of_kind("layers")):
+    if not (layer_rows := history.rows_of_kind("layers")):
         return []
     rows = (
-        [str(one["layer"]), one["class"], one["output"], format_number(one["parameters"])]
-        for one in found[-1]["layers"]
+        [str(layer["layer"]), layer["class"], layer["output"], format_number(layer["parameters"])]
+        for layer in layer_rows[-1]["layers"]
     )
     return [page.heading("Layers") + page.html_table(["layer", "class", "output", "parameters"], rows)]
 
@@ -137,11 +139,13 @@ def state_banner(history: History) -> str:
 
 def typed_settings(run: RunDir) -> list[str]:
     """Return the typed settings, without the folder and without Python objects."""
-    given = _read_text(run.overrides).splitlines()
-    return [word for word in settings_without_objects(given) if word and not word.startswith("output_dir=")]
+    overrides = _read_text(run.overrides).splitlines()
+    return [
+        word for word in settings_without_objects(overrides) if word and not word.startswith("output_dir=")
+    ]
 
 
-def repeat_command(run: RunDir, changed: Sequence[str]) -> str:
+def format_repeat_command(run: RunDir, changed: Sequence[str]) -> str:
     """Return the command that repeats the training in a new folder; "" if the run was not started by a command."""
     return (
         format_call(changed, objects_in_settings(_read_text(run.overrides).splitlines()))
@@ -165,9 +169,9 @@ def result_rows(history: History) -> list[tuple[str, str]]:
     rows += [
         (name + history.describe_sampling(name), format_number(value)) for name, value in training.items()
     ]
-    found = newest_metrics(history)
+    metrics = newest_metrics(history)
     rows += [
-        (name, format_number(value)) for name, value in found.items() if _split_class_metric(name) is None
+        (name, format_number(value)) for name, value in metrics.items() if _split_class_metric(name) is None
     ]
     shown = {"step": format_number, "epoch": format_number, "seconds": format_duration} | dict.fromkeys(
         SPEEDS, format_quantity
@@ -206,17 +210,17 @@ def evaluation_table(history: History) -> str:
 def newest_metrics(history: History) -> dict[str, Any]:
     """Return the newest metrics of every split."""
     tests = history.rows_of_kind("test")
-    found = {name: tests[-1][name] for name in (tests[-1] if tests else {}) if _is_split_metric(name)}
-    return {**(history.summary.get("metrics") or {}), **found}
+    test_metrics = {name: tests[-1][name] for name in (tests[-1] if tests else {}) if _is_split_metric(name)}
+    return {**(history.summary.get("metrics") or {}), **test_metrics}
 
 
 def class_tables(history: History) -> list[str]:
     """Return a table of the metrics of single classes (`val/f1/3`) per split: a row per class, a column per metric."""
-    found: dict[str, dict[str, dict[int, Any]]] = {}
+    columns_of: dict[str, dict[str, dict[int, Any]]] = {}
     for name, value in newest_metrics(history).items():
         if (place := _split_class_metric(name)) is not None:
             split, _, metric = place[0].rpartition("/")
-            found.setdefault(split, {}).setdefault(metric, {})[place[1]] = value
+            columns_of.setdefault(split, {}).setdefault(metric, {})[place[1]] = value
     confusion = history.rows_of_kind("confusion")
     names = dict(enumerate(confusion[-1].get("class_names", []) if confusion else []))
     return [
@@ -231,7 +235,7 @@ def class_tables(history: History) -> list[str]:
                 for i in sorted({i for column in columns.values() for i in column})
             ),
         )
-        for split, columns in found.items()
+        for split, columns in columns_of.items()
     ]
 
 
@@ -255,8 +259,10 @@ def setup_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         "accumulate": 1,
         "world_size": 1,
     }  # says nothing new
-    known = {name: facts[name] for name in names if facts.get(name) not in (None, "")}
-    return [(names[name], format_number(value)) for name, value in known.items() if value != usual.get(name)]
+    present = {name: facts[name] for name in names if facts.get(name) not in (None, "")}
+    return [
+        (names[name], format_number(value)) for name, value in present.items() if value != usual.get(name)
+    ]
 
 
 def format_setting(value: Any) -> str:

@@ -165,7 +165,7 @@ class RunningClock:
         return self.seconds
 
 
-def iterate_points(row: Row, seconds: float) -> Iterator[tuple[str, Point]]:
+def iterate_curve_points(row: Row, seconds: float) -> Iterator[tuple[str, Point]]:
     """Yield name and point of each curve in a training or validation row."""
     kind = row.get("kind")
     if kind not in ("train", "eval"):
@@ -186,6 +186,6 @@ def collect_curves(rows: Iterable[Row]) -> dict[str, list[Point]]:
     """Return the points of every curve in the rows of a run."""
     clock, curves = RunningClock(), dict[str, list[Point]]()
     for row in rows:
-        for name, point in iterate_points(row, clock.read(row)):
+        for name, point in iterate_curve_points(row, clock.read(row)):
             curves.setdefault(name, []).append(point)
     return curves

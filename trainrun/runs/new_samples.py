@@ -214,7 +214,7 @@ def open_samples(input_format: InputFormat, samples: Any) -> NewSamples:
                 f"predict: {num_paths} of {len(samples)} samples are paths; give paths alone, or loaded samples alone"
             )
     if input_format.is_table and not hasattr(samples, "dtype"):
-        return build_table_samples(input_format, samples)
+        return build_new_table_samples(input_format, samples)
     if input_format.reader == IMAGE_FOLDER and not is_image_batch(samples):
         pictures = samples if isinstance(samples, list | tuple) else [samples]
         return build_picture_samples(
@@ -333,7 +333,7 @@ def select_row(fields: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
     return {name: values[index] for name, values in fields.items()}
 
 
-def build_table_samples(input_format: InputFormat, rows: Any) -> NewSamples:
+def build_new_table_samples(input_format: InputFormat, rows: Any) -> NewSamples:
     """Return table rows from Python as samples: one mapping, a list of mappings, columns by name, or a DataFrame."""
     if hasattr(rows, "to_dict") and hasattr(rows, "columns"):
         rows = rows.to_dict("records")

@@ -400,7 +400,7 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
 def report_memory(run: Components) -> str:
     """Write which modules hold the memory, and return a line that names the file; "" if it cannot be written."""
     path = RunDir(run.checkpoints.folder.parent).memory_report(run.parallel.rank)
-    optimizers = [one.optimizer for one in run.optimizers.values()] or [run.optimizer]
+    optimizers = [named.optimizer for named in run.optimizers.values()] or [run.optimizer]
     phase = ACCOUNTS[run.phases.account]
     with contextlib.suppress(OSError):
         states = [optimizer.state for optimizer in optimizers]

@@ -80,16 +80,16 @@ def compute_last_logits(
     Compiled code would be compiled again for each length.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    given = torch.tensor([list(tokens)], device=device)
+    ids = torch.tensor([list(tokens)], device=device)
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with around(), eager:
-        found = extract_output_tensor(model(given) if cache is None else model(given, cache=cache))
-    if found.ndim != 3 or found.shape[:2] != given.shape:
+        logits = extract_output_tensor(model(ids) if cache is None else model(ids, cache=cache))
+    if logits.ndim != 3 or logits.shape[:2] != ids.shape:
         raise PluginError(
-            f"model: {tuple(found.shape)} came out of tokens of shape {tuple(given.shape)}; a model that writes gives "
+            f"model: {tuple(logits.shape)} came out of tokens of shape {tuple(ids.shape)}; a model that writes gives "
             "logits of every position, (B, T, number of tokens)"
         )
-    return found[0, -1].to("cpu", torch.float64)
+    return logits[0, -1].to("cpu", torch.float64)
 
 
 def check_cached_logits(cached: Tensor, whole: Tensor, model: nn.Module) -> None:

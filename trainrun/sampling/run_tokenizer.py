@@ -49,7 +49,9 @@ def _set_tokenizer_file(node: Any, spec: str) -> Any:
     if str(node.get("tokenizer")).startswith("bpe:"):
         return {**node, "tokenizer": spec}
     return (
-        node if "_target_" in node else {name: _set_tokenizer_file(one, spec) for name, one in node.items()}
+        node
+        if "_target_" in node
+        else {name: _set_tokenizer_file(inner, spec) for name, inner in node.items()}
     )
 
 
@@ -57,9 +59,9 @@ def saved_tokenizer(run: RunDir) -> Path:
     """Return the tokenizer file of a run. Raise ConfigError if it is missing or has changed since the training."""
     if not run.tokenizer.is_file():
         raise ConfigError(f"{run.tokenizer}: is missing, and this run was trained with it; bring it back")
-    told = read_identity(run) if run.identity.is_file() else {}  # none of a trial
-    found = _hash_file(run.tokenizer)
-    if told.get(SEAL, found) != found:
+    identity = read_identity(run) if run.identity.is_file() else {}  # none of a trial
+    digest = _hash_file(run.tokenizer)
+    if identity.get(SEAL, digest) != digest:
         raise ConfigError(f"{run.tokenizer}: is not what this run was trained with; bring that back")
     return run.tokenizer
 
@@ -72,10 +74,10 @@ def _provide_tokenizer(config: RunConfig, run: RunDir, notes: list[str]) -> None
     if source is not None:
         notes.append(f"data.train.tokenizer: that of {source.parent}, whose weights this run begins with")
     else:
-        source, asked = Path(find_tokenizer(config.data.train)), config.data.train["tokenizer"]
-        found = open_tokenizer(str(source))[0].vocabulary
-        if f"bpe:{found}" != asked:
-            notes.append(f"data.train.tokenizer={asked}: the text gives {found:,} tokens, no more")
+        source, wanted = Path(find_tokenizer(config.data.train)), config.data.train["tokenizer"]
+        size = open_tokenizer(str(source))[0].vocabulary
+        if f"bpe:{size}" != wanted:
+            notes.append(f"data.train.tokenizer={wanted}: the text gives {size:,} tokens, no more")
     run.root.mkdir(parents=True, exist_ok=True)
     making = run.tokenizer.with_suffix(".tmp")
     shutil.copyfile(source, making)

@@ -50,9 +50,9 @@ def max_context_length(model: Any, config: RunConfig, cached: bool) -> int | Non
 
     It is the model's own limit. Without a cache, it is the length of the training samples.
     """
-    said = getattr(model, "context", None)
-    if isinstance(said, int) or cached:
-        return said if isinstance(said, int) else None
+    context = getattr(model, "context", None)
+    if isinstance(context, int) or cached:
+        return context if isinstance(context, int) else None
     data = config.data.train or {}
     return data.get("block_size") if data.get("kind") == "blocks" else None
 

@@ -28,33 +28,35 @@ MOST = 2**63 - 1
 
 def main(argv: list[str]) -> int:
     """Print the prompt and its continuation until it ends, or until Ctrl-C or a closed pipe. Return the exit code."""
-    asked = _check_options(_build_parser().parse_args(argv))
-    run_dir = open_run(asked.run_dir)
-    which = choose_saved_checkpoint(run_dir, asked.which)
+    arguments = _check_options(_build_parser().parse_args(argv))
+    run_dir = open_run(arguments.run_dir)
+    which = choose_saved_checkpoint(run_dir, arguments.which)
 
-    config = load_trusted_config(run_dir, [], asked.trust)
+    config = load_trusted_config(run_dir, [], arguments.trust)
     tokens = load_model_tokenizer(config, run_dir, "sample")
-    if asked.prompt is None and is_trained_on_lines(config):
+    if arguments.prompt is None and is_trained_on_lines(config):
         raise ConfigError(
             "--prompt: this run learned from data.train.kind=lines, and not how a line begins; give its first "
             'characters, as --prompt "In the"'
         )
-    given = "\n" if asked.prompt is None else asked.prompt
-    prompt = encode_text(tokens, given)
+    prompt_text = "\n" if arguments.prompt is None else arguments.prompt
+    prompt = encode_text(tokens, prompt_text)
     if not prompt:
-        raise ConfigError(f"--prompt {given!r}: the run's tokenizer makes no token of it; give another text")
-    model = load_network(run_dir, which, asked.trust).to(
+        raise ConfigError(
+            f"--prompt {prompt_text!r}: the run's tokenizer makes no token of it; give another text"
+        )
+    model = load_network(run_dir, which, arguments.trust).to(
         choose_device(config.parallel.accelerator, local_rank=0)
     )
-    cached = not asked.no_cache and "cache" in inspect_forward(type(model).forward)[0]
-    options = SamplingOptions(asked.temperature, asked.top_k, asked.max_tokens, asked.seed)
-    found = generate_tokens(
+    cached = not arguments.no_cache and "cache" in inspect_forward(type(model).forward)[0]
+    options = SamplingOptions(arguments.temperature, arguments.top_k, arguments.max_tokens, arguments.seed)
+    generated = generate_tokens(
         model, prompt, options, tokens.vocabulary, max_context_length(model, config, cached), cached
     )
-    text = decode_stream(tokens, found)
+    text = decode_stream(tokens, generated)
     reader = os.fstat(1)
-    say(given, end="", flush=True)
-    written = [given]
+    say(prompt_text, end="", flush=True)
+    written = [prompt_text]
     try:
         for piece in stop_at_newline(text) if is_trained_on_lines(config) else text:
             say(piece, end="", flush=True)

@@ -235,7 +235,10 @@ def compare_with_source(source: SourceRun) -> int:
     after = measure_run(again)
     print_comparison(source.before, after, parts)
     sides = {"before": source.before, "after": after}
-    facts = {side: {"metrics": one.metrics, "weight_bytes": one.num_bytes} for side, one in sides.items()}
+    facts = {
+        side: {"metrics": measured.metrics, "weight_bytes": measured.num_bytes}
+        for side, measured in sides.items()
+    }
     report_result(folder=new_run.root, **facts)
     close_streams(parts)
     close_streams(again)

@@ -45,8 +45,10 @@ def write_new_files(folder: Path, files: dict[str, str]) -> None:
     """Write new files below a folder and print their paths. Raise ConfigError if one of them exists."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: is a file; name a folder")
-    if taken := [name for name in files if (folder / name).exists()]:
-        raise ConfigError(f"{folder}: has {', '.join(taken)} already; name another folder: trainrun init DIR")
+    if existing := [name for name in files if (folder / name).exists()]:
+        raise ConfigError(
+            f"{folder}: has {', '.join(existing)} already; name another folder: trainrun init DIR"
+        )
     report_result(files=[folder / name for name in files])
     for name, text in files.items():
         path = folder / name

@@ -207,13 +207,13 @@ class ScriptReader:
     ) -> Iterator[tuple[str, bool]]:
         """Yield the settings for an optimizer or a schedule of torch."""
         if is_in_module(call, "lr_scheduler"):
-            known = OPTIONS["scheduler"] | {
+            schedules = OPTIONS["scheduler"] | {
                 f"{option}lr": option for option in list_options("scheduler", [find_conf_dir()])
             }
-            if name.lower() not in known:
+            if name.lower() not in schedules:
                 yield f"{name}: see trainrun help training", True
                 return
-            yield self.add_setting("scheduler", known[name.lower()]), False
+            yield self.add_setting("scheduler", schedules[name.lower()]), False
             kept = {
                 key: value for key, value in named.items() if key not in ("T_max", "total_steps", "optimizer")
             }
@@ -347,8 +347,8 @@ def format_setting_value(value: Any) -> str:
 
 def format_mapping_page(mapping: Mapping, script: str) -> str:
     """Return the mapping as Markdown: a table, what is not understood, and the command."""
-    known = [(line, code.replace("|", r"\|"), meaning) for line, code, meaning in mapping.known]
-    rows = [f"| {line} | `{code}` | {meaning} |" for line, code, meaning in known]
+    mapped = [(line, code.replace("|", r"\|"), meaning) for line, code, meaning in mapping.known]
+    rows = [f"| {line} | `{code}` | {meaning} |" for line, code, meaning in mapped]
     unknown = [f"- line {line}: {text}" for line, text in mapping.unknown] or [
         "Every line has a counterpart."
     ]

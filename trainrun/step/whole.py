@@ -128,10 +128,10 @@ class StepFunction:
         self.trained: list[nn.Parameter] = []
 
     def __call__(self, *flat: Tensor) -> Flat:
-        given = iter(flat)
-        lent = {f"model.{name}": next(given).detach() for name in self._params}
-        buffers = {f"model.{name}": next(given) for name in self._buffers}
-        share, *batch = given
+        tensors = iter(flat)
+        lent = {f"model.{name}": next(tensors).detach() for name in self._params}
+        buffers = {f"model.{name}": next(tensors) for name in self._buffers}
+        share, *batch = tensors
         params = [name for name, param in self._params.items() if param.requires_grad]
         leaves = [lent[f"model.{name}"].requires_grad_() for name in params]
         lent |= buffers
@@ -154,10 +154,10 @@ class StepFunction:
         self.trained = [
             self._params[name] for name, grad in zip(params, grads, strict=True) if grad is not None
         ]
-        return [out.loss_sum.detach(), *sums.values(), *copy_gradients(self.trained, grads, share)]
+        return [out.loss_sum.detach(), *sums.values(), *lay_out_graph_gradients(self.trained, grads, share)]
 
 
-def copy_gradients(params: list[nn.Parameter], grads: Any, share: Tensor) -> Flat:
+def lay_out_graph_gradients(params: list[nn.Parameter], grads: Any, share: Tensor) -> Flat:
     """Return the gradients in the layout of their parameters, each in its own memory, as fused optimizers need them."""
     copied: Flat = []
     seen_ids = {id(share)}
@@ -200,8 +200,8 @@ class WholeStep:
         self._shares: dict[float, Tensor] = {}
 
     def __call__(self, run: Components, micro_batches: list[MicroBatch]) -> StepReport:
-        found = run.retry.run(micro_batches, lambda batches: self._accumulate(run, batches))
-        return StepReport(*found, run.update())
+        gradients = run.retry.run(micro_batches, lambda batches: self._accumulate(run, batches))
+        return StepReport(*gradients, run.update())
 
     def _accumulate(self, run: Components, micro_batches: list[MicroBatch]) -> Gradients:
         """Run forward and backward of a window in the graph of its batch kind."""
@@ -224,12 +224,12 @@ class WholeStep:
         run.phases.open(FORWARD)  # and the backward: one graph has no parts
         with torch.no_grad():
             for (graph, body), (_, leaves, _) in zip(graphs, batches, strict=True):
-                loss, *found = graph(*held, share, *leaves)
+                loss, *outputs = graph(*held, share, *leaves)
                 losses.append(loss)
                 number = len(body.names)
                 if run.triggers.sums:
-                    add_sums(sums, dict(zip(body.names, found[:number], strict=True)), run.task)
-                for param, grad in zip(body.trained, found[number:], strict=True):
+                    add_sums(sums, dict(zip(body.names, outputs[:number], strict=True)), run.task)
+                for param, grad in zip(body.trained, outputs[number:], strict=True):
                     param.grad = grad if param.grad is None else param.grad.add_(grad)
         return Gradients(losses, items, agreed, sums)
 

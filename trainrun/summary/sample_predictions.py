@@ -112,8 +112,10 @@ def _use_checkpoint_weights(run: Components, run_dir: RunDir, step: int) -> Iter
     modes = [(module, module.training) for module in run.model.modules()]
     loaded = load_together(run_dir.checkpoints / format_folder_name(step), run.parallel, None)
     try:
-        own = run.held.state_dict()
-        run.held.load_state_dict(run.parallel.load_state_dict(choose_evaluated_weights(loaded, own)[0], own))
+        current = run.held.state_dict()
+        run.held.load_state_dict(
+            run.parallel.load_state_dict(choose_evaluated_weights(loaded, current)[0], current)
+        )
         run.model.eval()
         yield
     finally:

@@ -77,9 +77,11 @@ class Classification:
         ignored = IGNORED if ignore_index is None else ignore_index
         ignored_by_loss = getattr(loss, "ignore_index", ignored)
         if ignored_by_loss not in (ignored, ignore_index):  # None: it ignores nothing
-            own, other = ("null" if index is None else index for index in (ignore_index, ignored_by_loss))
+            index_here, other = (
+                "null" if index is None else index for index in (ignore_index, ignored_by_loss)
+            )
             raise ConfigError(
-                f"task.ignore_index={own}: but task.loss has ignore_index={other}; set task.ignore_index={other}"
+                f"task.ignore_index={index_here}: but task.loss has ignore_index={other}; set task.ignore_index={other}"
             )
         how: dict[str, Any] = {
             "ignore_index": ignored,

@@ -80,9 +80,9 @@ class Segmentation:
                 low, high = image.min(), image.max()
                 maps.insert(0, (image - low) / (high - low).clamp(min=1e-12))
                 names.insert(0, "input")
-        ious = [compute_picture_iou(*one) for one in zip(target, predicted, valued, strict=True)]
+        ious = [compute_picture_iou(*picture) for picture in zip(target, predicted, valued, strict=True)]
         captions = [f"IoU {iou:.2f}" for iou in ious]
-        drawn = torch.cat([pad(one, (1, 1), value=1.0) for one in maps], 3)
+        drawn = torch.cat([pad(picture, (1, 1), value=1.0) for picture in maps], 3)
         return {
             " | ".join(names): (drawn, captions),
             "color of each class": draw_legend(target, predicted, valued),
@@ -107,6 +107,6 @@ def compute_picture_iou(target: Tensor, predicted: Tensor, valued: Tensor) -> fl
     """Return the mean IoU of the classes in one image or its prediction; NaN if there is none."""
     target, predicted = target[valued], predicted[valued]
     classes = torch.cat([target, predicted]).unique().tolist()  # type: ignore[no-untyped-call]
-    both = [((target == one) & (predicted == one)).sum() for one in classes]
-    either = [((target == one) | (predicted == one)).sum() for one in classes]
+    both = [((target == number) & (predicted == number)).sum() for number in classes]
+    either = [((target == number) | (predicted == number)).sum() for number in classes]
     return float(torch.tensor([i / u for i, u in zip(both, either, strict=True)]).mean())

@@ -318,7 +318,7 @@ def ratio_of_totals(pairs: Sequence[tuple[TimedItems, TimedItems]]) -> Ratio:
     count = len(pairs)
     both = [sum_timed_items(side) for side in zip(*pairs, strict=True)]
     value = both[0].seconds_per_item / both[1].seconds_per_item
-    left = [sum(relative_residual(one, whole) * sign for one, whole, sign in zip(pair, both, (1, -1), strict=True))
+    left = [sum(relative_residual(turn, total) * sign for turn, total, sign in zip(pair, both, (1, -1), strict=True))
             for pair in pairs]  # fmt: skip
     width = half_interval(left)  # of the second's share of the first
     high = value / (1 - min(width, WIDEST)) if count > 1 else math.inf

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.config.schema import RunConfig
-from trainrun.data.order.sampler import ORDER
 from trainrun.data.stream_options import SourceStates
 from trainrun.errors import TrainingError
 from trainrun.interfaces import (
@@ -30,6 +29,7 @@ from trainrun.interfaces import (
 )
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.optimizer.build_optimizer import named_optimizer_state
+from trainrun.precision.closure import step_with_closure
 from trainrun.scheduler.schedule import Schedule
 from trainrun.seeding import evaluation_mode, read_random_state
 from trainrun.timing.phases import OPTIMIZER, RUNNER, PhaseTimer
@@ -120,8 +120,6 @@ class Components:
         if closure is None:
             grad = self.precision.optimizer_step(self.optimizer, want_norm=self.triggers.log)
         else:
-            from trainrun.precision.closure import step_with_closure
-
             grad = step_with_closure(self.precision, self.optimizer, closure, self.parallel)
         if rates is not None:
             grad.learning_rates = rates
@@ -210,7 +208,7 @@ class Components:
         inputs.
         """
         ranks, size = self.parallel.world_size, self.config.data.batch_size
-        return {"samples_per_batch": size * ranks, "num_samples": self.train.num_samples, "order": ORDER,
+        return {"samples_per_batch": size * ranks, "num_samples": self.train.num_samples,
                 "ranks": ranks, "parts": self.places.parts, "by": dict(self.order),
                 "classes": list(self.data_facts.class_names), "inputs": dict(self.data_facts.inputs)}  # fmt: skip
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.data.batch import map_leaves
+from trainrun.data.same_samples import check_same
 from trainrun.errors import PluginError
 from trainrun.interfaces import Batches, MicroBatch, Parallel
 from trainrun.sums import (
@@ -67,11 +68,11 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
                 run.monitors.on_validation_batch(number, batches.num_batches)
                 problem = problem or batch.whole
                 run.task_calls.see_evaluation_batch(model, batch.data)
-                for found, kept, late in run.retry.compute_in_pieces(
+                for piece_sums, piece_rows, late in run.retry.compute_in_pieces(
                     batch, lambda piece: compute_sums(run, model, piece)
                 ):
-                    add_flat_sums(sums, found, task, counts=batch.real)
-                    for name, values in kept.items() if batch.real else ():
+                    add_flat_sums(sums, piece_sums, task, counts=batch.real)
+                    for name, values in piece_rows.items() if batch.real else ():
                         rows.setdefault(name, []).append(values)
                     items = items + late * batch.real
                 items = items + batch.counted_by(task)
@@ -80,8 +81,6 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
         run.task_calls.end_evaluation(model)
     answers = run.parallel.gather((list(rows), problem))
     if len({problem for _, problem in answers}) > 1:
-        from trainrun.data.same_samples import check_same
-
         check_same([problem for _, problem in answers], f"data.{split.replace('/', '.')}")
     totals, (count,) = sum_all_ranks(run.parallel, sums, [float(items)])  # waits for the device
     joined = gather_rank_rows(

@@ -19,8 +19,8 @@ from trainrun.training.components import Components
 
 def train_step(run: Components, micro_batches: list[MicroBatch]) -> StepReport:
     """Run forward and backward of each micro-batch, then one update."""
-    found = run.accumulate(run, micro_batches)  # `accumulate_gradients`, or what wraps it
-    return StepReport(*found, run.update())
+    gradients = run.accumulate(run, micro_batches)  # `accumulate_gradients`, or what wraps it
+    return StepReport(*gradients, run.update())
 
 
 def accumulate_gradients(run: Components, micro_batches: list[MicroBatch]) -> Gradients:

@@ -84,5 +84,5 @@ def count_cached_graphs() -> tuple[int, int]:
         from torch._dynamo.utils import counters
     except ImportError:  # a later version of torch
         return 0, 0
-    whole, single = counters["aot_autograd"], counters["inductor"]
-    return whole["autograd_cache_hit"] + single["fxgraph_cache_hit"], single["fxgraph_cache_miss"]
+    joint, single = counters["aot_autograd"], counters["inductor"]
+    return joint["autograd_cache_hit"] + single["fxgraph_cache_hit"], single["fxgraph_cache_miss"]

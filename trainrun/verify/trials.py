@@ -27,13 +27,37 @@ from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json, write_json
 from trainrun.monitor.metric_rows import read_metric_rows
 from trainrun.output import SPEEDS
 from trainrun.runs.run import create_run, resume_run, train_in_ranks
+from trainrun.runtime.held_state import format_state
+from trainrun.runtime.held_state import list_unsaved_attributes as own_attributes
 from trainrun.train_state import TrainState
 from trainrun.training import loop
+from trainrun.training.checks.unsaved_state import collect_saved_ids, saves_whole_state
 from trainrun.training.components import Components
 from trainrun.training.triggers import STOP_TERMINATE
-from trainrun.verify.attributes import describe_unsaved_attributes
 from trainrun.verify.certificate import NotApplicable
 from trainrun.verify.subject_changes import Float64ByDefault
+
+KEPT = ("state", "param_groups", "defaults", "step")  # of an optimizer, or the task's own function
+
+
+def describe_unsaved_attributes(run: Components) -> dict[str, str]:
+    """Return the attributes that are not in a state_dict, as short texts by name."""
+    owners: dict[str, Any] = {
+        f"model.{name}".rstrip("."): module for name, module in run.model.named_modules()
+    }
+    if not saves_whole_state(run.task):
+        owners["task"] = run.task
+    if type(run.optimizer).__module__.partition(".")[0] != "torch":
+        owners["optimizer"] = run.optimizer
+    saved_ids = collect_saved_ids(run.model)
+    texts = {
+        f"{owner_name}.{name}": format_state(value, saved_ids)
+        for owner_name, owner in owners.items()
+        for name, value in own_attributes(owner).items()
+        if name not in KEPT
+    }
+    return {owner_name: text for owner_name, text in texts.items() if text}
+
 
 WALL_CLOCK = ("time", "step_seconds", *SPEEDS)
 WARMUPS = ("warmup_steps", "warmup_ratio", "warmup_epochs")
@@ -60,16 +84,16 @@ class StopAt:
         self._steps, self._evaluation_mode, self._attributes = steps, evaluation_mode, attributes
 
     def __call__(self, components: Components, state: TrainState) -> TrainState:
-        triggers, asked = components.triggers, 0
+        triggers, num_asked = components.triggers, 0
 
         class Stopping:
             def __getattr__(self, name: str) -> Any:
                 return getattr(triggers, name)
 
             def stop_request(inner) -> int:
-                nonlocal asked
-                asked += 1
-                return STOP_TERMINATE if asked >= self._steps else 0
+                nonlocal num_asked
+                num_asked += 1
+                return STOP_TERMINATE if num_asked >= self._steps else 0
 
         if self._evaluation_mode:
             components.wrapped.eval()

@@ -126,14 +126,16 @@ def main(argv: list[str]) -> int:
     if not folder.is_dir():
         raise ConfigError(f"ls {words.folder}: no such folder")
     filters = [parse_filter(text) for text in words.filter]
-    found = list(find_runs(folder))
-    for one in filters:
-        if found and all(row.read_value(one.key) is None for row in found):
+    runs = list(find_runs(folder))
+    for condition in filters:
+        if runs and all(row.read_value(condition.key) is None for row in runs):
             raise ConfigError(
-                f"--filter {one.key}: no run here has it; a metric is known where runs are judged by it"
+                f"--filter {condition.key}: no run here has it; a metric is known where runs are judged by it"
             )
-    listed = sort_by_key([row for row in found if all(one.matches(row) for one in filters)], words.sort)
-    report_result(runs=[one.facts() for one in listed])
+    listed = sort_by_key(
+        [row for row in runs if all(condition.matches(row) for condition in filters)], words.sort
+    )
+    report_result(runs=[condition.facts() for condition in listed])
     if not listed:
         say(f"no run is below {folder}" + (" that passes the filter" if filters else ""))
         return EXIT_DONE
@@ -146,9 +148,9 @@ def main(argv: list[str]) -> int:
 
 def find_runs(folder: Path) -> Iterator[ListedRun]:
     """Yield the runs and sweeps below a folder. The jobs of a sweep are listed only if `folder` is that sweep."""
-    own = read_listed_run(RunDir(folder), folder.name) if is_run_or_sweep(folder) else None
+    run_itself = read_listed_run(RunDir(folder), folder.name) if is_run_or_sweep(folder) else None
     rows = (listed_folder(path, folder) for path in find_folders(folder, MOST_DEEP))
-    yield from (row for row in (own, *rows) if row is not None)
+    yield from (row for row in (run_itself, *rows) if row is not None)
 
 
 def listed_folder(path: Path, above: Path) -> ListedRun | None:
@@ -242,32 +244,34 @@ def sort_by_key(listed: list[ListedRun], key: str) -> list[ListedRun]:
     """Return the rows sorted by a key; rows without a value come last. Raise ConfigError if no row has one."""
     if key == "age":
         return sorted(listed, key=lambda one: -one.changed)
-    found = [(value, one) for one in listed if (value := one.read_value(key)) is not None]
-    if listed and not found:
+    valued = [(value, one) for one in listed if (value := one.read_value(key)) is not None]
+    if listed and not valued:
         raise ConfigError(f"--sort {key}: no run here has it; a metric is known where runs are judged by it")
     falls = any(one.status.get("monitor") == key and one.status.get("mode") == "max" for one in listed)
-    numeric = all(isinstance(value, (int, float)) for value, _ in found)
-    ordered = sorted(found, key=lambda pair: pair[0] if numeric else str(pair[0]), reverse=falls)
-    known = {id(one) for _, one in ordered}
-    return [one for _, one in ordered] + [one for one in listed if id(one) not in known]
+    numeric = all(isinstance(value, (int, float)) for value, _ in valued)
+    ordered = sorted(valued, key=lambda pair: pair[0] if numeric else str(pair[0]), reverse=falls)
+    valued_ids = {id(one) for _, one in ordered}
+    return [one for _, one in ordered] + [one for one in listed if id(one) not in valued_ids]
 
 
 def table_rows(listed: list[ListedRun]) -> list[list[str]]:
     """Return the cells of each row. The column "what differs" has the settings that not all rows share."""
-    differing = differing_keys([one.settings | {"": "given"} for one in listed])
+    differing = differing_keys([run.settings | {"": "given"} for run in listed])
     now = time.time()
     rows = []
-    for one in listed:
-        status = one.status
+    for run in listed:
+        status = run.status
         best = (
             f"{status['monitor']} {format_number(status['value'])}"
             if status.get("value") is not None
             else "-"
         )
-        given = [f"{key}={short_numbers(value)}" for key, value in one.settings.items() if key in differing]
+        settings = [
+            f"{key}={short_numbers(value)}" for key, value in run.settings.items() if key in differing
+        ]
         rows.append([
-            one.name, one.state, format_age(now - one.changed), best, " ".join(given) or "-",
-            format_duration(one.seconds) if one.seconds else "-",
+            run.name, run.state, format_age(now - run.changed), best, " ".join(settings) or "-",
+            format_duration(run.seconds) if run.seconds else "-",
         ])  # fmt: skip
     return rows
 
@@ -297,7 +301,7 @@ def shorten_settings(rows: list[list[str]], width: int) -> list[list[str]]:
 
 def write_run_list(folder: Path, listed: list[ListedRun], rows: list[list[str]]) -> Path:
     """Write the table as a page with links to reports and sweep pages. Return its path."""
-    links = [one.page.relative_to(folder).as_posix() if one.page.is_file() else "" for one in listed]
+    links = [run.page.relative_to(folder).as_posix() if run.page.is_file() else "" for run in listed]
     title = f"{format_count(len(listed), 'run')} in {folder}"
     write_text(
         folder / PAGE,

@@ -94,11 +94,11 @@ class RunView:
         names = [name for name in latest if name.startswith(("train/", "val")) and _is_shown_metric(name)]
         names.sort(key=lambda name: name.startswith("train/"))  # what runs are compared by comes first
         shown = {name: latest[name] for name in names}
-        found = [
+        texts = [
             *format_metrics(shown),
             *([] if speed is None else [f"{format_quantity(speed[0])} {speed[1]}"]),
         ]
-        return found + ([] if waiting is None else [f"waits for data {100 * waiting:.0f} %"])
+        return texts + ([] if waiting is None else [f"waits for data {100 * waiting:.0f} %"])
 
 
 class RunsView:
@@ -143,7 +143,7 @@ class RunsView:
     def table_rows(self) -> list[RunRow]:
         """Return a row for each run, in the order in which they were named."""
         settings = {folder: self.settings(folder) for folder in self._folders}
-        keys = differing_keys([{**given, "": "given"} for given in settings.values()])
+        keys = differing_keys([{**run_settings, "": "given"} for run_settings in settings.values()])
         best, values = self._best_folder(), self._best_values()
         rows = []
         for folder in self._folders:
@@ -160,10 +160,10 @@ class RunsView:
 
     def _metric_and_sign(self) -> tuple[str, int]:
         """Return the monitored metric of the runs, and -1 if a larger value is better, else 1."""
-        known = [
+        known_facts = [
             facts for view in self._views.values() for facts in (view.follower.status, view.follower.facts)
         ]
-        about = next((facts for facts in known if facts.get("monitor")), {})
+        about = next((facts for facts in known_facts if facts.get("monitor")), {})
         return str(about.get("monitor") or ""), -1 if about.get("mode") == "max" else 1
 
     def _best_values(self) -> dict[Path, float]:

@@ -39,7 +39,7 @@ def diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
     lines = [
         f"measured  {format_quantity(diagnosis.speed)} {info.unit}/s ({info.device}, threads: "
         f"{info.num_threads}{ranks}), torch {torch.__version__}; a step with its validation and checkpoints "
-        f"{format_seconds(diagnosis.step_seconds)}",
+        f"{format_step_seconds(diagnosis.step_seconds)}",
         f"loading   {format_quantity(diagnosis.load_speed)} {info.unit}/s alone, without training",
     ]
     lines += ["", f"{'if this were free':<22} {'faster by':>10}   {'95 % of the turns':<24} measured with"]
@@ -82,7 +82,7 @@ def format_percent_faster(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.0f}"
 
 
-def format_seconds(seconds: float) -> str:
+def format_step_seconds(seconds: float) -> str:
     """Format seconds as `0.71 ms`, `12 ms` or `1.3 s`."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.95 else format_duration(seconds)
 

@@ -54,10 +54,10 @@ class Rounds:
 
     def take(self, names: Sequence[str], in_any_case: bool) -> bool:
         """Take one round as far as there is time. Return False if there was no time."""
-        before, found = len(self.own), Comparison({name: [] for name in names})
-        went = self._turns.round(names, found, in_any_case)
+        before, comparison = len(self.own), Comparison({name: [] for name in names})
+        went = self._turns.round(names, comparison, in_any_case)
         for number, name in enumerate(names):
-            if found.pairs[name]:
+            if comparison.pairs[name]:
                 # Batches that are there already are those of the base before it.
                 beside = before + number // 2 if name != CACHED else max(self._owns[name] - 1, 0)
                 self.pairs[name].append((self.own[beside], self.turns[name][-1]))

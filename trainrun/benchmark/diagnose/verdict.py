@@ -69,8 +69,12 @@ def reach_verdict(diagnosis: Diagnosis) -> Verdict:
     text = "; ".join(f"{cause.text}: up to {gain_text(cause.what_if)} faster without" for cause in causes)
     if len(causes) > 1:
         text += " (the two are not added up: together at most what is measured together)"
-    hidden = [one for one in worth if one.gain.value > causes[0].what_if.gain.value and not is_certain(one)]
-    text += "".join(f"; {describe_unclear(diagnosis, one)}" for one in hidden[:1])
+    hidden = [
+        candidate
+        for candidate in worth
+        if candidate.gain.value > causes[0].what_if.gain.value and not is_certain(candidate)
+    ]
+    text += "".join(f"; {describe_unclear(diagnosis, candidate)}" for candidate in hidden[:1])
     return Verdict(tuple(causes), text + tried, causes[0].what_if.name)
 
 

@@ -3,21 +3,201 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import re
 import shlex
+import socket
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from itertools import groupby
 from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
 
 from trainrun.benchmark.budget import Budget
-from trainrun.benchmark.run_overrides import progress_line, relative_path, write_results
-from trainrun.benchmark.tune import tune_report
-from trainrun.benchmark.tune.preset_file import host_preset_name, preset_path, write_preset
-from trainrun.benchmark.tune.techniques import TechniqueTable, measure_table
-from trainrun.benchmark.tune.tuner import Tuner, Tuning
+from trainrun.benchmark.run_overrides import (
+    override_key,
+    progress_line,
+    recompose_config,
+    relative_path,
+    replace_overrides,
+    write_results,
+)
+from trainrun.benchmark.tune.techniques import Row, TechniqueTable, is_skipped_for_time, measure_table
+from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner, Tuning
 from trainrun.benchmark.worker_process import WorkerPool
-from trainrun.config.tuned_settings import describe_machine
-from trainrun.errors import EXIT_DONE
-from trainrun.output import mask_arguments, say
+from trainrun.config.tuned_settings import MARK, describe_machine, format_preset_conditions
+from trainrun.errors import EXIT_DONE, ConfigError
+from trainrun.folder.run_folder import write_text
+from trainrun.output import format_quantity, format_table, mask_arguments, say
+from trainrun.timing.paired import PROCESS_SPREAD, Ratio
+
+PLAIN: Final = re.compile(r"(?:[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|true|false|null)\Z")
+
+
+class WrittenPreset(NamedTuple):
+    """A preset file and how to use it.
+
+    path: None if a preset cannot contain the settings. use: the overrides of a run that uses them.
+    """
+
+    path: Path | None
+    use: list[str]
+
+
+def preset_path(name: str, working_dir: Path) -> Path:
+    """Return the path of a preset. Raise ConfigError if a file with that name was not written by `autotune`."""
+    path = working_dir / "conf" / "preset" / f"{name}.yaml"
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ConfigError(f"--name {name}: a preset is named with letters, digits, - and _")
+    if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigError(f"{path}: is not one that trainrun autotune wrote; give another with --name")
+    return path
+
+
+def host_preset_name() -> str:
+    host = re.sub(r"[^\w-]+", "-", socket.gethostname().partition(".")[0].lower()).strip("-")
+    return f"tuned-{host or 'here'}"
+
+
+def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: Path) -> WrittenPreset:
+    """Write the settings that helped as a preset. typed: the overrides as the user typed them."""
+    wanted = recompose_config(replace_overrides(typed, tuning.best_settings))
+    use = replace_overrides(typed, [*tuning.best_settings, f"preset={path.stem}"])
+    use = [override for override in use if override not in tuning.best_settings]
+    before = next(
+        (override.partition("=")[2] for override in typed if override_key(override) == "preset"), "none"
+    ).strip('"')
+    old = path.read_text(encoding="utf-8") if path.is_file() else None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, preset_text(typed, tuning, before, format_preset_conditions(wanted, working_dir)))
+    if recompose_config(use) == wanted:
+        return WrittenPreset(path, use)
+    if old is None:  # an experiment of the user's sets one of the keys itself, and comes after a preset
+        path.unlink()
+    else:
+        write_text(path, old)
+    return WrittenPreset(None, replace_overrides(typed, tuning.best_settings))
+
+
+def preset_text(typed: Sequence[str], tuning: Tuning, before: str, fingerprint: str) -> str:
+    assert tuning.claim is not None
+    claim, settings = tuning.claim, " ".join(mask_arguments(typed)) or "(no settings)"
+    head = [
+        "# @package _global_",
+        f"# Written by `trainrun autotune` on {datetime.now():%Y-%m-%d %H:%M}: {tuning.unit}/s {claim.value:.2f}x "
+        f"({claim.low:.2f} to {claim.high:.2f}, 99 %, {claim.pairs} pairs of processes) of: {settings}",
+        fingerprint,
+    ]
+    lines = [
+        f"# {trial.remedy}: {trial.ratio.value:.2f}x when found ({trial.ratio.turns()}); "
+        f"the training: {trial.remedy.effect_text}"
+        for trial in tuning.trials
+        if trial.is_used and trial.ratio is not None
+    ]
+    groups: list[Any] = [f"/preset/{before}"] if before != "none" else []
+    tree: dict[str, Any] = {}
+    for key, _, value in (setting.lstrip("+").partition("=") for setting in tuning.best_settings):
+        if "." not in key:
+            groups.append({f"override /{key}": parse_value(value)})
+            continue
+        *path, name = key.split(".")
+        node = tree
+        for section in path:
+            node = node.setdefault(section, {})
+        node[name] = parse_value(value)
+    tree = {"defaults": groups, **tree} if groups else tree
+    return "\n".join([*head, *lines, yaml.safe_dump(tree, sort_keys=False)])
+
+
+def parse_value(value: str) -> Any:
+    """Return a setting's value as Hydra reads it: `off` is a string in Hydra, but false in YAML."""
+    value = value.strip('"')
+    return yaml.safe_load(value) if PLAIN.match(value) else value
+
+
+TABLE_HEAD: Final = ("technique", "alone", "its turns", "helps?", "memory", "training", "settings")
+LONGEST_REASON: Final = 20
+
+
+def to_json_values(value: Any) -> Any:
+    """Return dataclasses and named tuples as dictionaries, for JSON."""
+    if isinstance(value, Ratio):
+        bounds = (value.low, value.high) if value.has_interval else (None, None)
+        names = ("value", "low", "high", "pairs", "each")
+        return dict(zip(names, (value.value, *bounds, value.pairs, list(value.each)), strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json_values(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return {name: to_json_values(item) for name, item in value._asdict().items()}
+    return [to_json_values(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def tuning_lines(tuning: Tuning) -> list[str]:
+    """Return the lines of a report: the diagnoses, the trials in order, the gains that need the user's decision, and
+    the claim.
+    """
+    lines = [f"your settings: {format_quantity(tuning.speed)} {tuning.unit}/s; {tuning.diagnoses[0]}"]
+    for (cause, promised), trials in groupby(tuning.trials, lambda trial: (trial.cause, trial.promised)):
+        without = "" if promised is None else f" (without it {promised:.2f}x)"
+        lines += [f"{cause}{without}:", *map(trial_line, trials)]
+    if len(tuning.diagnoses) > 1:
+        lines.append(f"with what is used: {tuning.diagnoses[-1]}")
+    offered = [trial for trial in tuning.trials if trial.is_faster and trial.reason.startswith("--allow")]
+    lines += [
+        f"your decision: {trial.remedy} is {speed_text(trial)} as fast and {trial.remedy.effect_text} "
+        f"(add it, or {trial.reason})"
+        for trial in offered
+    ]
+    return [*lines, f"result: {tuning.verdict}"]
+
+
+def trial_line(trial: Trial) -> str:
+    """Return `  data.cache=memory    21.08x  13.92 to 31.19 in 6 turns  used`."""
+    turns = "" if trial.ratio is None else trial.ratio.turns()
+    used = "used" if trial.is_used else f"not used: {trial.reason}"
+    return f"  {trial.remedy!s:<44} {speed_text(trial):>7}  {turns:<26}  {used}"
+
+
+def table_lines(table: TechniqueTable) -> list[str]:
+    lines = [f"your settings: {format_quantity(table.speed)} {table.unit}/s"]
+    lines.append(format_table(TABLE_HEAD, [technique_row(row) for row in table.rows]))
+    reasons = {row.trial.cause: row.trial.reason for row in table.rows}
+    lines += [f"{title}: {reason}" for title, reason in reasons.items() if len(reason) > LONGEST_REASON]
+    late = sum(map(is_skipped_for_time, table.rows))
+    rest = f"; for {late} there was no time (--budget)" if late else ""
+    settings = " ".join(table.found)
+    if not settings:
+        return [*lines, f"together: nothing that leaves the training the same helps clearly{rest}"]
+    if table.claim is None:
+        return [*lines, f"together: not measured ({table.problem}): {settings}{rest}"]
+    pairs = f"99 %, {table.claim.pairs} pairs of fresh processes"
+    return [*lines, f"together: {table.claim} ({pairs}): {settings}{rest}"]
+
+
+def technique_row(row: Row) -> list[str]:
+    trial, alone = row.trial, row.speedup_alone
+    note = "is on; without it: " if row.is_on and trial.remedy.overrides else ""
+    settings = f"{note}{trial.remedy}"
+    effect = trial.remedy.effect_text
+    if alone is None:
+        reason = (
+            trial.reason if len(trial.reason) <= LONGEST_REASON or trial.reason == NO_TIME else "see below"
+        )
+        return [trial.cause, "-", "", reason, "", effect, settings]
+    helps = "not clear"  # within what two processes of the same settings may differ by
+    if alone.low > 1 + PROCESS_SPREAD:
+        helps = "yes"
+    elif alone.high < 1 - PROCESS_SPREAD:
+        helps = "NO, slower"
+    memory = f"{trial.peak_bytes / 1e6:,.0f} MB" if trial.peak_bytes else ""
+    return [trial.cause, f"{alone.value:.2f}x", alone.turns(), helps, memory, effect, settings]
+
+
+def speed_text(trial: Trial) -> str:
+    return "" if trial.ratio is None else f"{trial.ratio.value:.2f}x"
 
 
 def search_settings(wish: Namespace, typed: list[str], budget: float, folder: Path) -> int:
@@ -49,7 +229,7 @@ def report_search(
     wish: Namespace, typed: list[str], tuning: Tuning, budget: float, folder: Path, preset: Path
 ) -> int:
     print_head(typed, tuning.seconds, budget)
-    for line in tune_report.tuning_lines(tuning):
+    for line in tuning_lines(tuning):
         say(line)
     if tuning.is_claimed:
         written = write_preset(preset, typed, tuning, Path.cwd())
@@ -60,7 +240,7 @@ def report_search(
             say(f"no preset: a setting of yours, or an experiment, stands above it; say: {use}")
     if wish.allow == "exact":
         say("not tried: number types and compilation of the model, which round differently (--allow numeric)")
-    results = tune_report.to_json_values(tuning)
+    results = to_json_values(tuning)
     results |= {
         "found": list(tuning.best_settings),
         "claimed": tuning.is_claimed,
@@ -73,9 +253,9 @@ def report_search(
 
 def report_table(typed: list[str], table: TechniqueTable, budget: float, folder: Path) -> int:
     print_head(typed, table.seconds, budget)
-    for line in tune_report.table_lines(table):
+    for line in table_lines(table):
         say(line)
-    to_json = tune_report.to_json_values
+    to_json = to_json_values
     rows = [
         to_json(row) | {"title": row.trial.cause, "alone": to_json(row.speedup_alone)} for row in table.rows
     ]

@@ -22,13 +22,13 @@ def get_images(batch: Any) -> Tensor:
     inputs = batch if isinstance(batch, Tensor) else None if place is None else batch[place]
     if isinstance(inputs, Tensor) and inputs.ndim == 4:
         return inputs
-    found = f"have shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else "are no tensor"
+    problem = f"have shape {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else "are no tensor"
     if isinstance(batch, Mapping) and inputs is None:
-        found = (
+        problem = (
             f"are not under one of the names {', '.join(INPUT_KEYS)} (there are {', '.join(map(str, batch))})"
         )
     raise DataError(
-        f"needs images (B, C, H, W), but the inputs of this batch {found}; leave it out for other data"
+        f"needs images (B, C, H, W), but the inputs of this batch {problem}; leave it out for other data"
     )
 
 

@@ -116,9 +116,9 @@ class Mixture:
         target = get_target(batch)
         if not target.is_floating_point():
             target = self._convert_to_probabilities(target, dtype)
-        own = weight.to(target.dtype).view(-1, *[1] * (target.ndim - 1))
+        weights = weight.to(target.dtype).view(-1, *[1] * (target.ndim - 1))
         partners = target.index_select(0, partner_positions(target))
-        return replace_target(batch, torch.lerp(partners, target, own))
+        return replace_target(batch, torch.lerp(partners, target, weights))
 
     def _convert_to_probabilities(self, target: Tensor, dtype: torch.dtype) -> Tensor:
         """Convert class numbers (B,) to probabilities (B, num_classes)."""

@@ -26,22 +26,24 @@ class Normalize:
     random = False
 
     def __init__(self, mean: Number | Sequence[Number], std: Positive | Sequence[Positive]) -> None:
-        self.mean, self.std = (tuple(one) if isinstance(one, Sequence) else (one,) for one in (mean, std))
+        self.mean, self.std = (
+            tuple(number) if isinstance(number, Sequence) else (number,) for number in (mean, std)
+        )
         if len(self.mean) != len(self.std):
             raise ConfigError(f"std={std}: {len(self.std)} values, but mean has {len(self.mean)}")
         self._constants: dict[tuple[torch.device, torch.dtype, bool], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, batch: Any, draws: Draws) -> Any:
         images = get_images(batch)
-        whole = images.dtype is torch.uint8
-        if not whole and not images.is_floating_point():
+        are_bytes = images.dtype is torch.uint8
+        if not are_bytes and not images.is_floating_point():
             raise DataError(f"needs uint8 or floating-point images, not {images.dtype}")
         if len(self.mean) not in (1, images.shape[1]):
             raise DataError(
                 f"mean has {len(self.mean)} values, but the images have {images.shape[1]} channels"
             )
-        dtype = draws.float_dtype if whole else images.dtype
-        mean, scale = self._constants_on(images.device, dtype, whole)
+        dtype = draws.float_dtype if are_bytes else images.dtype
+        mean, scale = self._constants_on(images.device, dtype, are_bytes)
         return replace_images(batch, torch.sub(images, mean).mul_(scale))  # uint8 minus a float is a float
 
     def _constants_on(self, device: torch.device, dtype: torch.dtype, whole: bool) -> tuple[Tensor, Tensor]:

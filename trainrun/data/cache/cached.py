@@ -41,7 +41,7 @@ from trainrun.data.engines.choice import MAX_AUTO_WORKERS
 from trainrun.data.engines.generators import read_generator_states, seed_globals
 from trainrun.data.engines.workers import LoaderWorkers
 from trainrun.data.look import read_in_child
-from trainrun.data.map_style import describe, is_thread_safe, name_of
+from trainrun.data.map_style import describe_location, is_thread_safe, name_of
 from trainrun.data.readers.column_store import (
     Array,
     ColumnWriter,
@@ -89,7 +89,7 @@ def open_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
     readable_source = indexed and not isinstance(source, type | str | bytes)
     if not readable_source or find_columns(source, key) is not None or not len(source):
         return source  # in memory already, or opening it says what is wrong
-    own = fingerprint_source(source, wanted.folder, say) if wanted.folder is not None else ""
+    source_key = fingerprint_source(source, wanted.folder, say) if wanted.folder is not None else ""
     probe = read_in_child(partial(probe_samples, source, where), options)
     build = partial(write_cache, source, probe, wanted.num_bytes, where, options)
     if wanted.folder is None:
@@ -100,8 +100,8 @@ def open_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
         built.append(True)
         return build(writer)
 
-    named = f"{key}: {name_of(source)}, {format_count(len(source), 'sample')}{describe(source, 0)}"
-    content = build_content_key(source, own, probe.digest)
+    named = f"{key}: {name_of(source)}, {format_count(len(source), 'sample')}{describe_location(source, 0)}"
+    content = build_content_key(source, source_key, probe.digest)
     try:
         stored = open_or_build(wanted.folder, content, named, expected, build_on_disk, say)
     except OSError as error:
@@ -210,7 +210,7 @@ def build_block(samples: Sequence[Any], form: SampleForm, leaves: Sequence[Leaf]
         np.array(shape, np.int64).reshape(len(samples), len(leaf.shape))
         for shape, leaf in zip(shapes, leaves, strict=True)
     ]
-    random = next((one.random for one in samples if isinstance(one, NotRead) and one.random), "")
+    random = next((read.random for read in samples if isinstance(read, NotRead) and read.random), "")
     return SampleBlock(list(map(np.concatenate, buffers)), tables, np.array(is_kept), num_unlike, random)
 
 
@@ -241,8 +241,8 @@ class BlockReader:
             with suppress(Exception):  # it is tried again when it is asked for
                 if why := explain_randomness(partial(self._read_sample, index), index):
                     samples[place] = NotRead(why)
-        whole = not any(isinstance(sample, NotRead) for sample in samples)
-        self.seeds_itself = whole and read_generator_states() != before
+        all_read = not any(isinstance(sample, NotRead) for sample in samples)
+        self.seeds_itself = all_read and read_generator_states() != before
         return samples
 
     def _read_in_one_call(self, indices: list[int]) -> list[Any]:

@@ -51,9 +51,9 @@ def fingerprint_source(
 
     cache: the folder of caches, which is left out. say: receives a line about a folder whose files are not compared.
     """
-    own = getattr(source, "fingerprint", None)
-    if callable(own):
-        return f"said {own()}"
+    read_fingerprint = getattr(source, "fingerprint", None)
+    if callable(read_fingerprint):
+        return f"said {read_fingerprint()}"
     parts = _Parts(cache)
     try:
         parts.dump(source)
@@ -103,9 +103,9 @@ class _Parts(pickle.Pickler):
         if isinstance(value, Tensor | np.ndarray | np.generic):
             return _describe_array(value)
         if isinstance(value, types.FunctionType | type):
-            known = value in self._seen
+            was_seen = value in self._seen
             self._seen.add(value)
-            return [value.__qualname__, None if known else _find_code(value)]
+            return [value.__qualname__, None if was_seen else _find_code(value)]
         return None
 
     def _describe_version(self, text: str) -> str:
@@ -113,10 +113,10 @@ class _Parts(pickle.Pickler):
         if not text.strip("./"):
             return ""
         try:
-            found = os.stat(text)
-            if not stat.S_ISDIR(found.st_mode):
-                return f" {describe_version(found)}"
-            if not (inside := self._describe_folder(text, found)):
+            status = os.stat(text)
+            if not stat.S_ISDIR(status.st_mode):
+                return f" {describe_version(status)}"
+            if not (inside := self._describe_folder(text, status)):
                 self.unseen = self.unseen or f"{text} holds runs alone"
             return inside
         except (OSError, ValueError):  # no path, or not one of this machine
@@ -131,8 +131,8 @@ class _Parts(pickle.Pickler):
             return f" {describe_version(found)}"
         self._known[place], lines = "", []
         with os.scandir(folder) as all_of_it:
-            kept = (one for one in all_of_it if one.name[0] != "." and one.name != COMPILED)
-            entries = sorted(kept, key=lambda one: one.name)
+            visible = (one for one in all_of_it if one.name[0] != "." and one.name != COMPILED)
+            entries = sorted(visible, key=lambda one: one.name)
         if any(entry.name == OF_A_RUN for entry in entries):
             return ""
         for entry in entries:
@@ -151,8 +151,8 @@ class _Parts(pickle.Pickler):
                     )
                     lines += [entry.name + inside] if inside else []
         if lines or not entries:
-            whole = "\n".join(lines).encode("utf-8", "surrogateescape")
-            self._known[place] = f" {hashlib.blake2b(whole, digest_size=16).hexdigest()}"
+            listing = "\n".join(lines).encode("utf-8", "surrogateescape")
+            self._known[place] = f" {hashlib.blake2b(listing, digest_size=16).hexdigest()}"
         return self._known[place]
 
     def reducer_override(self, value: Any) -> Any:

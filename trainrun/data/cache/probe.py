@@ -101,11 +101,11 @@ def _refuse_generators(source: Any, where: str) -> None:
     methods = {"__getitem__": "generator", "__getitems__": "generators"}
     for part, (method, name) in product(list_parts(source), methods.items()):
         if has_parameter(getattr(part, method, None), name):
-            told = f"{type(part).__name__}.{method} takes `{name}`, so it draws random numbers"
-            raise DataError(f"{where}: {told}, {RANDOM}")
+            reason = f"{type(part).__name__}.{method} takes `{name}`, so it draws random numbers"
+            raise DataError(f"{where}: {reason}, {RANDOM}")
         if has_epochs(part):
-            told = f"{type(part).__name__} has set_epoch, so its samples may change with the epoch"
-            raise DataError(f"{where}: {told}, {RANDOM}")
+            reason = f"{type(part).__name__} has set_epoch, so its samples may change with the epoch"
+            raise DataError(f"{where}: {reason}, {RANDOM}")
 
 
 def explain_randomness(read: Callable[[], Any], row: int, look: SampleDigest | None = None) -> str:

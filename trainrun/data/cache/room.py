@@ -58,17 +58,17 @@ def note_folder(folder: Path) -> None:
 
 def list_cache_folders() -> list[Path]:
     """Return the folders with caches that still exist."""
-    found = {cache_home() / name for name in ("text", "columns", "stored")}
+    folders = {cache_home() / name for name in ("text", "columns", "stored")}
     for note in (cache_home() / "folders").glob("*"):
         with suppress(OSError, UnicodeDecodeError):
-            found.add(Path(note.read_text(encoding="utf-8")))
-    return sorted(folder for folder in found if folder.is_dir())
+            folders.add(Path(note.read_text(encoding="utf-8")))
+    return sorted(folder for folder in folders if folder.is_dir())
 
 
 def list_caches(folders: Iterable[Path]) -> list[DiskCache]:
     """Return the complete caches of some folders, the least recently used first."""
-    found = {cache.path.resolve(): cache for folder in folders for cache in _iterate_caches(folder)}
-    return sorted(found.values(), key=lambda cache: cache.used)
+    caches = {cache.path.resolve(): cache for folder in folders for cache in _iterate_caches(folder)}
+    return sorted(caches.values(), key=lambda cache: cache.used)
 
 
 def _iterate_caches(folder: Path) -> Iterator[DiskCache]:

@@ -59,9 +59,9 @@ def flatten_sample(sample: Any) -> tuple[SampleForm, tuple[Leaf, ...], list[Buff
 
     Raise NotKept if a value cannot be stored exactly.
     """
-    found: list[tuple[Leaf, Buffer]] = []
-    form = _flatten_value(sample, found)
-    return form, tuple(leaf for leaf, _ in found), [buffer for _, buffer in found]
+    leaves: list[tuple[Leaf, Buffer]] = []
+    form = _flatten_value(sample, leaves)
+    return form, tuple(leaf for leaf, _ in leaves), [buffer for _, buffer in leaves]
 
 
 def _flatten_value(value: Any, found: list[tuple[Leaf, Buffer]]) -> SampleForm:
@@ -81,8 +81,8 @@ def _encode_leaf(value: Any) -> tuple[Leaf, Buffer]:
         strange = value.layout != torch.strided or value.requires_grad or value.is_quantized
         if strange or value.device.type != "cpu":
             raise NotKept("a tensor that is not a plain one on the CPU without gradients")
-        plain = value.resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return Leaf("tensor", value.dtype, tuple(value.shape)), plain.view(torch.uint8).numpy()
+        values = value.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return Leaf("tensor", value.dtype, tuple(value.shape)), values.view(torch.uint8).numpy()
     if kind is str or kind is bytes or value is None:
         raw = b"" if value is None else value.encode("utf-8", "surrogatepass") if kind is str else value
         array = np.frombuffer(raw, np.uint8)

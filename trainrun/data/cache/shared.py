@@ -25,13 +25,13 @@ def share_columns(
         other ranks wait for a lock of a file in memory, which ends with its owner. A collective call would have a
         time limit.
     """
-    own = os.memfd_create("trainrun-cache")
-    fcntl.flock(own, fcntl.LOCK_EX)
-    address = (os.getpid(), own, *identify_file(own))
+    own_file = os.memfd_create("trainrun-cache")
+    fcntl.flock(own_file, fcntl.LOCK_EX)
+    address = (os.getpid(), own_file, *identify_file(own_file))
     offers = gather((samples, address))
     first = next(offer for others, offer in offers if others == samples)
     reached = None if first == address else open_address(first)
-    file = own if reached is None else reached
+    file = own_file if reached is None else reached
     num_ranks = gather(identify_file(file)).count(identify_file(file))  # until then all offers stay open
     try:
         if reached is None:
@@ -39,8 +39,8 @@ def share_columns(
             paths = {
                 name: str(find_mapped_path(array)) for name, array in columns.arrays.items() if array.size
             }
-            os.write(own, json.dumps([paths, columns.facts]).encode())
-            fcntl.flock(own, fcntl.LOCK_UN)
+            os.write(own_file, json.dumps([paths, columns.facts]).encode())
+            fcntl.flock(own_file, fcntl.LOCK_UN)
             gather(None)  # until then the files are kept for the others
             return columns, num_ranks
         fcntl.flock(reached, fcntl.LOCK_SH)
@@ -54,7 +54,7 @@ def share_columns(
         gather(None)
         return StoredColumns(arrays, facts, True), num_ranks
     finally:
-        for descriptor in {own, file}:
+        for descriptor in {own_file, file}:
             os.close(descriptor)
 
 

@@ -23,13 +23,14 @@ from trainrun.data.engines.generators import (
 )
 from trainrun.data.map_style import (
     copy_shallow,
-    describe,
+    describe_location,
     find_batch_method,
     find_innermost,
     has_own_getitems,
     name_of,
 )
 from trainrun.data.scale import Scale
+from trainrun.data.sequences.collate import stack_samples
 from trainrun.data.stream_options import Collate
 from trainrun.data.tensor_dataset import Columns, list_parts
 from trainrun.errors import ANY_FAULT, DataError
@@ -145,7 +146,7 @@ class Transform:
             return sample
         except ANY_FAULT as error:
             row = index % (self._number or index + 1)
-            place = describe(self._dataset, row)
+            place = describe_location(self._dataset, row)
             raise DataError(
                 f"{recipe.transform_key}: sample {row}{place} of {recipe.key} cannot be transformed: "
                 f"{format_error_with_line(error)}{hint_at_whole_sample(sample, error)}"
@@ -177,7 +178,7 @@ class BatchReader:
         is_plain = recipe.transform is None and (self._is_columns or recipe.scale is None)
         self._read_batch = find_batch_method(dataset, recipe.collate) if is_plain else None
         self._drawing = {
-            type(one) for one in parts if has_parameter(getattr(one, "__getitem__", None), "generator")
+            type(part) for part in parts if has_parameter(getattr(part, "__getitem__", None), "generator")
         }
         asks = self._at_once or recipe.one_by_one or self._drawing or self._is_columns
         self._reads_plainly = not asks and recipe.transform is None and recipe.scale is None
@@ -337,7 +338,7 @@ class BatchReader:
             calls.after(SAMPLE)
             return sample
         except ANY_FAULT as error:
-            raise self._build_error(f"sample {row}", describe(self.dataset, row), error) from error
+            raise self._build_error(f"sample {row}", describe_location(self.dataset, row), error) from error
 
     def _read_drawing(self, row: int, *parts: int) -> Any:
         """Read a sample of a data set that takes a generator, or that contains data sets which take one."""
@@ -394,8 +395,6 @@ def collate_samples(samples: list[Any], recipe: Recipe) -> Any:
             samples = [preparation.sample(sample) for sample in samples]
         if recipe.collate is not None:
             return detach_fields(preparation.batch(recipe.collate(samples)))
-        from trainrun.data.sequences.collate import stack_samples
-
         return preparation.batch(stack_samples(samples))
     except ANY_FAULT as error:
         raise DataError(

@@ -10,6 +10,7 @@ from trainrun.data.bad_samples import Skips
 from trainrun.data.batch import Preparation
 from trainrun.data.engines.batch_reader import AT_ONCE, COLLATE_KEY, BatchReader, Recipe
 from trainrun.data.engines.choice import choose_engine, describe_workers
+from trainrun.data.engines.device_feed import DeviceFeed
 from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.engines.iterable import (
     Alike,
@@ -100,8 +101,8 @@ def check_randomness(reader: BatchReader, options: StreamOptions) -> tuple[Batch
             f"{COLLATE_KEY}: draws random numbers, other ones if accumulation or ranks cut the batches in another "
             "way; draw them in data.transform, and mix samples with data.augment.mixup"
         )
-    for what in look.changes:
-        options.report(f"{what}: {CHANGES}")
+    for name in look.changes:
+        options.report(f"{name}: {CHANGES}")
     return BatchReader(reader.dataset, recipe), note
 
 
@@ -113,8 +114,6 @@ def _build_skips(options: StreamOptions, plan: StreamPlan) -> Skips:
 def _feed_device(batches: Batches, options: StreamOptions) -> Batches:
     if options.device.type == "cpu":
         return batches
-    from trainrun.data.engines.device_feed import DeviceFeed
-
     return DeviceFeed(batches, options.device, options.copying, options.sizes)
 
 
@@ -144,9 +143,11 @@ def open_iterable(
         else build_unchecked_plan(0, options.batch_size, options)
     )
     most = _count_batches(plan, length, options)
-    found = sequences(plan)
-    collate = options.collate_fn if found is None else found.collate
-    preparation = Preparation(options.float_dtype, options.max_sequence_length if found is None else None)
+    sequence_plan = sequences(plan)
+    collate = options.collate_fn if sequence_plan is None else sequence_plan.collate
+    preparation = Preparation(
+        options.float_dtype, options.max_sequence_length if sequence_plan is None else None
+    )
     recipe = Recipe(preparation, options.seed, options.key, options.transform, collate,
                     transform_key=options.transform_key)  # fmt: skip
     reader = StreamReader(

@@ -137,17 +137,17 @@ def _check_threads(prepared: PreparedStream) -> Choice:
     """
     options = prepared.options
     number = options.num_threads
-    asked = "data.engine=threads" if options.engine == "threads" else f"data.num_threads={number}"
+    setting = "data.engine=threads" if options.engine == "threads" else f"data.num_threads={number}"
     unsafe = [part for part in list_parts(prepared.dataset) if not is_thread_safe(part)]
     if unsafe:
         raise DataError(
-            f"{asked}: {name_of(unsafe[0])} ({options.key}) does not say `thread_safe = True`; use "
+            f"{setting}: {name_of(unsafe[0])} ({options.key}) does not say `thread_safe = True`; use "
             "data.engine=workers, or give the class this attribute if several threads may read it at once"
         )
     draws = {} if prepared.look is None else prepared.look.draws
-    for what, generators in draws.items():
+    for place, generators in draws.items():
         raise DataError(
-            f"{asked}: {what} of {options.key} draws from the global generator of {' and '.join(generators)}, which "
+            f"{setting}: {place} of {options.key} draws from the global generator of {' and '.join(generators)}, which "
             "the training beside it draws from too; give it a parameter `generator` (a torch.Generator, seeded for "
             "each sample) and draw from that, or use data.engine=workers"
         )

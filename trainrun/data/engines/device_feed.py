@@ -33,8 +33,8 @@ class OnTheWay(NamedTuple):
 
 
 def count_items(batch: MicroBatch, sizes: Sizes) -> MicroBatch:
-    found = sizes(batch.data)
-    return batch if found is None else batch._replace(items=int(found.sum()))
+    lengths = sizes(batch.data)
+    return batch if lengths is None else batch._replace(items=int(lengths.sum()))
 
 
 class DeviceFeed(Around):
@@ -60,10 +60,10 @@ class DeviceFeed(Around):
         source = self._batches.epoch(epoch, start)
         waiting: deque[OnTheWay] = deque()
         fault: Exception | None = None
-        more = True
+        has_more = True
         try:
-            while more or waiting:
-                while more and len(waiting) <= self._ahead:
+            while has_more or waiting:
+                while has_more and len(waiting) <= self._ahead:
                     try:
                         batch = next(source, None)
                         batch = (
@@ -71,7 +71,7 @@ class DeviceFeed(Around):
                         )
                     except Exception as error:  # raised below, once what was read before it is used
                         batch, fault = None, error
-                    more = batch is not None
+                    has_more = batch is not None
                     if batch is not None:
                         waiting.append(self._start_copy(batch))
                 if waiting:

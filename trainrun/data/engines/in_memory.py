@@ -220,14 +220,14 @@ def list_row_numbers(row_numbers: Any) -> Any:
 
 def _count_items(columns: Columns, preparation: Preparation, sizes: Sizes) -> Tensor | None:
     """Return the number of items of every sample, (N,) on the host; None if counting does not need their values."""
-    found: list[Tensor] = []
+    counts: list[Tensor] = []
     for begin in range(0, len(columns), BLOCK_ROWS):
         blocks = (preparation.column(_block(columns, value, begin, BLOCK_ROWS)) for value in columns.values)
         part = sizes(columns.pack([columns.widen(block) for block in blocks]))
         if part is None:
             return None
-        found.append(part.cpu())
-    return torch.cat(found)
+        counts.append(part.cpu())
+    return torch.cat(counts)
 
 
 def _block(columns: Columns, value: Column, begin: int, size: int) -> Column:

@@ -133,14 +133,14 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         skipped = islice(samples, start * plan.global_size - position)  # they are read, but not collated
         position += sum(1 for _ in skipped)
         while (most is None or number < most) and (chunk := self._take_chunk(samples, number)):
-            whole = digest_of(chunk) if plan.world_size > 1 and number == start else ""
+            digest = digest_of(chunk) if plan.world_size > 1 and number == start else ""
             first, position, number = position, position + len(chunk), number + 1
             if not self.buffer:
                 place.record(position)
             state = (role, number, place.taken, place.state) if can_report_position(self.dataset) else None
             reading = self._share_of(chunk, first, part)
             if reading is not None:
-                yield reading._replace(state=state, whole=whole)
+                yield reading._replace(state=state, whole=digest)
         if number == start:
             yield from self._yield_filler(part, start, position)
 
@@ -195,16 +195,16 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
 
     def _iterate_samples(self, place: SourcePlace, part: int) -> Iterator[Any]:
         """Yield the samples beginning at `place`. With a shuffle buffer, `place` is the start of the current block."""
-        raw, taken = self._iterate_source(place, part), place.taken
+        raw, num_taken = self._iterate_source(place, part), place.taken
         if not self.buffer:
             yield from raw
             return
         while block := list(islice(raw, self.buffer)):
-            key = (self.plan.seed, self.epoch, taken // self.buffer * self.parts + part, SHUFFLE)
+            key = (self.plan.seed, self.epoch, num_taken // self.buffer * self.parts + part, SHUFFLE)
             for index in torch.randperm(len(block), generator=new_generator(*key)).tolist():
                 yield block[index]
-            taken += len(block)
-            place.record(taken)
+            num_taken += len(block)
+            place.record(num_taken)
 
     def _iterate_source(self, place: SourcePlace, part: int) -> Iterator[Any]:
         """Yield every sample in the order of the source."""
@@ -264,7 +264,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         keep: called with the number of batches so far, and with the entry that `reader_at` needs to continue there.
         """
         stands = {role: (role, batches, at.taken, at.state) for role, (batches, at) in self.begun.items()}
-        given, spare, over = 0 if self.repeats_batches else self.start, None, set()
+        num_given, spare, over = 0 if self.repeats_batches else self.start, None, set()
         before, readers = self.start, max(1, self.readers)
         for number, item in enumerate(items, 1):
             if item.data is None:
@@ -275,17 +275,17 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             if self.readers and not item.real:
                 spare = item
                 continue
-            given += 1
+            num_given += 1
             if item.state is not None:
                 stands[item.state[0]] = item.state
-                keep(given, ((self.turn + number) % readers, tuple(stands.values())))
-            if given > before:
+                keep(num_given, ((self.turn + number) % readers, tuple(stands.values())))
+            if num_given > before:
                 yield item
-            if given == self.most and self.readers:
+            if num_given == self.most and self.readers:
                 break
-        if given <= before and spare is not None:
+        if num_given <= before and spare is not None:
             yield spare
-        elif given <= before and self.plan.world_size == 1 and self.readers:
+        elif num_given <= before and self.plan.world_size == 1 and self.readers:
             raise DataError(f"{self.recipe.key}: {self._name(0)} gave no batch in epoch {self.epoch}")
 
 

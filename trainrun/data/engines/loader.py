@@ -102,12 +102,12 @@ class LoaderBatches:
 
     def _iterate_readings(self, epoch: int, start: int) -> Iterator[Reading]:
         """Yield the readings of an epoch from `start` on. Restart workers that died."""
-        place, asked = start, False
+        place, has_asked = start, False
         while True:
-            asked = False
+            has_asked = False
             try:
                 items = self._open(epoch, place)
-                asked = True
+                has_asked = True
                 for item in items:
                     yield item
                     place += 1
@@ -115,7 +115,7 @@ class LoaderBatches:
                         break  # whatever becomes of the workers now
                 break
             except WorkerDied as error:
-                if asked:  # otherwise they died before
+                if has_asked:  # otherwise they died before
                     error = WorkerDied(f"{error}; {self._describe_pending(epoch, place)}")
                 self._start_again(error)
             except WorkerLate as error:
@@ -166,9 +166,11 @@ class LoaderBatches:
             return f"it was reading on from batch {place}"
         number = max(1, self._number * self._options.prefetch_factor)
         keys = islice(iterate_keys(self._plan, epoch, place), number)
-        asked = [index % self._reader.number for key in keys for index in key.indices]
-        more = len(asked) - MOST_NAMED
-        shown = ", ".join(map(str, asked[:MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
+        indices = [index % self._reader.number for key in keys for index in key.indices]
+        num_unnamed = len(indices) - MOST_NAMED
+        shown = ", ".join(map(str, indices[:MOST_NAMED])) + (
+            f" and {num_unnamed} more" if num_unnamed > 0 else ""
+        )
         return f"on their way were the samples {shown or 'of no batch'}"
 
     def _start_again(self, error: WorkerDied) -> None:

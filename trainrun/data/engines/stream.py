@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from trainrun.interfaces import Batches, MicroBatch
@@ -56,3 +57,20 @@ class OpenedStream(Around):
     def may_be_read_before(self) -> bool:
         """Return whether a trial may read samples. Samples of an iterable source, such as a pipe, might be lost."""
         return not isinstance(self.source, IterableDataset)
+
+
+class AsInData(Around):
+    """A stream whose batches have the numbers of their samples in the data set.
+
+    number: of the samples that are read. samples: (number,) if they are pieces, the sample of each piece.
+    """
+
+    def __init__(self, batches: Batches, number: int, samples: Tensor | None = None) -> None:
+        super().__init__(batches)
+        self._number, self._samples = number, samples
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        for batch in self._batches.epoch(epoch, start):
+            assert batch.indices is not None
+            indices = batch.indices % self._number
+            yield batch._replace(indices=indices if self._samples is None else self._samples[indices])

@@ -198,7 +198,7 @@ class LoaderWorkers:
         notice_seconds: how long to wait for the end, because a connection breaks shortly before its process ends.
         """
         until = time.monotonic() + notice_seconds
-        while not (dead := [one for one in self._processes if one.exitcode is not None]):
+        while not (dead := [process for process in self._processes if process.exitcode is not None]):
             if time.monotonic() >= until:
                 return
             time.sleep(0.01)
@@ -334,8 +334,8 @@ def describe_free_memory() -> str:
     import psutil
 
     memory = read_host_memory()
-    own = psutil.Process().memory_info().rss
+    used = psutil.Process().memory_info().rss
     return (
         f"{memory.free / 1e9:.1f} of {memory.total / 1e9:.1f} GB of memory are free now, "
-        f"this process holds {own / 1e9:.1f} GB"
+        f"this process holds {used / 1e9:.1f} GB"
     )

@@ -12,7 +12,7 @@ gain: torch's WeightedRandomSampler draws independently, so an epoch omits 37 % 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from trainrun.data.engines.stream import Around
 from trainrun.data.tensor_dataset import find_attribute, find_columns
 from trainrun.errors import DataError
-from trainrun.interfaces import Batches, MicroBatch
 from trainrun.seeding import derive_seed
 
 GOLDEN = 0.6180339887498949
@@ -90,22 +88,22 @@ def draw_classes_equally(source: Any) -> Drawn:
     labels, way = find_class_labels(source), "name weights instead: data.sampling=weighted data.weights=..."
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
         why = "has no labels in memory" if labels is None else "has no single class for each sample"
-        own = (
+        advice = (
             "give your data set an attribute `targets`, a class for each sample, or "
             if labels is None
             else ""
         )
-        raise DataError(f"data.sampling=balanced: data.train {why}; {own}{way}")
+        raise DataError(f"data.sampling=balanced: data.train {why}; {advice}{way}")
     classes, counts = np.unique(labels, return_counts=True)
     if classes[0] < 0:
         raise DataError(
             f"data.sampling=balanced: data.train has label {classes[0]}, which is no class; {way}"
         )
-    told = (
+    text = (
         f"data.sampling=balanced: {len(classes)} classes of {counts.min():,} to {counts.max():,} samples, about "
         f"{len(labels) / len(classes):,.0f} of each in an epoch of {len(labels):,}"
     )
-    return build_group_plan(np.ones(len(classes)), counts, np.argsort(labels, kind="stable"), told)
+    return build_group_plan(np.ones(len(classes)), counts, np.argsort(labels, kind="stable"), text)
 
 
 def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Tensor | None = None) -> Drawn:
@@ -133,11 +131,11 @@ def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Ten
         weights = weights[rows.numpy()]
     if not weights.any():
         raise DataError(f"data.weights={where}: all weights are 0; one at least must be more")
-    told = (
+    text = (
         f"data.sampling=weighted: in an epoch of {len(weights):,} a sample comes up to "
         f"{weights.max() / weights.mean():.3g} times on average; {int((weights == 0).sum()):,} never"
     )
-    return build_group_plan(weights, np.ones(len(weights)), None, told)
+    return build_group_plan(weights, np.ones(len(weights)), None, text)
 
 
 def draw_by_shares(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
@@ -147,36 +145,19 @@ def draw_by_shares(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Dra
     number, total = sum(sizes.values()), sum(shares.values())
     parts = {name: share / total * number for name, share in shares.items()}
     each = (f"{name} {part / number:.3g} ({part / sizes[name]:.3g} times)" for name, part in parts.items())
-    told = f"data.mix: in an epoch of {number:,}: {', '.join(each)}"
+    text = f"data.mix: in an epoch of {number:,}: {', '.join(each)}"
     return build_group_plan(
-        np.array([parts[n] / number for n in sizes]), np.array(list(sizes.values())), None, told
+        np.array([parts[n] / number for n in sizes]), np.array(list(sizes.values())), None, text
     )
-
-
-class AsInData(Around):
-    """A stream whose batches have the numbers of their samples in the data set.
-
-    number: of the samples that are read. samples: (number,) if they are pieces, the sample of each piece.
-    """
-
-    def __init__(self, batches: Batches, number: int, samples: torch.Tensor | None = None) -> None:
-        super().__init__(batches)
-        self._number, self._samples = number, samples
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        for batch in self._batches.epoch(epoch, start):
-            assert batch.indices is not None
-            indices = batch.indices % self._number
-            yield batch._replace(indices=indices if self._samples is None else self._samples[indices])
 
 
 def find_class_labels(source: Any) -> Array | None:
     """Return the class of each sample, (N,), without reading a sample; None if the data set does not provide it."""
     columns = find_columns(source, "data.train")
-    found = columns.target() if columns is not None else find_attribute(source, "targets")
-    if found is None and columns is None:
-        found = find_attribute(source, "labels")
-    return None if found is None else np.asarray(found)
+    labels = columns.target() if columns is not None else find_attribute(source, "targets")
+    if labels is None and columns is None:
+        labels = find_attribute(source, "labels")
+    return None if labels is None else np.asarray(labels)
 
 
 def find_weights(named: Mapping[str, Any], given: Any) -> tuple[Array, str]:
@@ -184,15 +165,15 @@ def find_weights(named: Mapping[str, Any], given: Any) -> tuple[Array, str]:
     if isinstance(given, list):
         return np.asarray(given), f"[{', '.join(map(str, given[:3]))}{', ...' if len(given) > 3 else ''}]"
     try:
-        found = {name: find_sample_column(source, given) for name, source in named.items()}
+        columns_of = {name: find_sample_column(source, given) for name, source in named.items()}
     except DataError as error:
         raise DataError(f"data.weights={given}: must be a column of numbers; {error}") from error
-    told = {name: column for name, column in found.items() if column is not None}
-    if 0 < len(told) < len(found):
-        has, lacks = next(iter(told)), next(name for name in found if name not in told)
+    present = {name: column for name, column in columns_of.items() if column is not None}
+    if 0 < len(present) < len(columns_of):
+        has, lacks = next(iter(present)), next(name for name in columns_of if name not in present)
         raise DataError(f"data.weights={given}: data.train.{lacks} has none, and data.train.{has} has")
-    if told:
-        columns = list(told.values())
+    if present:
+        columns = list(present.values())
         return columns[0] if len(columns) == 1 else np.concatenate([np.ravel(one) for one in columns]), given
     path = Path(given).expanduser()
     if not path.is_file():
@@ -209,17 +190,17 @@ def find_weights(named: Mapping[str, Any], given: Any) -> tuple[Array, str]:
 def find_sample_column(source: Any, name: str) -> Array | None:
     """Return a column of the table or arrays, or an attribute, with a value for each sample; None if there is none."""
     if type(source) is Subset:
-        whole = find_sample_column(source.dataset, name)
-        return None if whole is None else whole[np.asarray(source.indices)]
+        values = find_sample_column(source.dataset, name)
+        return None if values is None else values[np.asarray(source.indices)]
     columns = find_columns(source, "data.train")
     if columns is not None and name in columns.names:
         return np.asarray(columns.values[columns.names.index(name)])
     of_table = find_attribute(source, "column")
-    found = (
+    column = (
         of_table(name)
         if callable(of_table)
         else find_attribute(source, name)
         if name.isidentifier()
         else None
     )
-    return None if found is None else np.asarray(found)
+    return None if column is None else np.asarray(column)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.errors import DataError
 from trainrun.seeding import derive_seed
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 1024  # micro-batches whose index tensors exist at the same time
 POSITIONS_AT_ONCE = 2**16  # indices computed together: about 5 ms of a core
-ORDER = 2  # kept in checkpoints; before it had a number, orders of every size were lists
 MOST_COUNTED = 2**20  # a table of so many counts is made faster than labels are sorted
 LISTED = 2**20  # samples: such a list takes 8 MiB and 20 ms to make
 
@@ -68,8 +68,6 @@ def order_of(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Lookup:
     if not shuffle:
         return lambda positions: positions
     if num_samples > LISTED:
-        from trainrun.data.order.permutation import KeyedPermutation
-
         keyed = KeyedPermutation(num_samples, derive_seed(seed, epoch))
         return lambda positions: torch.from_numpy(keyed.numbers_at(positions.numpy()))
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
@@ -163,13 +161,13 @@ class Plan:
         return list(self._iterate_shares(0, 0, None))
 
     def _iterate_shares(self, epoch: int, start: int, device: torch.device | None) -> Iterator[Share]:
-        order, whole = self.order(epoch), self.num_seen // self.global_size
-        tail = self._select_tail(order, whole)
-        left = whole - start + len(tail)
+        order, num_full = self.order(epoch), self.num_seen // self.global_size
+        tail = self._select_tail(order, num_full)
+        left = num_full - start + len(tail)
         mine = torch.arange(self.batch_size) + self.rank * self.batch_size
         at_once = max(1, min(ROWS_AT_ONCE, POSITIONS_AT_ONCE // self.batch_size))
-        for first in range(start, whole, at_once):
-            rows = torch.arange(first, min(first + at_once, whole)) * self.global_size
+        for first in range(start, num_full, at_once):
+            rows = torch.arange(first, min(first + at_once, num_full)) * self.global_size
             for indices in order(rows[:, None] + mine).to(device).unbind():
                 left -= 1
                 yield Share(indices, True, left == 0)

@@ -54,31 +54,34 @@ def build_training_set(
 ) -> tuple[dict[str, Any], Drawn | None]:
     """Return the source of `train`, and of `val` with folds. named: one source with the name "", or several by name."""
     source = named[""] if "" in named else join_sources(named, "data.train")
-    found, train = {"train": source}, None
+    sources, train = {"train": source}, None
     if asked.folds is not None:
-        train, held, told = divide_into_fold(
+        train, held, note = divide_into_fold(
             source, asked.folds, asked.fold or 0, asked.stratified, asked.groups
         )
-        notes.append(told)
-        found = {
+        notes.append(note)
+        sources = {
             name: select_samples(source, of, "data.train") for name, of in (("train", train), ("val", held))
         }
     drawn = None
     if asked.mix:
         drawn = draw_by_shares(
             asked.mix,
-            {name: check_has_length(one, f"data.train.{name}", "data.mix") for name, one in named.items()},
+            {
+                name: check_has_length(sized_source, f"data.train.{name}", "data.mix")
+                for name, sized_source in named.items()
+            },
         )
     elif asked.sampling != "none":
         number = check_has_length(source, "data.train", f"data.sampling={asked.sampling}")
         balances = asked.sampling == "balanced"
         drawn = (
-            draw_classes_equally(found["train"])
+            draw_classes_equally(sources["train"])
             if balances
             else draw_by_weights(named, asked.weights, number, train)
         )
     notes += [drawn.told] if drawn is not None else []
-    return found, drawn
+    return sources, drawn
 
 
 def divide_into_fold(
@@ -108,10 +111,10 @@ def divide_into_fold(
         ]  # then the folds take turns, through each class
     part = np.empty(number, np.int64)
     part[order] = np.arange(number) % folds
-    inside, held = (torch.from_numpy(np.flatnonzero(found)) for found in (part != fold, part == fold))
-    told = (f"data.fold={fold} of {folds}{' (stratified)' if stratified else ''}: {len(inside):,} samples of "
+    inside, held = (torch.from_numpy(np.flatnonzero(is_chosen)) for is_chosen in (part != fold, part == fold))
+    note = (f"data.fold={fold} of {folds}{' (stratified)' if stratified else ''}: {len(inside):,} samples of "
             f"data.train train, {len(held):,} validate; data.val is not read")  # fmt: skip
-    return inside, held, told
+    return inside, held, note
 
 
 def find_groups(source: Any, name: str, number: int) -> np.ndarray[Any, Any]:
@@ -150,10 +153,10 @@ def divide_groups_into_fold(
         fold_of_group[group] = smallest
         filled[smallest] += sizes[group]
     part = fold_of_group[places]
-    inside, held = (torch.from_numpy(np.flatnonzero(found)) for found in (part != fold, part == fold))
-    told = (f"data.fold={fold} of {folds} (by {len(sizes)} groups): {len(inside):,} samples of data.train train, "
+    inside, held = (torch.from_numpy(np.flatnonzero(is_chosen)) for is_chosen in (part != fold, part == fold))
+    note = (f"data.fold={fold} of {folds} (by {len(sizes)} groups): {len(inside):,} samples of data.train train, "
             f"{len(held):,} validate; data.val is not read")  # fmt: skip
-    return inside, held, told
+    return inside, held, note
 
 
 def check_has_length(source: Any, key: str, asked: str) -> int:
@@ -170,22 +173,22 @@ def join_sources(sources: Mapping[str, Any], key: str) -> Any:
     """Join the samples of several sources, one after the other. Raise DataError if their classes differ."""
     for name, source in sources.items():
         check_has_length(source, f"{key}.{name}", f"{key} by name")
-    names = {name: find_class_names(one) for name, one in sources.items()}
-    known = {name: classes for name, classes in names.items() if classes}
-    first = next(iter(known), "")
-    for name, classes in known.items():
-        if classes != known[first]:
+    names = {name: find_class_names(member) for name, member in sources.items()}
+    named = {name: classes for name, classes in names.items() if classes}
+    first = next(iter(named), "")
+    for name, classes in named.items():
+        if classes != named[first]:
             raise DataError(
                 f"{key}.{name}: its classes ({', '.join(classes[:4])}, ...) are not those of {key}.{first} "
-                f"({', '.join(known[first][:4])}, ...): one number would mean two things; give them one list of classes"
+                f"({', '.join(named[first][:4])}, ...): one number would mean two things; give them one list of classes"
             )
-    found = {name: find_columns(one, f"{key}.{name}") for name, one in sources.items()}
-    columns = [one for one in found.values() if one is not None]
-    if len(columns) == len(found) and len({_describe_columns(one) for one in columns}) == 1:
-        values_of_columns = zip(*(one.values for one in columns), strict=True)
+    columns_of = {name: find_columns(member, f"{key}.{name}") for name, member in sources.items()}
+    columns = [member for member in columns_of.values() if member is not None]
+    if len(columns) == len(columns_of) and len({_describe_columns(member) for member in columns}) == 1:
+        values_of_columns = zip(*(member.values for member in columns), strict=True)
         joined = [_concatenate(values) for values in values_of_columns]
         return _pack_like_source(next(iter(sources.values())), columns[0], joined)
-    parts: list[Any] = [sources[name] if one is None else one for name, one in found.items()]
+    parts: list[Any] = [sources[name] if member is None else member for name, member in columns_of.items()]
     return ConcatDataset(parts)
 
 
@@ -193,8 +196,8 @@ def select_samples(source: Any, indices: torch.Tensor, key: str) -> Any:
     """Return the samples with these numbers, in this order."""
     columns = find_columns(source, key)
     if columns is None or any(is_mapped(value) for value in columns.values):
-        whole: Any = source if columns is None else columns
-        return Subset(whole, indices.tolist())
+        samples: Any = source if columns is None else columns
+        return Subset(samples, indices.tolist())
     return _pack_like_source(
         source, columns, [gather_rows(value, indices.tolist()) for value in columns.values]
     )

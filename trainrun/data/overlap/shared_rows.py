@@ -48,18 +48,18 @@ def describe_shared_rows(sources: Mapping[str, Any], options: Mapping[str, Strea
     for split, source in sources.items():
         if split == "train" or split not in options or options[split].rank:
             continue
-        found = count_shared_rows(sources["train"], source)
-        if found is None:
+        comparison = count_shared_rows(sources["train"], source)
+        if comparison is None:
             # Most data sets are compared where they lie, without what reads samples in a child process.
             from trainrun.data.overlap.shared_samples import count_shared_samples
 
-            found = count_shared_samples(sources["train"], source, options["train"], options[split])
-        if found is None or found.shared == 0:
+            comparison = count_shared_samples(sources["train"], source, options["train"], options[split])
+        if comparison is None or comparison.shared == 0:
             continue
-        is_all = found.shared == found.compared
-        if not is_all and found.shared <= 1.25 * found.repeated * found.compared:
+        is_all = comparison.shared == comparison.compared
+        if not is_all and comparison.shared <= 1.25 * comparison.repeated * comparison.compared:
             continue
-        count = f"{'' if found.is_whole else 'at least '}{found.shared:,} of {found.compared:,} rows"
+        count = f"{'' if comparison.is_whole else 'at least '}{comparison.shared:,} of {comparison.compared:,} rows"
         key, name = options[split].key, split.partition("/")[0]
         lines.append(
             f"{key}: {count} that were compared are in data.train too, so {name}/ metrics are partly measured on "
@@ -90,7 +90,7 @@ def count_shared_numbers(train: Any, other: Any) -> SharedRows | None:
     """Compare the numbers of samples if both splits are parts of one data set."""
     (first, rows), (second, other_rows) = find_source_and_rows(train), find_source_and_rows(other)
     if first is not second:
-        if any(find_reader_attribute(one, "row_numbers") is None for one in (first, second)):
+        if any(find_reader_attribute(source, "row_numbers") is None for source in (first, second)):
             return None
         if first.reader.info.files != second.reader.info.files or len(first.reader) != len(second.reader):
             return None
@@ -124,8 +124,8 @@ def count_shared_files(train: Any, other: Any) -> SharedRows:
     sizes = {path: count_bytes_of(path) for path in paths}
     wanted = {size for size in sizes.values() if size}
     candidates = [train.sample_file(int(row)) for row in choose_spread_indices(len(train), MOST_FILES)]
-    known = {digest_of_content(path) for path in candidates if count_bytes_of(path) in wanted}
-    shared = sum(digest_of_content(path) in known for path in paths if sizes[path]) if known else 0
+    digests = {digest_of_content(path) for path in candidates if count_bytes_of(path) in wanted}
+    shared = sum(digest_of_content(path) in digests for path in paths if sizes[path]) if digests else 0
     return SharedRows(shared, len(paths), is_whole=len(candidates) == len(train))
 
 

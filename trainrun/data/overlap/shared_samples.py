@@ -47,21 +47,21 @@ def count_shared_samples(
 
 def compare_sample_hashes(train: BatchReader, other: BatchReader) -> SharedRows:
     """Compare hashes of samples. Both splits are read alternately, so that equally many samples of each are read."""
-    known: dict[str, int] = {}
+    counts: dict[str, int] = {}
     digests = []
     rows, other_rows = choose_likely_rows(train.number), choose_likely_rows(other.number)
     end = perf_counter() + READ_SECONDS
     for place in range(max(len(rows), len(other_rows))):
         if place < len(rows):
             digest = digest_of([train.read_sample(0, rows[place])])
-            known[digest] = known.get(digest, 0) + 1
+            counts[digest] = counts.get(digest, 0) + 1
         if place < len(other_rows):
             digests.append(digest_of([other.read_sample(0, other_rows[place])]))
         if perf_counter() > end:
             break
-    shared = sum(digest in known for digest in digests)
-    once = sum(count == 1 for count in known.values())
-    number = sum(known.values())
+    shared = sum(digest in counts for digest in digests)
+    once = sum(count == 1 for count in counts.values())
+    number = sum(counts.values())
     return SharedRows(shared, len(digests), 1 - once / number, number == train.number)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from trainrun.data.cache.fingerprint import fingerprint_source
 from trainrun.data.facts import find_class_names, find_labels, list_input_columns
 from trainrun.data.readers.targets import join_names
 from trainrun.data.tensor_dataset import Arrays, is_reader
@@ -59,8 +60,6 @@ class RenumberedClasses(Dataset[Any]):
         return self.targets
 
     def fingerprint(self) -> str:
-        from trainrun.data.cache.fingerprint import fingerprint_source
-
         return f"{fingerprint_source(self.dataset)} {self._numbers}"
 
     def _renumber(self, sample: Any) -> Any:
@@ -87,8 +86,8 @@ def renumber_labels(labels: Any, numbers: Sequence[int]) -> Any:
     array = np.asarray(labels)
     if array.dtype.kind not in "iu":
         return labels
-    known = (array >= 0) & (array < len(numbers))
-    changed = np.where(known, np.asarray(numbers)[np.where(known, array, 0)], array)
+    is_known = (array >= 0) & (array < len(numbers))
+    changed = np.where(is_known, np.asarray(numbers)[np.where(is_known, array, 0)], array)
     return int(changed) if isinstance(labels, int) else changed.astype(array.dtype)
 
 
@@ -98,18 +97,19 @@ def use_training_classes(source: Any, names: Sequence[str], key: str) -> Any:
 
     Raise DataError if samples have a class that the training data does not have.
     """
-    own = find_class_names(source)
-    if not own or not names:
+    classes = find_class_names(source)
+    if not classes or not names:
         return source
     place_of = {name: place for place, name in enumerate(names)}
-    numbers = [place_of.get(name, UNKNOWN) for name in own]
+    numbers = [place_of.get(name, UNKNOWN) for name in classes]
     if UNKNOWN in numbers:
-        check_unknown_classes(source, own, names, key)
-    if numbers == list(range(len(own))) and len(own) == len(names):
+        check_unknown_classes(source, classes, names, key)
+    if numbers == list(range(len(classes))) and len(classes) == len(names):
         return source
     if isinstance(source, IterableDataset):
         raise DataError(
-            f"{key}: its classes are {join_names(own)}, and those of training {join_names(names)}; give them one order"
+            f"{key}: its classes are {join_names(classes)}, and those of training {join_names(names)}; give them one "
+            "order"
         )
     if not isinstance(source, Arrays) or len(source.tensors) < 2:
         return RenumberedClasses(source, numbers, names, key)
@@ -137,15 +137,15 @@ def check_unknown_classes(source: Any, own: Sequence[str], names: Sequence[str],
 
 def check_input_columns(source: Any, expected: Mapping[str, str], key: str) -> None:
     """Raise DataError if the names or types of the input columns differ from those of the training."""
-    own = list_input_columns(source)
-    if not own or not expected:
+    columns = list_input_columns(source)
+    if not columns or not expected:
         return
-    missing = [name for name in expected if name not in own]
+    missing = [name for name in expected if name not in columns]
     if missing:
-        guess = suggest_name(missing[0], list(own)) or "."
+        guess = suggest_name(missing[0], list(columns)) or "."
         raise DataError(
-            f"{key}: has no input column {missing[0]!r}, which training had{guess} It has {join_names(list(own))}"
+            f"{key}: has no input column {missing[0]!r}, which training had{guess} It has {join_names(list(columns))}"
         )
     for name, kind in expected.items():
-        if own[name] != kind:
-            raise DataError(f"{key}: input column {name!r} holds {own[name]}, and in training {kind}")
+        if columns[name] != kind:
+            raise DataError(f"{key}: input column {name!r} holds {columns[name]}, and in training {kind}")

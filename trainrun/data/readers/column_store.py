@@ -29,7 +29,7 @@ from typing import IO, Any
 import numpy as np
 
 from trainrun.data.cache.room import DRAFT, META, SOURCE, cache_home, make_room, open_shared
-from trainrun.data.readers.free_space import check_memory
+from trainrun.data.readers.free_space import check_free_memory
 from trainrun.data.readers.mapped_files import map_array
 from trainrun.errors import DataError
 from trainrun.output import format_count, say
@@ -164,7 +164,7 @@ def load_columns(
         except OSError as error:
             reason = error.strerror or str(error)
             report_on_stderr(f"{source}: its columns cannot be stored ({reason}), so they stay in memory")
-    check_memory(
+    check_free_memory(
         num_bytes,
         f"{source}: a copy of its columns",
         f"make room in {cache_home()}, where they would be stored",

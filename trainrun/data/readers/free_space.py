@@ -13,7 +13,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 SHARE = 4  # of the free memory, for one part: train and val are both kept, and a step needs room too
 
 
-def check_memory(num_bytes: int, what: str, way: str) -> None:
+def check_free_memory(num_bytes: int, what: str, way: str) -> None:
     """Raise DataError if less than `num_bytes` of memory is free. way: the advice in the message."""
     free = read_host_memory().free
     if num_bytes > free:
@@ -28,7 +28,7 @@ def should_load(num_bytes: int, wanted: bool | str) -> bool:
     wanted: data.train.in_memory: true, false, or "auto", which allows a quarter of the memory that is free now.
     """
     if wanted is True:
-        check_memory(num_bytes, "data.train.in_memory=true: the data", "use data.train.in_memory=auto")
+        check_free_memory(num_bytes, "data.train.in_memory=true: the data", "use data.train.in_memory=auto")
     return num_bytes * SHARE <= read_host_memory().free if wanted == "auto" else bool(wanted)
 
 

@@ -110,8 +110,8 @@ def find_mapping(array: Any) -> MappedFile | None:
 
 
 def find_mappings(arrays: Iterable[Any]) -> tuple[MappedFile, ...]:
-    found = map(find_mapping, arrays)
-    return tuple(mapping for mapping in found if mapping is not None)
+    mappings = map(find_mapping, arrays)
+    return tuple(mapping for mapping in mappings if mapping is not None)
 
 
 class LengthCheck:

@@ -97,8 +97,10 @@ class SplitRequest:
 
     def find_files(self, endings: Sequence[str], list_files: ListFiles = list_files) -> SplitFiles:
         """Return the files of each split."""
-        found = list_files(self.path, "data.path", endings)
-        by_name = {"train": found, "val": (), "test": ()} if self.path is None else sort_files_by_split(found)
+        listed = list_files(self.path, "data.path", endings)
+        by_name = (
+            {"train": listed, "val": (), "test": ()} if self.path is None else sort_files_by_split(listed)
+        )
         typed = {
             name: list_files(path, key, endings)
             for name, path, key in (
@@ -107,7 +109,7 @@ class SplitRequest:
             )
             if path is not None and not (path == self.path and by_name[name])
         }
-        training, notice = by_name["train"], describe_sorted_files(self.path, found, by_name)
+        training, notice = by_name["train"], describe_sorted_files(self.path, listed, by_name)
         held = {identify_path(file) for files in typed.values() for file in files}
         shared = [file for file in training if identify_path(file) in held] if held else []
         if shared and len(shared) < len(training):
@@ -123,20 +125,20 @@ class SplitRequest:
             have.
         """
         inside = find_split_folders(self.path, is_split, ending)
-        found = {
+        path_of = {
             "train": inside.get("train") or self.path,
             "val": self.val_path or inside.get("val"),
             "test": self.test_path or inside.get("test"),
         }
-        found |= {
-            name: inside[name] for name in ("val", "test") if name in inside and found[name] == self.path
+        path_of |= {
+            name: inside[name] for name in ("val", "test") if name in inside and path_of[name] == self.path
         }
         paths: dict[str, tuple[Path, ...]] = {
-            name: (Path(path).expanduser(),) if path else () for name, path in found.items()
+            name: (Path(path).expanduser(),) if path else () for name, path in path_of.items()
         }
-        names = [name for name, path in found.items() if path and path == inside.get(name)]
-        told = ", ".join(f"{name} is {paths[name][0].name}/" for name in names)
-        return SplitFiles(self, paths, f"{self.path}: {told}" if names else "")
+        names = [name for name, path in path_of.items() if path and path == inside.get(name)]
+        folders = ", ".join(f"{name} is {paths[name][0].name}/" for name in names)
+        return SplitFiles(self, paths, f"{self.path}: {folders}" if names else "")
 
     def divide(self, labels: Any, groups: Any = None) -> dict[str, Rows]:
         """Return the row numbers of `train` and of `val`, each in rising order.
@@ -176,7 +178,7 @@ class SplitFiles:
 
     def setting_of(self, files: tuple[Path, ...]) -> str:
         """Return the setting that names the files of a split."""
-        names = [split for split, own in self.files.items() if own == files]
+        names = [split for split, split_files in self.files.items() if split_files == files]
         return Part(self, names[0]).setting
 
     def part(self, split: str) -> Part | None:
@@ -258,10 +260,10 @@ def sort_files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
     if None in splits:
         siblings = find_sibling_splits(paths)
         splits = [split or sibling for split, sibling in zip(splits, siblings, strict=True)]
-    known = set(splits) - {None}
-    if not known & {"val", "test"} or (len(known) == 1 and None not in splits):
+    named_splits = set(splits) - {None}
+    if not named_splits & {"val", "test"} or (len(named_splits) == 1 and None not in splits):
         return {"train": tuple(files), "val": (), "test": ()}
-    unnamed = "train" if "train" not in known else None
+    unnamed = "train" if "train" not in named_splits else None
     sorted_files: dict[str | None, list[Path]] = {"train": [], "val": [], "test": [], None: []}
     for file, split in zip(files, splits, strict=True):
         sorted_files[split or unnamed].append(file)
@@ -298,9 +300,9 @@ def find_sibling_splits(paths: Sequence[Path]) -> list[str | None]:
 def split_in_name(path: Path) -> str | None:
     """Return the split whose name is the first or the last word of a file name."""
     words = [word for word in split_into_words(path) if not SHARD_PART.fullmatch(word)]
-    found = {SPLIT_OF_WORD[word] for word in (words[:1] + words[-1:]) if word in SPLIT_OF_WORD}
+    splits = {SPLIT_OF_WORD[word] for word in (words[:1] + words[-1:]) if word in SPLIT_OF_WORD}
     is_code = path.suffix.lower() in SOURCE_CODE
-    return found.pop() if len(found) == 1 and not is_code else None
+    return splits.pop() if len(splits) == 1 and not is_code else None
 
 
 def name_without_split(path: Path) -> tuple[Path, tuple[str, ...]]:
@@ -329,10 +331,10 @@ def describe_sorted_files(
     """Return a line about files that were sorted by their names; "" if all of them are training data."""
     if len(by_name["train"]) == len(files):
         return ""
-    counts = ", ".join(f"{split} {len(found)}" for split, found in by_name.items() if found)
+    counts = ", ".join(f"{split} {len(split_files)}" for split, split_files in by_name.items() if split_files)
     left_out = len(files) - sum(map(len, by_name.values()))
-    more = f"; {left_out} files of no split are left out" if left_out else ""
-    return f"{path}: files by their names: {counts}{more}"
+    rest = f"; {left_out} files of no split are left out" if left_out else ""
+    return f"{path}: files by their names: {counts}{rest}"
 
 
 def find_split_folders(path: str | None, is_split: Callable[[Path], bool], ending: str) -> dict[str, str]:
@@ -341,19 +343,21 @@ def find_split_folders(path: str | None, is_split: Callable[[Path], bool], endin
     if folder is None or not folder.is_dir():
         return {}
     there = {item.name.lower(): item for item in sorted(folder.iterdir(), reverse=True)}
-    found: dict[str, str] = {}
+    folder_of: dict[str, str] = {}
     for split, words in NAMES.items():
         names = [word + end for word in words for end in dict.fromkeys(("", ending)) if word + end in there]
         paths = [there[name] for name in names if is_split(there[name])]
         if paths:
-            found[split] = str(paths[0])
-    return found
+            folder_of[split] = str(paths[0])
+    return folder_of
 
 
 def is_inside(path: Path, folders: Iterable[Path]) -> bool:
     """Return whether a path is one of the folders or is below one."""
     real = path.resolve()
-    return any(real == folder or folder in real.parents for folder in (one.resolve() for one in folders))
+    return any(
+        real == folder or folder in real.parents for folder in (resolved.resolve() for resolved in folders)
+    )
 
 
 def choose_held_rows(
@@ -383,8 +387,8 @@ def choose_held_rows(
 
 def check_groups(groups: Any, number: int, where: str) -> None:
     """Raise DataError if groups are not one number or word for each sample."""
-    found = None if groups is None else len(groups)
-    if found != number:
+    num_groups = None if groups is None else len(groups)
+    if num_groups != number:
         raise DataError(
             f"{where}: data.train.groups needs one number or word for each of the {number} samples"
         )

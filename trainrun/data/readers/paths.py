@@ -52,12 +52,12 @@ def list_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path
         return (place,)
     if place.is_dir():
         inside = (file for folder in list_folders(place) for file in folder.iterdir())
-        found = [file for file in inside if file.name.lower().endswith(tuple(endings))]
+        matches = [file for file in inside if file.name.lower().endswith(tuple(endings))]
         fault = f"no {kinds} in this folder"
     else:
-        found = [Path(name) for name in set(iterate_matches(place))]
+        matches = [Path(name) for name in set(iterate_matches(place))]
         fault = "no file fits this pattern" if glob.has_magic(path) else "no such place"
-    files = tuple(sorted(file for file in found if file.is_file() and not file.name.startswith(".")))
+    files = tuple(sorted(file for file in matches if file.is_file() and not file.name.startswith(".")))
     if not files:
         raise DataError(f"{key}={path}: {fault}; {allowed}")
     return files
@@ -70,20 +70,20 @@ def list_folders(folder: Path) -> list[Path]:
     Links are followed after all other folders. A link to a folder above is left out, so there are no loops.
     """
     paths_above = {*Path(os.path.abspath(folder)).parents, *folder.resolve().parents}
-    known, found, links = {identify_path(path) for path in paths_above}, [], [folder]
+    identities, listed, links = {identify_path(path) for path in paths_above}, [], [folder]
     while links:
         pending = [links.pop(0)]
         while pending:
             path = pending.pop()
             with suppress(PermissionError):  # as lost+found
                 identity = identify_path(path)
-                entries = [] if identity in known else list(os.scandir(path))
-                found += [] if identity in known else [path]
-                known.add(identity)
+                entries = [] if identity in identities else list(os.scandir(path))
+                listed += [] if identity in identities else [path]
+                identities.add(identity)
                 folders = [entry for entry in entries if entry.name[0] != "." and entry.is_dir()]
                 links += sorted(path / entry.name for entry in folders if entry.is_symlink())
                 pending += [path / entry.name for entry in folders if not entry.is_symlink()]
-    return found
+    return listed
 
 
 def iterate_matches(pattern: Path) -> Iterator[str]:
@@ -112,19 +112,19 @@ def list_brace_names(url: str) -> list[str]:
 
 def expand_braces(path: str) -> Iterator[str]:
     """Yield every name for which the braces stand. The last braces change fastest."""
-    found = BRACES.search(path)
-    if found is None:
+    match = BRACES.search(path)
+    if match is None:
         yield path
         return
-    words: Iterable[str] = found[1].split(",")
-    if bounds := RANGE.fullmatch(found[1]):
+    words: Iterable[str] = match[1].split(",")
+    if bounds := RANGE.fullmatch(match[1]):
         first, last = int(bounds[1]), int(bounds[2])
         padded = any(len(word) > 1 and word[0] == "0" for word in bounds.groups())
         width, step = max(map(len, bounds.groups())) if padded else 0, 1 if first <= last else -1
         words = (f"{number:0{width}d}" for number in range(first, last + step, step))
     for word in words:
-        for rest in expand_braces(path[found.end() :]):
-            yield path[: found.start()] + word + rest
+        for rest in expand_braces(path[match.end() :]):
+            yield path[: match.start()] + word + rest
 
 
 def is_plain_file(place: Path, key: str) -> bool:

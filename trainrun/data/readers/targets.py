@@ -49,13 +49,13 @@ class Coding:
             return self._number_cells(cells, where)
         values = parse_cells(cells)
         if values is None or (self.kind == "int64" and values.dtype.kind == "f"):
-            what = "a whole number" if self.kind == "int64" else "a number"
+            kind_name = "a whole number" if self.kind == "int64" else "a number"
             row, cell = next(
                 (row, cell)
                 for row, cell in enumerate(list_words(cells))
                 if not _is_valid_cell(cell, self.kind)
             )
-            raise DataError(f"{where(row)} is {cell!r}, not {what} as in the training data")
+            raise DataError(f"{where(row)} is {cell!r}, not {kind_name} as in the training data")
         if values.dtype.kind == "f" and np.isnan(values).any():
             raise DataError(f"{where(int(np.isnan(values).argmax()))} is missing")
         tensor = torch.from_numpy(values.astype(self.kind))
@@ -95,14 +95,14 @@ def choose_coding(
     if dtype == "class":
         values = parse_cells(cells)
         kind: Any = None if values is None else float if values.dtype.kind == "f" else int
-        found = sorted(
+        classes = sorted(
             sorted(set(list_words(cells))), key=kind
         )  # words of one number: in the same order always
-        return Coding("class", tuple(found), len(found))
+        return Coding("class", tuple(classes), len(classes))
     if dtype == "int64":
         values = parse_cells(cells)
-        whole = values is not None and values.dtype.kind != "f" and len(values) > 0
-        largest = int(values.max()) if values is not None and whole else -1
+        are_whole = values is not None and values.dtype.kind != "f" and len(values) > 0
+        largest = int(values.max()) if values is not None and are_whole else -1
         return Coding("int64", tuple(names), len(names) or (largest + 1 if largest >= 0 else None))
     return Coding(dtype)
 
@@ -171,9 +171,9 @@ def choose_target(target: Any, columns: Sequence[str]) -> tuple[str, ...]:
 def parse_column_names(wanted: Any, columns: Sequence[str], key: str) -> tuple[str, ...]:
     """Return the column names in a word or a list of words. Raise DataError if the file lacks one."""
     names = tuple(str(name) for name in (wanted if isinstance(wanted, list | tuple) else [wanted]))
-    known = set(columns)
+    column_set = set(columns)
     for name in names:
-        if name not in known:
+        if name not in column_set:
             raise DataError(
                 f"{key}={name}: no such column{suggest_name(name, columns) or ';'} columns: {join_names(columns)}"
             )

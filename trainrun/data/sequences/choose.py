@@ -25,6 +25,17 @@ from trainrun.data.order.sampler import Plan, StreamPlan
 from trainrun.data.sequences.collate import Packed, Padded, round_length
 from trainrun.data.sequences.fields import Cut, CutThen, Pieces, list_fields
 from trainrun.data.sequences.lengths import Measured, list_real_targets
+from trainrun.data.sequences.plans import (
+    BucketPlan,
+    BudgetPlan,
+    PackPlan,
+    SelectedPlan,
+    describe_padding,
+    estimate_epoch,
+    form_budget_batches,
+    pack_rows,
+    round_widths,
+)
 from trainrun.data.stream_options import COMPOSED, Collate, StreamOptions, fit_plan_to_count
 from trainrun.data.tensor_dataset import Columns, find_columns, list_parts
 from trainrun.errors import DataError
@@ -67,13 +78,13 @@ def plan_sequences(source: Any, base: Plan, options: StreamOptions) -> SequenceP
         return _plan_iterable(source, base, options)
     columns = source if isinstance(source, Columns) else find_columns(source, options.key)
     source = source if columns is None else columns
-    found = find_sequences(source, options)
-    if not found.names:
+    measured = find_sequences(source, options)
+    if not measured.names:
         _refuse_without_sequences(options)
         return None
     if columns is not None and (options.max_sequence_length is None or options.truncate in ("left", "right")):
-        return _plan_columns(columns, found, base, options)
-    return _plan_composed_batches(source, found, base, options)
+        return _plan_columns(columns, measured, base, options)
+    return _plan_composed_batches(source, measured, base, options)
 
 
 def check_sequence_options(options: StreamOptions) -> None:
@@ -107,9 +118,9 @@ def check_sequence_options(options: StreamOptions) -> None:
 
 
 def _refuse_without_sequences(options: StreamOptions) -> None:
-    asked = {"data.padding": (options.padding, "longest"), "data.truncate": (options.truncate, "right"),
+    settings = {"data.padding": (options.padding, "longest"), "data.truncate": (options.truncate, "right"),
              "data.pad_multiple": (options.pad_multiple, None)}  # fmt: skip
-    for key, (value, default) in asked.items():
+    for key, (value, default) in settings.items():
         if value != default:
             raise DataError(
                 f"{key}={value}: {options.key} has no sequences (1-D integer tensors, or tensors whose first "
@@ -170,8 +181,6 @@ def _refuse_generators(source: Any, key: str) -> None:
 
 def _plan_composed_batches(source: Any, found: Measured, base: Plan, options: StreamOptions) -> SequencePlan:
     size, lengths, kept = options.max_sequence_length, found.lengths, None
-    from trainrun.data.sequences.plans import SelectedPlan, describe_padding, estimate_epoch
-
     _check_alike(source, found, base, options)
     before = found.seen
     if lengths is not None and size is not None:
@@ -217,15 +226,6 @@ def _plan(base: Plan, lengths: Array | None, widest: int | None, options: Stream
     key = options.key
     if options.padding not in COMPOSED:
         return fit_plan_to_count(base, base.num_samples, key)
-    from trainrun.data.sequences.plans import (
-        BucketPlan,
-        BudgetPlan,
-        PackPlan,
-        form_budget_batches,
-        pack_rows,
-        round_widths,
-    )
-
     assert lengths is not None
     assert widest is not None
     if options.padding == "bucket":

@@ -20,7 +20,7 @@ A model gets the inputs. It also gets attention_mask, segment_ids and position_i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter
@@ -41,6 +41,7 @@ from trainrun.data.batch import (
     convert_numbers,
     map_leaves,
 )
+from trainrun.data.engines.stream import Around
 from trainrun.data.sequences.fields import (
     INPUTS,
     Cut,
@@ -52,7 +53,39 @@ from trainrun.data.sequences.fields import (
     list_fields,
     map_fields,
 )
-from trainrun.interfaces import IGNORED, INPUT_KEYS
+from trainrun.data.stream_options import TokenCounter
+from trainrun.interfaces import IGNORED, INPUT_KEYS, Batches, MicroBatch, batch_fields
+
+
+def count_tokens(batches: Batches, collate: Collate | None, tally: TokenCounter | None) -> Batches:
+    """Return a stream that counts the real positions of batches with a mask."""
+    says = isinstance(collate, Packed) or (isinstance(collate, Padded) and bool(collate.names))
+    if tally is None or not says:
+        return batches
+    tally.counts = True
+    return Counted(batches, tally)
+
+
+class Counted(Around):
+    """A stream that counts the positions of its batches. It implements `Batches`."""
+
+    def __init__(self, batches: Batches, tally: TokenCounter) -> None:
+        super().__init__(batches)
+        self._tally = tally
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        for batch in self._batches.epoch(epoch, start):
+            if batch.real:
+                self._tally.add(count_useful_positions(batch.data))
+            yield batch
+
+
+def count_useful_positions(batch: Any) -> Tensor:
+    """Count the positions of a padded or packed batch that are not padding, as a 0-d tensor."""
+    fields = batch_fields(batch)
+    mask: Tensor = fields["segment_ids"] if "segment_ids" in fields else fields["attention_mask"]
+    return mask.count_nonzero()
+
 
 Collate = Callable[[list[Any]], Any]
 MASK = "attention_mask"
@@ -284,8 +317,8 @@ def find_masked_field(fields: Fields, names: tuple[str, ...]) -> str:
 
 def find_float_target(fields: Fields, names: tuple[str, ...]) -> str | None:
     """Return the target that is a sequence of floats; None if there is none."""
-    found = (name for name in names if is_target(name) and fields[name].is_floating_point())
-    return next(found, None)
+    float_targets = (name for name in names if is_target(name) and fields[name].is_floating_point())
+    return next(float_targets, None)
 
 
 def stack_samples(samples: list[Any]) -> Any:

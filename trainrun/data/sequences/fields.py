@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from trainrun.data.batch import convert_numbers, convert_to_tensor, is_numbers, is_tokens
-from trainrun.data.map_style import describe, find_innermost, is_thread_safe
+from trainrun.data.map_style import describe_location, find_innermost, is_thread_safe
 from trainrun.data.tensor_dataset import Columns, find_reader_attribute
 from trainrun.interfaces import TARGET_KEYS
 
@@ -46,8 +46,8 @@ def map_fields(sample: Any, function: Callable[[str, Any], Any], within: str = "
         return clone
     if isinstance(sample, tuple | list) and not is_numbers(sample):
         names = [_name(within, number) if within else part_name(number) for number in range(len(sample))]
-        found = [map_fields(part, function, name) for name, part in zip(names, sample, strict=True)]
-        return type(sample)._make(found) if hasattr(sample, "_make") else type(sample)(found)
+        mapped = [map_fields(part, function, name) for name, part in zip(names, sample, strict=True)]
+        return type(sample)._make(mapped) if hasattr(sample, "_make") else type(sample)(mapped)
     return function(within or INPUTS, sample)
 
 
@@ -172,7 +172,7 @@ class Pieces:
         """Describe the sample of a piece, for messages."""
         number = int(self.sample[index])
         place = f"positions {int(self.begin[index])} and on of sample {number}"
-        return f"{place}{describe(self._source, number)}"
+        return f"{place}{describe_location(self._source, number)}"
 
     def _build_cut(self, index: int) -> CutField:
         begin = int(self.begin[index])

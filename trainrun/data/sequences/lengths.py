@@ -66,35 +66,37 @@ def learn_lengths(source: Any, key: str, seed: int, needs_all: bool) -> Measured
     read.
     """
     count = len(source)
-    said = read_reported_lengths(source)
-    if said is None and not needs_all and not _may_be_sequence(source, key, seed):
+    reported = read_reported_lengths(source)
+    if reported is None and not needs_all and not _may_be_sequence(source, key, seed):
         return Measured()
     spread = np.unique(np.linspace(0, count - 1, PROBES).astype(np.int64)).tolist()
-    if said is not None:
-        probes = {0, int(said.argmin()), int(said.argmax()), *spread}
+    if reported is not None:
+        probes = {0, int(reported.argmin()), int(reported.argmax()), *spread}
         forms = _read_samples(source, sorted(probes), key, seed)
         names, varies = find_sequence_names(forms.values())
-        if names and all(_measure_longest(form, names) == said[index] for index, form in forms.items()):
+        if names and all(_measure_longest(form, names) == reported[index] for index, form in forms.items()):
             real = list_real_targets(list_fields(_read(source, 0, key, seed))) if needs_all else ()
-            return Measured(names, varies, said, said, "", have_equal_lengths(forms.values(), names), real)
+            return Measured(
+                names, varies, reported, reported, "", have_equal_lengths(forms.values(), names), real
+            )
     return None if needs_all else _estimate_lengths(source, key, seed, spread)
 
 
 def list_real_targets(fields: Fields) -> tuple[str, ...]:
     """Return the names of the targets that are floating-point numbers."""
-    found = []
+    targets = []
     for name, value in fields.items():
         numbers = isinstance(value, torch.Tensor | np.generic | float)
         if is_target(name) and numbers and torch.as_tensor(value).is_floating_point():
-            found.append(name)
-    return tuple(found)
+            targets.append(name)
+    return tuple(targets)
 
 
 def read_reported_lengths(source: Any) -> np.ndarray[Any, Any] | None:
     """Return the lengths that a source provides without decoding samples; None if it provides none."""
     if type(source) is Subset:
-        whole = read_reported_lengths(source.dataset)
-        return None if whole is None else whole[np.asarray(source.indices)]
+        all_lengths = read_reported_lengths(source.dataset)
+        return None if all_lengths is None else all_lengths[np.asarray(source.indices)]
     lengths = getattr(source, "lengths", None)
     if not isinstance(lengths, list | tuple | np.ndarray) or len(lengths) != len(source):
         return None
@@ -126,9 +128,9 @@ def _estimate_lengths(source: Any, key: str, seed: int, spread: list[int]) -> Me
     names, varies = find_sequence_names(_read_samples(source, spread, key, seed).values())
     if not varies:
         return Measured(names)
-    more = np.unique(np.linspace(0, len(source) - 1, ESTIMATE_SAMPLES).astype(np.int64)).tolist()
+    even_indices = np.unique(np.linspace(0, len(source) - 1, ESTIMATE_SAMPLES).astype(np.int64)).tolist()
     end, seen = perf_counter() + ESTIMATE_SECONDS, []
-    for index in [*spread, *more]:
+    for index in [*spread, *even_indices]:
         seen += [_measure_longest(form, names) for form in _read_samples(source, [index], key, seed).values()]
         if perf_counter() > end:
             break
@@ -137,11 +139,11 @@ def _estimate_lengths(source: Any, key: str, seed: int, spread: list[int]) -> Me
 
 def _read_samples(source: Any, indices: list[int], key: str, seed: int) -> dict[int, Forms]:
     """Return the samples that can be read. The others fail again in the run, and `data.on_error` decides there."""
-    found = {}
+    forms = {}
     for index in indices:
         with suppress(DataError):
-            found[index] = _describe_forms(source, index, key, seed)
-    return found
+            forms[index] = _describe_forms(source, index, key, seed)
+    return forms
 
 
 def read_all_lengths(source: Any, key: str, seed: int, report: Callable[[str], None]) -> Measured:

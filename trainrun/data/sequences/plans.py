@@ -158,24 +158,24 @@ class BucketPlan(Derived):
         order = compute_epoch_order(base.num_samples, base.seed, number, base.shuffle)
         if base.drawn is not None:
             order = base.drawn.samples(order, base.num_samples, base.seed, number)
-        whole, rest = divmod(base.num_samples, size)
+        num_full, rest = divmod(base.num_samples, size)
         if base.drop_last:
-            order, rest = order[: whole * size], 0
+            order, rest = order[: num_full * size], 0
         order = self._sort_by_length(order)
         generator = torch.Generator().manual_seed(derive_seed(base.seed, number, 1))
         tail = order[:0]
         if rest:
             first = (
-                whole // MEGA_BATCHES * MEGA_BATCHES
+                num_full // MEGA_BATCHES * MEGA_BATCHES
             )  # of the last mega-batch, where the short batch is cut
-            here = whole - first
+            here = num_full - first
             place = int(torch.randint(here + 1, (), generator=generator)) if base.shuffle else here
             begin = (first + place) * size
             tail = order[begin : begin + rest]
             order = torch.cat([order[:begin], order[begin + rest :]])
-        rows = order.view(whole, size)
+        rows = order.view(num_full, size)
         if base.shuffle:
-            rows = rows[torch.randperm(whole, generator=generator)]
+            rows = rows[torch.randperm(num_full, generator=generator)]
         return [*rows.unbind(), *([tail] if rest else [])]
 
     def _sort_by_length(self, order: Tensor) -> Tensor:
@@ -278,12 +278,12 @@ def estimate_epoch(
     lengths: (n,) int64, of the samples after the cut. width: of rows that are all padded to one width.
     """
     lengths = lengths[:: -(-len(lengths) // MOST_SAMPLES)]
-    one = replace(base, num_samples=len(lengths), rank=0, world_size=1, drop_last=False, limit=1.0,
+    single = replace(base, num_samples=len(lengths), rank=0, world_size=1, drop_last=False, limit=1.0,
                   drawn=None)  # fmt: skip
-    order = compute_epoch_order(len(lengths), one.seed, 0, one.shuffle).numpy()
-    shuffled = np.split(order, range(one.batch_size, len(order), one.batch_size))
-    buckets = [batch.numpy() for batch in BucketPlan(one, torch.from_numpy(lengths)).batches(0)]
-    rows = pack_rows(lengths, width, one.seed, one.shuffle)
+    order = compute_epoch_order(len(lengths), single.seed, 0, single.shuffle).numpy()
+    shuffled = np.split(order, range(single.batch_size, len(order), single.batch_size))
+    buckets = [batch.numpy() for batch in BucketPlan(single, torch.from_numpy(lengths)).batches(0)]
+    rows = pack_rows(lengths, width, single.seed, single.shuffle)
     positions = {
         "longest": count_padded_positions(lengths, shuffled, multiple),
         "max": len(lengths) * width,
@@ -292,7 +292,7 @@ def estimate_epoch(
     }
     if max_tokens is not None:
         groups = form_budget_batches(
-            lengths, round_widths(lengths, multiple), max_tokens, one.seed, one.shuffle
+            lengths, round_widths(lengths, multiple), max_tokens, single.seed, single.shuffle
         )
         positions["token_budget"] = count_padded_positions(lengths, list_batches(groups), multiple)
     useful, usual = int(lengths.sum()), ("longest", "max", "bucket")

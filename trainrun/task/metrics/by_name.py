@@ -15,15 +15,13 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainrun.errors import ConfigError
-
-if TYPE_CHECKING:
-    from trainrun.task.metrics.torch_metrics import TorchMetrics
+from trainrun.task.metrics.torch_metrics import TorchMetrics, split_metrics
 
 GIVEN = "probabilities (N, C) and classes (N,)"  # of classes
 OF_CLASSES = ("f1", "precision", "recall", "balanced_accuracy", "iou", "auroc", "average_precision", "top5")
@@ -50,8 +48,6 @@ def split_metric_names(
     """
     names, own_metrics = [metrics] if isinstance(metrics, str) else metrics, None
     if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
-        from trainrun.task.metrics.torch_metrics import TorchMetrics, split_metrics
-
         names, objects = split_metrics(metrics)
         own_metrics = TorchMetrics(objects, f"{given}, as task={task} gives them")
     for name in names:
@@ -279,8 +275,8 @@ def compute_ranking_scores(scores: Tensor, hot: Tensor, names: Iterable[str]) ->
     """Return AUROC and average precision (C,) of each class. scores: (N, C) float64; hot: (N, C) bool."""
     pairs = [compute_ranking(scores[:, i], hot[:, i]) for i in range(scores.shape[1])]
     columns = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
-    found = {name: columns[:, i] for i, name in enumerate(RANKED) if name in names}
-    return {name: values * math.nan if scores.isnan().any() else values for name, values in found.items()}
+    scores_of = {name: columns[:, i] for i, name in enumerate(RANKED) if name in names}
+    return {name: values * math.nan if scores.isnan().any() else values for name, values in scores_of.items()}
 
 
 def compute_ranking(scores: Tensor, positive: Tensor) -> tuple[float, float]:

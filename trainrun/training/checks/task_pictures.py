@@ -26,13 +26,13 @@ def save_pictures(file: Path, found: Any, name: str) -> None:
     tensors: dict[str, Tensor] = {}
     captions: dict[str, str] = {}
     for key, value in found.items():
-        what = f"task: {name}.pictures: {key}"
+        where = f"task: {name}.pictures: {key}"
         texts = None
         if isinstance(value, tuple) and len(value) == 2:
             value, texts = value
-        tensors[str(key)] = convert_pictures(value, what)
+        tensors[str(key)] = convert_pictures(value, where)
         if texts is not None:
-            captions[str(key)] = format_captions(texts, len(tensors[str(key)]), what)
+            captions[str(key)] = format_captions(texts, len(tensors[str(key)]), where)
     temporary = file.with_suffix(".tmp")
     save_file(tensors, temporary, metadata=captions)
     temporary.replace(file)

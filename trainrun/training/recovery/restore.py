@@ -16,7 +16,6 @@ from trainrun.checkpoint.weights import (
     check_tensors,
     describe_tensors,
 )
-from trainrun.data.order.sampler import LISTED, ORDER
 from trainrun.errors import CheckpointError
 from trainrun.interfaces import KeepsState
 from trainrun.optimizer.load_named_state import configured_fields, load_named_optimizer_state
@@ -84,8 +83,7 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
     _load_optimizers(run, place, shared["optimizer"])
     run.schedule.load_state_dict(shared["schedule"])
     run.precision.load_state_dict(shared["precision"])
-    if "retry" in shared:  # else the checkpoint is older than this
-        run.retry.load_state_dict(shared["retry"])
+    run.retry.load_state_dict(shared["retry"])
     if problem := load_task_state(place, run.task, task_state, run.parallel.device):
         run.monitors.note(problem)
     if anew := task_state.get("anew"):
@@ -129,14 +127,6 @@ def convert_position(run: Components, place: str, shared: dict[str, Any]) -> int
         raise CheckpointError(
             f"checkpoint {place}: saved in the middle of an epoch of {then['num_samples']} samples, and data.train "
             f"has {now['num_samples']} now; use the same data, or its weights alone: init_from=RUN_DIR"
-        )
-    number = now["num_samples"] or 0  # of a limited epoch: of how many, nobody knows here
-    large = number > LISTED or (number and run.config.trainer.limit_train_batches != 1.0)
-    if shared["train"]["batches"] and large and then.get("order") != ORDER:
-        raise CheckpointError(
-            f"checkpoint {place}: saved in the middle of an epoch by a version of trainrun that put more than "
-            f"{LISTED:,} samples in another order; go on with that version, or begin with these weights alone: "
-            "init_from=..."
         )
     before, by = then.get("by", {}), now["by"]
     other = [f"{key}={before[key]} (now {by[key]})" for key in by if before.get(key, by[key]) != by[key]]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainrun.data.readers.free_space import check_memory
+from trainrun.data.readers.free_space import check_free_memory
 from trainrun.data.readers.free_space import should_load as stays_in_memory
 from trainrun.data.readers.open_files import Kept
 from trainrun.data.readers.optional_packages import import_extra
@@ -49,22 +49,24 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_path
     target: rows of one number or word are classes or numbers (see `targets`). All other rows stay as stored.
     """
     h5py = import_extra("h5py", "hdf5", "hdf5")
-    found = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by).find_files(
+    split_files = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by).find_files(
         ENDINGS["hdf5"]
     )
-    training = _check_one_file(found.files["train"], f"data.path={path}")
+    training = _check_one_file(split_files.files["train"], f"data.path={path}")
     with open_file(str(training)) as file:
-        known = _read_cells(file, read_layout(h5py, file, target, "train", "target")) if target else None
+        target_cells = (
+            _read_cells(file, read_layout(h5py, file, target, "train", "target")) if target else None
+        )
         inside = [name for name in ("val", "test") if _find_split_name(file, inputs, name) is not None]
-    coding = Coding("float32") if known is None else choose_coding(known, target_dtype)
+    coding = Coding("float32") if target_cells is None else choose_coding(target_cells, target_dtype)
     places: dict[str, tuple[Path, ...]] = {
         "train": (training, Path("train"))
     }  # the file, and which split of those in it
     for name in ("val", "test"):
-        files = found.files[name] or ((training,) if name in inside else ())
-        setting = Part(found, name).setting
+        files = split_files.files[name] or ((training,) if name in inside else ())
+        setting = Part(split_files, name).setting
         places[name] = (_check_one_file(files, setting), Path(name)) if files else ()
-    found = replace(found, files=places)
+    split_files = replace(split_files, files=places)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         place, split = files[0], str(files[1])
@@ -76,7 +78,7 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_path
                 raise DataError(f"{place}: {sizes}; there must be a target for each input")
             cells = _read_cells(file, layouts[1]) if target else None
             group_cells = None
-            if groups is not None and found.shares_training_files:
+            if groups is not None and split_files.shares_training_files:
                 group_cells = _read_cells(file, read_layout(h5py, file, groups, split, "groups"))
                 check_groups(group_cells, layouts[0].shape[0], f"{place}: {groups!r}")
         encoded = None if cells is None else coding.encode(cells, partial(_name_row, place, layouts[1].name))
@@ -91,7 +93,7 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_path
 
         return ReadFiles(reader, group_cells, build=build)
 
-    return build_splits(found, read)
+    return build_splits(split_files, read)
 
 
 class Hdf5Reader:
@@ -141,14 +143,14 @@ def read_hdf5_rows(file: Any, layout: Hdf5Layout, rows: Sequence[int]) -> list[n
     """Return one array for each row number, in the given order. Rows may repeat; rows of one chunk are read with one
     call.
     """
-    found: dict[int, np.ndarray[Any, Any]] = {}
+    row_values: dict[int, np.ndarray[Any, Any]] = {}
     wanted = np.unique(rows)
     for block in np.split(wanted, np.flatnonzero(np.diff(wanted // layout.chunk)) + 1):
         first, last = int(block[0]), int(block[-1])
         with describe_hdf5_errors(file, f"{layout.name!r} rows {first} to {last}"):
             values = file[layout.name][first : last + 1]
-        found.update((row, np.array(values[row - first])) for row in block.tolist())
-    return [found[row] for row in rows]
+        row_values.update((row, np.array(values[row - first])) for row in block.tolist())
+    return [row_values[row] for row in rows]
 
 
 def read_layout(h5py: Any, file: Any, name: str | None, split: str, key: str) -> Hdf5Layout:
@@ -157,29 +159,29 @@ def read_layout(h5py: Any, file: Any, name: str | None, split: str, key: str) ->
     Raise DataError if the data set does not exist, or if its rows are not numbers (or words, for a target).
     """
     full = f"data.train.{key}={name}"
-    found = _find_split_name(file, str(name), split) or (
+    full_name = _find_split_name(file, str(name), split) or (
         name if isinstance(file.get(name), h5py.Dataset) else None
     )
-    if name is None or found is None:
+    if name is None or full_name is None:
         names: list[str] = []
         file.visititems(lambda item, value: names.append(item) if isinstance(value, h5py.Dataset) else None)
         raise DataError(
             f"{full}: no data set {split}/{name}, {name}_{split} or {name} in {file.filename}"
             f"{suggest_name(str(name), names) or ';'} it has {join_names(names) or 'none'}"
         )
-    data = file[found]
+    data = file[full_name]
     words = h5py.check_string_dtype(data.dtype) is not None
     inner = None if words else h5py.check_vlen_dtype(data.dtype)
     kind = data.dtype.kind if inner is None else np.dtype(inner).kind
     if data.ndim == 0 or not (kind in "biufc" or (words and key in ("target", "groups") and data.ndim == 1)):
-        holds = f"{found!r} in {file.filename} holds {data.dtype} of shape {data.shape}"
+        holds = f"{full_name!r} in {file.filename} holds {data.dtype} of shape {data.shape}"
         raise DataError(f"{full}: {holds}; it must hold rows of numbers")
     chunk = data.chunks[0] if data.chunks else 1
-    check_memory(
+    check_free_memory(
         min(chunk, len(data)) * data.dtype.itemsize * math.prod(data.shape[1:]),
-        f"{file.filename}: unpacked, one chunk of {found!r}", "write it with fewer rows a chunk",
+        f"{file.filename}: unpacked, one chunk of {full_name!r}", "write it with fewer rows a chunk",
     )  # fmt: skip
-    return Hdf5Layout(found, data.shape, data.dtype, chunk, inner is not None, words)
+    return Hdf5Layout(full_name, data.shape, data.dtype, chunk, inner is not None, words)
 
 
 def _find_split_name(file: Any, name: str, split: str) -> str | None:
@@ -193,7 +195,7 @@ def _read_cells(file: Any, layout: Hdf5Layout) -> Any:
     if layout.ragged or len(layout.shape) != 1:
         return None
     num_bytes = layout.shape[0] * layout.dtype.itemsize
-    check_memory(num_bytes, f"{file.filename}: unpacked, {layout.name!r}", "name a file with fewer rows")
+    check_free_memory(num_bytes, f"{file.filename}: unpacked, {layout.name!r}", "name a file with fewer rows")
     with describe_hdf5_errors(file, repr(layout.name)):
         return list(file[layout.name].asstr()[:]) if layout.words else file[layout.name][:]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainrun.data.batch import convert_to_float32
 from trainrun.data.order.sampler import check_split
-from trainrun.data.readers.free_space import GZIP_MAGIC, check_memory
+from trainrun.data.readers.free_space import GZIP_MAGIC, check_free_memory
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.paths import is_plain_file, require_folder
 from trainrun.data.readers.targets import Coding, choose_coding
@@ -44,15 +44,15 @@ def load(path: str | None, inputs: str, target: str | None, val_inputs: str | No
 
     @cache
     def read(split: str) -> tuple[Tensor, Tensor | None, Coding]:
-        own = names[split]
-        values = _convert_inputs(_read_stored(folder, own[0], split, "inputs"), dtype)
+        pair = names[split]
+        values = _convert_inputs(_read_stored(folder, pair[0], split, "inputs"), dtype)
         if target is None:
             return values, None, Coding("float32")
         coding = choose_coding(_read_stored(folder, target, "train", "target"), "auto")
-        cells = _read_stored(folder, own[1], split, "target")
-        file = folder / str(own[1])
+        cells = _read_stored(folder, pair[1], split, "target")
+        file = folder / str(pair[1])
         if cells.shape != (len(values),):
-            fault = f"has shape {cells.shape}, but {own[0]} has {len(values)} samples"
+            fault = f"has shape {cells.shape}, but {pair[0]} has {len(values)} samples"
             raise DataError(f"{file}: {fault}; it must hold one number for each")
         return values, coding.encode(cells, partial(_label, file, None)), coding
 
@@ -95,7 +95,7 @@ def _read_stored(folder: Path, name: str | None, split: str, key: str) -> np.nda
 
 def _convert_inputs(array: np.ndarray[Any, Any], dtype: str) -> Tensor:
     if dtype == "float32":
-        check_memory(
+        check_free_memory(
             2 * 4 * array.size, f"data.train.dtype=float32: arrays of shape {array.shape}",
             "use data.train.dtype=stored, which keeps bytes",
         )  # fmt: skip
@@ -136,7 +136,7 @@ def _read_array(path: Path, opened: IO[bytes], most: int) -> np.ndarray[Any, Any
     if header + num_bytes > most:
         raise DataError(f"{path}: cut short: {needs} {most} at most")
     way = "name a file with less in it"  # twice: as stored, and in the machine's byte order
-    check_memory(2 * num_bytes, f"{path}: its array of shape {shape}", way)
+    check_free_memory(2 * num_bytes, f"{path}: its array of shape {shape}", way)
     content = opened.read(num_bytes + 1)
     if len(content) < num_bytes:
         raise DataError(f"{path}: cut short: {needs} {header + len(content)}")

@@ -15,7 +15,7 @@ import numpy as np
 
 from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.data.order.sampler import LISTED, check_split
-from trainrun.data.readers.free_space import check_memory, should_load
+from trainrun.data.readers.free_space import check_free_memory, should_load
 from trainrun.data.readers.mapped_files import open_mapped
 from trainrun.data.readers.mapped_rows import MappedRows
 from trainrun.data.readers.parts import (
@@ -74,10 +74,12 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_frac
             cells = None
             if groups is not None:
                 is_plain = groups in list_array_names(place)
-                found = [groups] if is_plain else find_array_names(place, [groups], "train") or [groups]
-                cells = np.asarray(read(tuple(found))[0])
+                group_names = [groups] if is_plain else find_array_names(place, [groups], "train") or [groups]
+                cells = np.asarray(read(tuple(group_names))[0])
                 is_list = cells.ndim == 1
-                check_groups(cells if is_list else None, len(arrays[0]), f"data.path={path}: {found[0]}")
+                check_groups(
+                    cells if is_list else None, len(arrays[0]), f"data.path={path}: {group_names[0]}"
+                )
             return select_part(request, split, place, names, arrays, stratify, cells)
         unused = dict.fromkeys(("groups", "val_by", "seed", "stratify"), HOLDS_NOTHING_OUT)
         describe = partial(_name_row, path, names[-1], None)
@@ -166,7 +168,7 @@ def _load_arrays(path: str, place: Path, names: Sequence[str], mapped: bool) -> 
             array = open_mapped(str(file))
         if not mapped:
             way = "leave data.train.mapped=false out: then it stays on disk"
-            check_memory(array.nbytes, f"{file}: it", way)
+            check_free_memory(array.nbytes, f"{file}: it", way)
         arrays.append(array if mapped else np.array(array))
     return tuple(arrays)
 
@@ -179,7 +181,7 @@ def _load_members(path: str, file: Path, names: Sequence[str]) -> tuple[Any, ...
         _check_names(path, names, set(archive.files))
         assert archive.zip is not None  # while the file is open
         wanted = {*names, *(f"{name}.npy" for name in names)}
-        check_memory(
+        check_free_memory(
             sum(info.file_size for info in archive.zip.infolist() if info.filename in wanted),
             f"data.path={path}: unpacked, {' and '.join(names)}",
             "save them with numpy.save as .npy files in a folder and name that: they stay on disk",

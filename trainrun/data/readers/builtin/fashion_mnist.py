@@ -98,6 +98,6 @@ def _read(folder: Path, prefix: str) -> tuple[np.ndarray[Any, Any], np.ndarray[A
     if images.dtype != np.uint8 or images.ndim != 3 or images.shape[1:] != (28, 28):
         raise DataError(f"{image_file}: holds {images.dtype} of shape {images.shape}, not uint8 (N, 28, 28)")
     if labels.dtype != np.uint8 or labels.shape != images.shape[:1]:
-        what = f"{labels.dtype} of shape {labels.shape}"
-        raise DataError(f"{label_file}: holds {what}, not one uint8 for each of the {len(images)} images")
+        shape = f"{labels.dtype} of shape {labels.shape}"
+        raise DataError(f"{label_file}: holds {shape}, not one uint8 for each of the {len(images)} images")
     return images, labels

@@ -140,28 +140,30 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
     form = build_form(shape, fit, dtype, draft)
     require_folder(path, "data.path")
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
-    found = request.find_folder(Path.exists if labels else has_folders)
-    training = found.files["train"][0]
-    held = [folder for folder in found.evaluation_files if is_inside(folder.parent, [training])]
+    split_folders = request.find_folder(Path.exists if labels else has_folders)
+    training = split_folders.files["train"][0]
+    held = [folder for folder in split_folders.evaluation_files if is_inside(folder.parent, [training])]
 
     @cache
     def read_training() -> FolderTable:
         return read_folder(training, "data.path", labels, held)
 
     def build(split: str) -> ImageFolder | None:
-        part = found.part(split)
+        part = split_folders.part(split)
         if part is None:
             return None
         table = read_training()
-        words = known = table.words
+        words = labels_in_order = table.words
         if part.is_own and split != "train":
             key = part.setting.partition("=")[0]
             require_folder(str(part.files[0]), key)
             table = read_folder(part.files[0], key, labels, [])
-            spelled = {normalize("NFC", word): word for word in set(known)}  # macOS takes accents apart
+            spelled = {
+                normalize("NFC", word): word for word in set(labels_in_order)
+            }  # macOS takes accents apart
             words = [spelled.get(normalize("NFC", word), word) for word in table.words]
-        classes = tuple(sorted(set(known)))  # as torchvision has them: "10" before "2"
-        coding = choose_coding(known, "auto") if labels else Coding("class", classes, len(classes))
+        classes = tuple(sorted(set(labels_in_order)))  # as torchvision has them: "10" before "2"
+        coding = choose_coding(labels_in_order, "auto") if labels else Coding("class", classes, len(classes))
         names, targets = table.names, coding.encode(words, table.describe)
         cells = None
         if groups is not None and not part.is_own:
@@ -204,9 +206,9 @@ def read_folder(folder: Path, key: str, labels: str | None, held: Sequence[Path]
     """Return the pictures of a folder. held: folders inside it with validation or test data, which are left out."""
     if labels is not None:
         files, classes, describe = _read_table(folder, folder / labels)
-        kept = [row for row, name in enumerate(files) if not (held and is_inside(folder / name, held))]
-        files, classes = [files[row] for row in kept], [classes[row] for row in kept]
-        return FolderTable(folder, files, classes, lambda row: describe(kept[row]), [])
+        rows = [row for row, name in enumerate(files) if not (held and is_inside(folder / name, held))]
+        files, classes = [files[row] for row in rows], [classes[row] for row in rows]
+        return FolderTable(folder, files, classes, lambda row: describe(rows[row]), [])
     names: list[str] = []
     words: list[str] = []
     others: list[str] = []
@@ -217,17 +219,17 @@ def read_folder(folder: Path, key: str, labels: str | None, held: Sequence[Path]
         if is_inside(folder / child, held) or not folders:  # a link to a folder above is no class
             continue
         pictures = _list_pictures(folder, folders)
-        inside = [one for one in held if is_inside(one, [folder / child])]
+        inside = [path for path in held if is_inside(path, [folder / child])]
         if inside:
             pictures = [name for name in pictures if not is_inside(folder / name, inside)]
-        found = [name for name in pictures if name.lower().endswith(PICTURES)]
+        picture_names = [name for name in pictures if name.lower().endswith(PICTURES)]
         others += [name for name in pictures if name.lower().endswith(OTHERS)]
-        if not found:
+        if not picture_names:
             raise DataError(
                 f"{key}: the folder {folder / child} has no picture ({', '.join(PICTURES)}); {EXAMPLE}"
             )
-        names += found
-        words += [child] * len(found)
+        names += picture_names
+        words += [child] * len(picture_names)
     if not names:
         raise DataError(f"{key}={folder}: no folders with pictures in it; {EXAMPLE}")
     return FolderTable(folder, names, words, lambda row: f"{folder / names[row]}: its class", others)

@@ -50,14 +50,14 @@ def load(path: str | None, val_path: str | None = None, test_path: str | None = 
     """
     if path is None:
         raise DataError("data.path: name an LMDB environment, as data.path=train.lmdb (a folder or a file)")
-    found = SplitRequest(path, val_path, test_path, val_fraction, seed).find_folder(ending=".lmdb")
+    split_folders = SplitRequest(path, val_path, test_path, val_fraction, seed).find_folder(ending=".lmdb")
     form = build_form(shape, fit, dtype, draft)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
-        records = LmdbRecords(_find_data_file(files[0], found.setting_of(files)))
+        records = LmdbRecords(_find_data_file(files[0], split_folders.setting_of(files)))
         return ReadFiles(RecordReader(records, form, records.facts))
 
-    return build_splits(found, read)
+    return build_splits(split_folders, read)
 
 
 def build_key(number: int) -> bytes:
@@ -170,8 +170,8 @@ class _Environments:
             environment.close()
 
     def __getitem__(self, file: str) -> Any:
-        found = self._by_name.get(file)
-        return self.open_environment(file) if found is None else found
+        environment = self._by_name.get(file)
+        return self.open_environment(file) if environment is None else environment
 
     def open_environment(self, file: str) -> Any:
         """Return the environment, opened again if its file was replaced."""

@@ -45,10 +45,10 @@ def encode_sample(sample: Any) -> bytes:
     """
     leaves: dict[str, Any] = {}
     tree = _describe_tree(sample, "", leaves)
-    found = {name: _encode(leaf) for name, leaf in leaves.items()}
-    kinds = {name: kind for name, (kind, _) in found.items()}
+    encoded = {name: _encode(leaf) for name, leaf in leaves.items()}
+    kinds = {name: kind for name, (kind, _) in encoded.items()}
     metadata = {"tree": json.dumps(tree), "kinds": json.dumps(kinds)}
-    content = save_tensors({name: tensor for name, (_, tensor) in found.items()}, metadata)
+    content = save_tensors({name: tensor for name, (_, tensor) in encoded.items()}, metadata)
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size]) | {METADATA: metadata}  # safetensors writes those in any order
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -94,8 +94,8 @@ def encode_facts(facts: Facts) -> bytes:
 
 def decode_facts(content: bytes | memoryview) -> Facts:
     """Return the facts that `encode_facts` wrote. Raise ValueError for any other content."""
-    found = _parse_object(bytes(content))
-    length, names, number = found.get("length"), found.get("class_names") or [], found.get("num_classes")
+    fields = _parse_object(bytes(content))
+    length, names, number = fields.get("length"), fields.get("class_names") or [], fields.get("num_classes")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("class_names must be a list of names")
     for name, value in (("length", length), ("num_classes", number)):
@@ -163,12 +163,12 @@ def _convert_array(array: np.ndarray[Any, Any]) -> Tensor:
 def _parse_object(content: Any) -> dict[str, Any]:
     """Parse a JSON object. Raise ValueError for any other content."""
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (TypeError, RecursionError) as error:
         raise ValueError(f"its header is no JSON object ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError("its header is no JSON object")
-    return found
+    return value
 
 
 def _decode(kind: Any, tensor: Tensor) -> Any:

@@ -105,7 +105,7 @@ class ExampleRecords:
         self.files, self.settings = tuple(files), (columns, sorted(sequences))
         self._columns, self._sequences = columns, sequences
         self._record_files = RecordFiles(files)
-        stored = load_references(files, "tfrecord", partial(write_references, self._record_files))
+        stored = load_references(files, "tfrecord", partial(write_record_references, self._record_files))
         self._index = StoredIndex([stored.arrays["records"]])
 
     def __len__(self) -> int:
@@ -126,9 +126,9 @@ class ExampleRecords:
     def _sample(self, content: bytes, form: Form | None) -> Any:
         features = parse_example(content)
         if self._columns is None and list(features) == [SAMPLE]:
-            whole = features[SAMPLE]
-            if isinstance(whole, list) and len(whole) == 1 and is_sample(whole[0]):
-                return decode_sample(whole[0])
+            stored = features[SAMPLE]
+            if isinstance(stored, list) and len(stored) == 1 and is_sample(stored[0]):
+                return decode_sample(stored[0])
         names = sorted(features) if self._columns is None else self._columns
         if missing := [name for name in names if name not in features]:
             raise ValueError(f"has no feature {missing[0]}; it has {', '.join(sorted(features)) or 'none'}")
@@ -157,7 +157,7 @@ class ExampleRecords:
         return content
 
 
-def write_references(record_files: RecordFiles, writer: ColumnWriter) -> dict[str, Any]:
+def write_record_references(record_files: RecordFiles, writer: ColumnWriter) -> dict[str, Any]:
     """Write the column `records` (N, 3) int64: file, first byte and size of the content of each record."""
     num_records = 0
     for number in range(len(record_files.files)):

@@ -77,7 +77,7 @@ class TarRecords:
 
     def __init__(self, files: Sequence[Path], columns: Sequence[str] | None) -> None:
         self.files, self._record_files = tuple(files), RecordFiles(files)
-        stored = load_references(files, "webdataset", partial(write_references, self.files))
+        stored = load_references(files, "webdataset", partial(write_member_references, self.files))
         self._extensions: list[str] = stored.facts["extensions"]
         self._index = StoredIndex([stored.arrays[name] for name in ("starts", "kinds", "members", "headers")])
         self._is_tuple = columns is not None
@@ -157,7 +157,7 @@ def choose_columns(extensions: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     return tuple(extensions), False
 
 
-def write_references(files: Sequence[Path], writer: ColumnWriter) -> dict[str, Any]:
+def write_member_references(files: Sequence[Path], writer: ColumnWriter) -> dict[str, Any]:
     """Read the headers of all shards. Raise DataError for a damaged or compressed shard, or two members with one
     name.
 

@@ -291,14 +291,17 @@ def open_table(files: Sequence[Path], open_file: type[TableFile]) -> ArrowTable:
         with describe_read_errors(path, open_file.name):
             file = open_file(path)
             schema, num_rows = file.schema, file.num_rows
-        own = [classify_column(field) for field in schema]
+        file_kinds = [classify_column(field) for field in schema]
         if first is None:
-            twice = next((n for n, count in Counter(kind.column for kind in own).items() if count > 1), None)
+            twice = next(
+                (n for n, count in Counter(kind.column for kind in file_kinds).items() if count > 1), None
+            )
             if twice is not None:
                 raise DataError(f"{path}: two columns are called {twice!r}; names must differ")
-            kinds, first = {kind.column: kind for kind in own}, schema
+            kinds, first = {kind.column: kind for kind in file_kinds}, schema
         unlike = (
-            describe_column_differences({kind.column: kind for kind in own}, kinds, path, files[0]) | unlike
+            describe_column_differences({kind.column: kind for kind in file_kinds}, kinds, path, files[0])
+            | unlike
         )
         sizes.append(num_rows)
     if not sum(sizes):

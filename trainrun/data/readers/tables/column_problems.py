@@ -108,9 +108,9 @@ class InputFault(DataError):
         """Return one line for each column, with advice. by_rows: name rows, counted from 0, instead of lines."""
         shown = [self.describe_column(problem, by_rows) for problem in self.problems[:MOST_SHOWN]]
         left = len(self.problems) - len(shown)
-        more = [f"and {left} more columns"] if left else []
+        rest = [f"and {left} more columns"] if left else []
         head = f"{file}: {len(self.problems)} of {len(self.inputs)} input columns cannot be used as they are"
-        return "\n  ".join([head, *shown, *more, *ways])
+        return "\n  ".join([head, *shown, *rest, *ways])
 
     def describe_column(self, problem: ColumnProblems, by_rows: bool) -> str:
         parts = []
@@ -127,8 +127,8 @@ class InputFault(DataError):
         where = format_position(problem.words[word], by_rows)
         if problem.categories is not None:
             suggestion = suggest_name(word, problem.categories) or "."
-            known = join_names(problem.categories)
-            return f"{word!r} in {where} is no category of the training data{suggestion} It has {known}"
+            categories = join_names(problem.categories)
+            return f"{word!r} in {where} is no category of the training data{suggestion} It has {categories}"
         if problem.number_format:
             cells = "number" if problem.num_words == 1 else "numbers"
             return f"{problem.num_words} {cells} with {problem.number_format} (first {word!r} in {where})"
@@ -141,8 +141,8 @@ class InputFault(DataError):
         if len(problem.words) > MOST_CATEGORIES:
             return f"more than {MOST_CATEGORIES} different words ({examples}, ...)"
         count = len(problem.words)
-        more = ", ..." if count > MOST_WORDS else ""
-        return f"{count} different {'words' if count > 1 else 'word'} ({examples}{more}; first in {where})"
+        rest = ", ..." if count > MOST_WORDS else ""
+        return f"{count} different {'words' if count > 1 else 'word'} ({examples}{rest}; first in {where})"
 
     def training_settings(self) -> str:
         """Return the settings with which the table can be used for training, ready to paste."""
@@ -161,7 +161,7 @@ class InputFault(DataError):
             settings.append("data.train.fill=0")
         if not settings:
             return ""
-        quoted = " ".join(f"'{one}'" if " " in one else one for one in settings)
+        quoted = " ".join(f"'{setting}'" if " " in setting else setting for setting in settings)
         return f"Add these settings: {quoted}"
 
     def remedies(self) -> Iterable[str]:
@@ -175,7 +175,7 @@ class InputFault(DataError):
         if formatted:
             yield describe_formatted(formatted)
         others = [problem for problem in self.problems if problem.num_words and problem not in formatted]
-        if len(others) == len(self.inputs) and all(len(one.words) > MOST_CATEGORIES for one in others):
+        if len(others) == len(self.inputs) and all(len(column.words) > MOST_CATEGORIES for column in others):
             yield (
                 f"No input is left: every column holds more than {MOST_CATEGORIES} different words. "
                 "Add columns of numbers, or of fewer words."
@@ -190,13 +190,13 @@ class InputFault(DataError):
 def describe_formatted(problems: Sequence[ColumnProblems]) -> str:
     """Return how to write numbers in columns that have signs which are not allowed in a number."""
     names = join_names([problem.name for problem in problems], MOST_WORDS)
-    words = [word for one in problems for word in one.words if FORMATTED_NUMBER.fullmatch(word)]
+    words = [word for column in problems for word in column.words if FORMATTED_NUMBER.fullmatch(word)]
     comma = next((word for word in words if DECIMAL_COMMA.fullmatch(word)), None)
     if comma is not None:
-        what = f"decimal commas, as {comma!r}; write points, as {comma.replace(',', '.')}"
+        style = f"decimal commas, as {comma!r}; write points, as {comma.replace(',', '.')}"
     else:
-        what = f"other signs, as {words[0]!r}; write digits and a point, as 1200.5"
-    return f"The numbers of {names} have {what}."
+        style = f"other signs, as {words[0]!r}; write digits and a point, as 1200.5"
+    return f"The numbers of {names} have {style}."
 
 
 def adapt_choice(choice: TableChoice, fault: InputFault) -> TableChoice:

@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from trainrun.data.readers.column_store import ColumnWriter, StoredColumns
-from trainrun.data.readers.free_space import check_memory, estimate_unpacked_bytes
+from trainrun.data.readers.free_space import check_free_memory, estimate_unpacked_bytes
 from trainrun.data.readers.mapped_rows import build_row_samples
 from trainrun.data.readers.parts import SplitRequest, number_groups
 from trainrun.data.readers.path_contents import ENDINGS
@@ -88,8 +88,8 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
     if fill is not None and "int" in dtype and fill != int(fill):
         raise DataError(f"data.train.fill={fill}: must be a whole number with data.train.dtype={dtype}")
-    found = request.find_files(ENDINGS["csv"])
-    training = found.files["train"]
+    split_files = request.find_files(ENDINGS["csv"])
+    training = split_files.files["train"]
     dialect = Dialect(delimiter or guess_delimiter(training[0]), header)
     columns = read_column_names(training[0], dialect)
     goal = choose_target(target, columns)
@@ -98,7 +98,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     inputs, named_words, gaps = replace_word_inputs(inputs, columns)
     columns_of_words = tuple(dict.fromkeys((*given_words, *named_words)))
     for name in columns_of_words:
-        if alike := [one for one in columns if one.startswith(f"{name}=")]:
+        if alike := [other for other in columns if other.startswith(f"{name}=")]:
             raise DataError(
                 f"{CATEGORIES}={name}: the table has a column {alike[0]!r} too, which is named like a word of {name}; "
                 "rename it"
@@ -108,24 +108,24 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         raise DataError(
             f"{CATEGORIES}={unused[0]}: is no input; leave it out, or name it in data.train.inputs"
         )
-    group = groups if found.shares_training_files else None
+    group = groups if split_files.shares_training_files else None
     words = tuple((name, named_words.get(name, ())) for name in columns_of_words)
     choice = TableChoice(
         names, goal, group, dtype, target_dtype, fill, dialect, inputs is None, words, gaps, is_open
     )
-    read_training = cache(partial(read_table, training, choice))
+    read_training = cache(partial(read_text_table, training, choice))
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         if files == training:
             return build_text_samples(read_training(), choice, shape)
-        own = set(read_column_names(files[0], dialect))
+        file_columns = set(read_column_names(files[0], dialect))
         own_choice = read_training().resolve_choice(choice)._replace(group=None, is_open=False)
-        if missing := [name for name in (*own_choice.inputs, *goal) if name not in own]:
+        if missing := [name for name in (*own_choice.inputs, *goal) if name not in file_columns]:
             raise DataError(f"{files[0]}: has no column {', '.join(missing)}, which the training data has")
         coding = read_training().coding if len(goal) == 1 else None
-        return build_text_samples(read_table(files, own_choice, coding), choice, shape)
+        return build_text_samples(read_text_table(files, own_choice, coding), choice, shape)
 
-    return build_splits(found, read)
+    return build_splits(split_files, read)
 
 
 def read_first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
@@ -165,7 +165,7 @@ def replace_word_inputs(
     for name in map(str, inputs):
         column = name
         if name not in columns:
-            column = next((one for one in columns if name.startswith(f"{one}=")), name)
+            column = next((other for other in columns if name.startswith(f"{other}=")), name)
         word = name.removeprefix(f"{column}=")
         if column != name and word:
             words[column] = (*words.get(column, ()), word)
@@ -178,22 +178,24 @@ def replace_word_inputs(
 
 def find_categories(files: Sequence[Path], choice: TableChoice) -> Categories:
     """Return the sorted words of each column of categories. Raise DataError if a column has too many."""
-    found: dict[str, set[str]] = {name: set() for name, words in choice.categories if not words}
+    words_of: dict[str, set[str]] = {name: set() for name, words in choice.categories if not words}
     for block in (
-        iterate_cell_blocks(files, TableChoice((), (), dialect=choice.dialect), list(found)) if found else ()
+        iterate_cell_blocks(files, TableChoice((), (), dialect=choice.dialect), list(words_of))
+        if words_of
+        else ()
     ):
-        for name, words in found.items():
+        for name, words in words_of.items():
             words.update(filter(None, map(str.strip, block.words[name])))
             if len(words) > MOST_CATEGORIES:
                 raise DataError(
                     f"{files[block.file]}: column {name!r} has more than {MOST_CATEGORIES} different words, too many "
                     "for categories; leave it out by naming the others, as data.train.inputs=[a,b]"
                 )
-    if without := [name for name, words in found.items() if not words]:
+    if without := [name for name, words in words_of.items() if not words]:
         raise DataError(
             f"{CATEGORIES}={without[0]}: the column has no word in the training data; leave it out"
         )
-    return tuple((name, words or tuple(sorted(found[name]))) for name, words in choice.categories)
+    return tuple((name, words or tuple(sorted(words_of[name]))) for name, words in choice.categories)
 
 
 @dataclass(frozen=True)
@@ -225,13 +227,13 @@ def name_line(files: Sequence[Path], file_ends: Sequence[int], row: int, line: i
     return f"{files[bisect_right(file_ends, row)]} line {line}"
 
 
-def read_table(files: Sequence[Path], choice: TableChoice, coding: Coding | None = None) -> TextTable:
+def read_text_table(files: Sequence[Path], choice: TableChoice, coding: Coding | None = None) -> TextTable:
     """Return the columns of files. coding: the coding of the target, if it was chosen on other files."""
-    build = partial(write_columns, tuple(files), choice, coding)
+    build = partial(write_text_columns, tuple(files), choice, coding)
     return TextTable(tuple(files), load_table(files, choice, coding, estimate_unpacked_bytes(files), build))
 
 
-def write_columns(
+def write_text_columns(
     files: Sequence[Path], choice: TableChoice, coding: Coding | None, writer: ColumnWriter
 ) -> dict[str, Any]:
     """Parse files into a writer. Raise DataError with the file, line and column of a fault."""
@@ -260,8 +262,8 @@ def write_chosen(
         for name, column in texts.items():
             column.extend(map(str.strip, block.words[name]))
         if writer.is_in_memory:
-            what = f"{files[block.file]}: after {len(lines)} rows the table"
-            check_memory(len(lines) * row_bytes, what, FEWER)
+            table = f"{files[block.file]}: after {len(lines)} rows the table"
+            check_free_memory(len(lines) * row_bytes, table, FEWER)
         writer.report_progress(len(lines))
         file_ends[block.file :] = [len(lines)] * (len(files) - block.file)
     if not lines:
@@ -353,8 +355,8 @@ def build_text_samples(table: TextTable, choice: TableChoice, shape: Sequence[in
         input_columns=dict.fromkeys(names, "numbers"),
     )  # fmt: skip
     arrays = (inputs,) if target is None else (inputs, target)
-    found = build_row_samples(arrays, table.columns.is_mapped, info, columns.get("groups"))
-    return replace(found, notice=describe_inputs(table, choice))
+    samples = build_row_samples(arrays, table.columns.is_mapped, info, columns.get("groups"))
+    return replace(samples, notice=describe_inputs(table, choice))
 
 
 def describe_inputs(table: TextTable, choice: TableChoice) -> str:
@@ -378,7 +380,7 @@ def read_numbers(files: Sequence[Path], dialect: Dialect, name: str) -> np.ndarr
     """Return a column of numbers that was not read yet; None if the table has no such column."""
     if name not in read_column_names(files[0], dialect):
         return None
-    table = read_table(files, TableChoice((name,), (), dtype="float64", dialect=dialect))
+    table = read_text_table(files, TableChoice((name,), (), dtype="float64", dialect=dialect))
     return table.columns.arrays["inputs"][:, 0]
 
 
@@ -390,8 +392,8 @@ def guess_delimiter(file: Path) -> str:
         return "tab"
     with _open_csv(file, Dialect()) as reader:
         first: list[str] = next(reader, [])
-    found = [word for word in ("tab", "semicolon") if len(first) == 1 and WORDS[word] in first[0]]
-    return found[0] if found else ","
+    delimiters = [word for word in ("tab", "semicolon") if len(first) == 1 and WORDS[word] in first[0]]
+    return delimiters[0] if delimiters else ","
 
 
 @dataclass(frozen=True)
@@ -452,14 +454,18 @@ def iterate_cell_blocks(
     words_of = dict(choice.categories)
     columns = read_column_names(files[0], choice.dialect)
     for number, file in enumerate(files):
-        own = read_column_names(file, choice.dialect)
+        file_columns = read_column_names(file, choice.dialect)
         needed = {*choice.inputs, *words}
-        if differing := set(own) ^ set(columns) if choice.same_columns else needed - set(own):
+        if (
+            differing := set(file_columns) ^ set(columns)
+            if choice.same_columns
+            else needed - set(file_columns)
+        ):
             raise DataError(
                 f"{file}: its columns are not those of {files[0]}: {', '.join(sorted(differing))}"
             )
-        position_of = {name: position for position, name in enumerate(own)}
-        for rows, lines in _iterate_blocks(file, choice.dialect, len(own)):
+        position_of = {name: position for position, name in enumerate(file_columns)}
+        for rows, lines in _iterate_blocks(file, choice.dialect, len(file_columns)):
             by_column = list(zip(*rows, strict=True))
             cells_of = {name: by_column[position_of[name]] for name in needed}
             if flags is None:
@@ -492,10 +498,11 @@ def iterate_cell_blocks(
 def find_problems(file: Path, choice: TableChoice, flags: Iterable[str]) -> list[ColumnProblems]:
     """Return the problems of the input columns of a file. The file is read again for this."""
     columns = read_column_names(file, choice.dialect)
-    words_of, whole = dict(choice.categories), np.dtype(choice.dtype).kind in "iu"
+    words_of, must_be_whole = dict(choice.categories), np.dtype(choice.dtype).kind in "iu"
     flag_words = {name: tuple(FLAGS) for name in flags}
     problems = [
-        ColumnProblems(name, whole, words_of.get(name), flag_words.get(name, ())) for name in choice.inputs
+        ColumnProblems(name, must_be_whole, words_of.get(name), flag_words.get(name, ()))
+        for name in choice.inputs
     ]
     first_row = 0
     for rows, lines in _iterate_blocks(file, choice.dialect, len(columns)):
@@ -504,7 +511,9 @@ def find_problems(file: Path, choice: TableChoice, flags: Iterable[str]) -> list
             problem.add(cells_of[problem.name], lines, first_row)
         first_row += len(rows)
     return [
-        one for one in problems if one.num_words or (one.num_missing and choice.fill_of(one.name) is None)
+        column
+        for column in problems
+        if column.num_words or (column.num_missing and choice.fill_of(column.name) is None)
     ]
 
 
@@ -605,10 +614,10 @@ def _parse_flag(text: str, where: Callable[[], str]) -> str:
 
 def _parse_numbers(texts: Sequence[str], dtype: np.dtype[Any], fill: float | None, where: Any) -> Any:
     """Convert cells to numbers of the type, all at once. If that fails, convert one by one to find the wrong cell."""
-    whole, values = dtype.kind in "iu", parse_cells(texts)
-    if values is None or (values.dtype.kind == "f" and (whole or np.isnan(values).any())):
-        numbers = [_number(text, whole, fill) for text in texts]
-        values = np.array(numbers, np.int64 if whole else np.float64)
+    must_be_whole, values = dtype.kind in "iu", parse_cells(texts)
+    if values is None or (values.dtype.kind == "f" and (must_be_whole or np.isnan(values).any())):
+        numbers = [_number(text, must_be_whole, fill) for text in texts]
+        values = np.array(numbers, np.int64 if must_be_whole else np.float64)
     return narrow_type(values, str(dtype), where)
 
 

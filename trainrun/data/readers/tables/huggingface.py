@@ -68,21 +68,21 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
         arguments: see `SplitRequest`.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
-    found = request.find_files(tuple(FORMATS), set_or_files)
+    split_files = request.find_files(tuple(FORMATS), set_or_files)
     form = build_form(shape, fit, dtype, draft)
     names = None if columns is None else tuple(columns)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
-        setting = found.setting_of(files)
+        setting = split_files.setting_of(files)
         paths, open_file = find_table_files(files, setting)
         stored = load_samples(
-            paths, open_file, names, groups, groups if found.shares_training_files else None
+            paths, open_file, names, groups, groups if split_files.shares_training_files else None
         )
         return ReadFiles(
             build_stored_samples(paths, open_file, stored, names is None, form), stored.arrays.get("groups")
         )
 
-    return build_splits(found, read)
+    return build_splits(split_files, read)
 
 
 def load_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tuple[str, ...] | None,
@@ -97,9 +97,9 @@ def load_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tup
     for path in paths:
         with describe_read_errors(path, open_file.name):
             num_bytes += open_file(path).count_bytes(names)
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    rest = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     build = partial(write_samples, paths, open_file, names, left_out, group)
-    return load_columns(key, f"{paths[0]}{more}", num_bytes, build)
+    return load_columns(key, f"{paths[0]}{rest}", num_bytes, build)
 
 
 def write_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tuple[str, ...] | None,

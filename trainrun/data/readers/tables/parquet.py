@@ -63,8 +63,8 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         the first file. None: samples are read by index.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
-    found = find_files(request, stream)
-    training = open_table(found.files["train"], ParquetFile)
+    split_files = find_files(request, stream)
+    training = open_table(split_files.files["train"], ParquetFile)
     goal = choose_target(target, training.columns)
     names = choose_inputs(inputs, goal, training.columns, groups)
     chosen = (*names, *goal)
@@ -75,10 +75,10 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     form = (
         build_form(shape, fit, "uint8" if dtype == "uint8" else "float32", draft) if has_pictures else Form()
     )
-    group = groups if found.shares_training_files else None
+    group = groups if split_files.shares_training_files else None
     choice = TableChoice(names, goal, group, dtype, target_dtype, fill)
     input_form = InputForm(form, choose_input_shape(shape, kinds), has_pictures)
-    load_training = cache(partial(read_table, training, choice))
+    load_training = cache(partial(read_arrow_table, training, choice))
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
         if files == training.files:
@@ -90,13 +90,13 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
         if len(goal) == 1 and not has_list_target(choice, training):
             coding = read_coding(load_training())
         own_choice = choice._replace(group=None)
-        return build_table_samples(table, own_choice, input_form, read_table(table, own_choice, coding))
+        return build_table_samples(table, own_choice, input_form, read_arrow_table(table, own_choice, coding))
 
     if stream is not None:
         return build_stream_splits(
             request, ENDINGS["parquet"], read, stream, read(training.files).reader.info
         )
-    return build_splits(found, read)
+    return build_splits(split_files, read)
 
 
 def find_files(request: SplitRequest, stream: StreamOrder | None) -> SplitFiles:
@@ -166,7 +166,7 @@ def build_table_samples(
     names, is_single = ["inputs"], len(fields) == 1
     if not is_single:
         prefix = "" if target is None else "inputs."
-        names = [f"{prefix}{one.name}" for one in fields]
+        names = [f"{prefix}{column_field.name}" for column_field in fields]
     if target is not None:
         names, fields = [*names, "target"], [*fields, target]
     pack = partial(
@@ -197,13 +197,15 @@ def is_matrix(kinds: Sequence[Kind]) -> bool:
     return all(kind.name == "number" for kind in kinds) or [kind.name for kind in kinds] == ["fixed"]
 
 
-def read_table(table: ArrowTable, choice: TableChoice, coding: Coding | None = None) -> StoredColumns:
+def read_arrow_table(table: ArrowTable, choice: TableChoice, coding: Coding | None = None) -> StoredColumns:
     """Return the chosen columns. coding: the coding of the target, if it was chosen on other files."""
     num_bytes = table.count_bytes(choice.columns)
-    return load_table(table.files, choice, coding, num_bytes, partial(write_columns, table, choice, coding))
+    return load_table(
+        table.files, choice, coding, num_bytes, partial(write_arrow_columns, table, choice, coding)
+    )
 
 
-def write_columns(
+def write_arrow_columns(
     table: ArrowTable, choice: TableChoice, coding: Coding | None, writer: ColumnWriter
 ) -> dict[str, Any]:
     """Read a table into a writer. Raise DataError with the file, row and column of a fault."""
@@ -280,9 +282,9 @@ def check_like(table: ArrowTable, training: ArrowTable, names: Sequence[str]) ->
     for name in names:
         if name not in table.kinds:
             raise DataError(f"{table.files[0]}: has no column {name!r}, which the training data has")
-        own, known = table.kinds[name], training.kinds[name]
-        if own.name != known.name:
-            fault = f"column {name!r} is {own.text}, but {known.text} in the training data"
+        kind, expected = table.kinds[name], training.kinds[name]
+        if kind.name != expected.name:
+            fault = f"column {name!r} is {kind.text}, but {expected.text} in the training data"
             raise DataError(f"{table.files[0]}: {fault}")
 
 

@@ -148,14 +148,16 @@ class StoredSamples:
         where: Callable[[str, int], str], columns: Callable[[Sequence[Array]], Columns] | None,
     ) -> None:  # fmt: skip
         self._fields, self._names, self._pack, self._where = tuple(fields), tuple(names), pack, where
-        self._check_files = LengthCheck(array for one in fields for array in one.arrays)
-        sequences = [one for one in fields if one.is_sequence]
+        self._check_files = LengthCheck(array for column in fields for array in column.arrays)
+        sequences = [column for column in fields if column.is_sequence]
         lengths = sequences[0].count_lengths if sequences else None
-        rows = [one.rows_of_one_shape() for one in fields] if columns is not None else [None]
-        whole = [array for array in rows if array is not None]
-        gathered = columns(whole) if columns is not None and len(whole) == len(rows) else None
-        read_ragged = self.read_ragged if all(one.is_numbers for one in fields) else None
-        forms = [one.convert.form for one in fields if isinstance(one.convert, DecodePicture)]
+        rows = [column.rows_of_one_shape() for column in fields] if columns is not None else [None]
+        same_shape_rows = [array for array in rows if array is not None]
+        gathered = (
+            columns(same_shape_rows) if columns is not None and len(same_shape_rows) == len(rows) else None
+        )
+        read_ragged = self.read_ragged if all(column.is_numbers for column in fields) else None
+        forms = [column.convert.form for column in fields if isinstance(column.convert, DecodePicture)]
         self.info = replace(
             info, lengths=lengths, thread_safe=True, columns=gathered, read_cut=self.read_cut,
             form=forms[0] if forms else None, read_files=self.read_files, read_ragged=read_ragged,
@@ -171,8 +173,8 @@ class StoredSamples:
     def read_ragged(self, numbers: Array) -> RaggedBatch | None:
         self._check_files()
         fields: dict[str, Tensor | RaggedRows] = {}
-        for one, name in zip(self._fields, self._names, strict=True):
-            rows = one.rows(numbers)
+        for column, name in zip(self._fields, self._names, strict=True):
+            rows = column.rows(numbers)
             if rows is None:
                 return None
             fields[name] = rows
@@ -180,8 +182,8 @@ class StoredSamples:
 
     def read_files(self, indices: Sequence[int]) -> list[Any]:
         fields = [
-            replace(one, convert=convert_file) if isinstance(one.convert, DecodePicture) else one
-            for one in self._fields
+            replace(column, convert=convert_file) if isinstance(column.convert, DecodePicture) else column
+            for column in self._fields
         ]
         return [self._sample(index, fields=fields) for index in indices]
 
@@ -194,7 +196,7 @@ class StoredSamples:
         self, index: int, cut: Callable[[str, Any], Any] | None = None, fields: Sequence[SampleField] = ()
     ) -> Any:
         cells = []
-        for one, name in zip(fields or self._fields, self._names, strict=True):
+        for column, name in zip(fields or self._fields, self._names, strict=True):
             cell_cut = None if cut is None else partial(cut, name)
-            cells.append(one.cell(index, partial(self._where, one.name, index), cell_cut))
+            cells.append(column.cell(index, partial(self._where, column.name, index), cell_cut))
         return self._pack(cells)

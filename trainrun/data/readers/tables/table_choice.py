@@ -73,8 +73,8 @@ def load_table(
     files.
     """
     key = fingerprint_files(files, VERSION, choice, coding)
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return load_columns(key, f"{files[0]}{more}", num_bytes, build)
+    rest = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return load_columns(key, f"{files[0]}{rest}", num_bytes, build)
 
 
 def format_coding(coding: Coding) -> list[Any]:

@@ -68,14 +68,14 @@ class TextSamples:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        found = self._mapped()[int(self._begins[index]) : int(self._ends[index])]
-        window = torch.from_numpy(found.astype(np.int64))
+        tokens = self._mapped()[int(self._begins[index]) : int(self._ends[index])]
+        window = torch.from_numpy(tokens.astype(np.int64))
         return window[:-1], window[1:]
 
     def read_cut(self, index: int, cut: Callable[[str, Any], Any]) -> tuple[Tensor, Tensor]:
         """Return a part of one sample. Only the tokens that `cut(name, tokens)` returns are copied."""
-        found = self._mapped()[int(self._begins[index]) : int(self._ends[index])]
-        inputs, target = cut("inputs", found[:-1]), cut("target", found[1:])
+        tokens = self._mapped()[int(self._begins[index]) : int(self._ends[index])]
+        inputs, target = cut("inputs", tokens[:-1]), cut("target", tokens[1:])
         return torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(target.astype(np.int64))
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
@@ -134,12 +134,12 @@ def load(path: str | None, kind: Literal["blocks", "lines", "documents"] = "bloc
     block_size: tokens in a sample, for blocks. max_bytes: the part of the text that is read.
     cache_dir: see `open_token_file`. None: ~/.cache/trainrun/text. tokenizer: a file, or see `trained_tokenizer`.
     """
-    found = SplitRequest(path, val_path, test_path, val_fraction).find_files(TEXTS, find_text_files)
+    split_files = SplitRequest(path, val_path, test_path, val_fraction).find_files(TEXTS, find_text_files)
     held = None
     if tokenizer is not None and is_trained(tokenizer):
-        held = read_held_share(found)
+        held = read_held_share(split_files)
         tokenizer = open_trained_file(
-            tokenizer, found.files["train"], kind, max_bytes, held, find_text_cache(cache_dir)
+            tokenizer, split_files.files["train"], kind, max_bytes, held, find_text_cache(cache_dir)
         )
 
     @cache
@@ -148,7 +148,7 @@ def load(path: str | None, kind: Literal["blocks", "lines", "documents"] = "bloc
         return open_token_file(text, cache_dir), text
 
     def build(split: str) -> TextSamples | None:
-        part = found.part(split)
+        part = split_files.part(split)
         if part is None:
             return None
         tokens, text = read(part.files, None if part.is_own else held)
@@ -188,9 +188,9 @@ def find_tokenizer(node: Mapping[str, Any]) -> str:
     """Return the path of the trained tokenizer of a `data.train` node. Train the tokenizer if it is not cached."""
     arguments = {name: node[name] for name in ("val_path", "test_path", "val_fraction") if name in node}
     request = SplitRequest(node.get("path"), **{"val_fraction": 0.1, **arguments})
-    found = request.find_files(TEXTS, find_text_files)
+    split_files = request.find_files(TEXTS, find_text_files)
     kind, cache_dir = node.get("kind", "blocks"), find_text_cache(node.get("cache_dir"))
-    training, held = found.files["train"], read_held_share(found)
+    training, held = split_files.files["train"], read_held_share(split_files)
     return open_trained_file(node["tokenizer"], training, kind, node.get("max_bytes"), held, cache_dir)
 
 

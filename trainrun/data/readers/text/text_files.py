@@ -25,15 +25,15 @@ def find_text_files(path: str | None, key: str, endings: Sequence[str] = TEXTS) 
     if path is not None:
         return list_files(path, key, endings)
     library = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    files = []
     for folder, folders, names in os.walk(library):
         folders[:] = [
             name for name in folders if name not in LEFT_OUT
         ]  # installed packages: a second to walk
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not found:
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not files:
         raise DataError(f"{key}: Python's sources are not in {library}; name a text, as {key}=book.txt")
-    return tuple(sorted(found, key=lambda file: file.relative_to(library).as_posix()))
+    return tuple(sorted(files, key=lambda file: file.relative_to(library).as_posix()))
 
 
 def is_packed(file: Path) -> bool:

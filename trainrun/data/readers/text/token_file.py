@@ -16,7 +16,7 @@ import numpy as np
 
 from trainrun.data.cache.room import cache_home
 from trainrun.data.readers.column_store import ColumnWriter, open_or_build
-from trainrun.data.readers.free_space import check_memory, estimate_unpacked_bytes
+from trainrun.data.readers.free_space import check_free_memory, estimate_unpacked_bytes
 from trainrun.data.readers.mapped_files import map_bytes
 from trainrun.data.readers.paths import fingerprint_files
 from trainrun.data.readers.text.text_files import build_unreadable_error, is_packed, iterate_chunks
@@ -85,8 +85,8 @@ def open_token_file(text: Text, cache_dir: str | None) -> TokenFile:
     expected = expected if text.max_bytes is None else min(expected, text.max_bytes)
     if tokens.encode is not None:  # to tokens of two bytes, each for several of the text
         expected //= 2
-    more = f" and {len(text.files) - 1} more" if len(text.files) > 1 else ""
-    source, build = f"{text.kind} of {text.files[0]}{more}", partial(write_tokens, text, tokens)
+    rest = f" and {len(text.files) - 1} more" if len(text.files) > 1 else ""
+    source, build = f"{text.kind} of {text.files[0]}{rest}", partial(write_tokens, text, tokens)
     folder = find_text_cache(cache_dir)
     try:
         stored = open_or_build(folder, key, source, expected, build, LOG.info)
@@ -116,18 +116,18 @@ def _is_token_file(text: Text) -> TokenFile:
 
 def _find_line_ends(file: Path, size: int) -> Ends:
     """Return the position after each newline among the first `size` bytes, and after a last line without one."""
-    found, place = [np.empty(0, np.int64)], 0
+    blocks, place = [np.empty(0, np.int64)], 0
     with file.open("rb") as opened:
         while place < size and (content := opened.read(min(SEARCH_BYTES, size - place))):
-            found.append(np.flatnonzero(np.frombuffer(content, np.uint8) == 10) + (place + 1))
-            _check_lines(file, sum(map(len, found)))
+            blocks.append(np.flatnonzero(np.frombuffer(content, np.uint8) == 10) + (place + 1))
+            _check_lines(file, sum(map(len, blocks)))
             place += len(content)
-    ends = np.concatenate(found)
+    ends = np.concatenate(blocks)
     return ends if place == 0 or (len(ends) and ends[-1] == place) else np.append(ends, place)
 
 
 def _check_lines(file: Path, number: int) -> None:
-    check_memory(8 * number, f"{file}: where its lines end", "use data.train.kind=blocks")
+    check_free_memory(8 * number, f"{file}: where its lines end", "use data.train.kind=blocks")
 
 
 def write_tokens(text: Text, tokens: Tokens, writer: ColumnWriter) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def open_tokenizer(path: str) -> tuple[Tokens, bytes]:
     tokenizer.no_padding()
 
     def encode(texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def decode(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=False))

@@ -40,17 +40,17 @@ def open_trained_file(
     held: the share of the text that is held out. Raise DataError if the spec is wrong, the package is
     missing, or the cache cannot be written.
     """
-    found = SPEC.match(spec)
-    if found is None or int(found[1]) < LEAST:
+    match = SPEC.match(spec)
+    if match is None or int(match[1]) < LEAST:
         raise DataError(
             f"data.train.tokenizer={spec}: must be bpe:SIZE, with {LEAST} tokens or more, as bpe:4096"
         )
-    if found[2]:
-        return found[2]
-    told = repr((VERSION, int(found[1]), kind, max_bytes, held, fingerprint_files(files)))
-    place = cache / f"bpe-{found[1]}-{hashlib.sha256(told.encode()).hexdigest()[:24]}.json"
+    if match[2]:
+        return match[2]
+    key = repr((VERSION, int(match[1]), kind, max_bytes, held, fingerprint_files(files)))
+    place = cache / f"bpe-{match[1]}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
     if not place.is_file():
-        text = _train(int(found[1]), _iterate_training_lines(files, kind, max_bytes, held))
+        text = _train(int(match[1]), _iterate_training_lines(files, kind, max_bytes, held))
         making = place.with_name(f".{place.name}.{os.getpid()}")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
