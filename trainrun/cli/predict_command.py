@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
         columns = collect_predictions(run_dir, which, words.split, words.overrides, words.trust)
     replaced = " (the earlier file is replaced)" if out.exists() else ""
     try:
-        write_table(out, columns)
+        write_prediction_table(out, columns)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot write there ({error.strerror}); name another file") from error
     number = len(next(iter(columns.values())))
@@ -157,7 +157,7 @@ def predict_split(run: Components, split: str) -> dict[str, Tensor]:
     return predicted
 
 
-def write_table(out: Path, columns: dict[str, list[Any]]) -> None:
+def write_prediction_table(out: Path, columns: dict[str, list[Any]]) -> None:
     """Write the columns as CSV or Parquet and replace the file atomically. Raise ConfigError if pyarrow is missing."""
     temporary = out.with_name(f".{out.name}.tmp")
     if out.suffix == ".parquet":

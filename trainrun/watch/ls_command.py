@@ -135,7 +135,7 @@ def main(argv: list[str]) -> int:
     listed = sort_by_key(
         [row for row in runs if all(condition.matches(row) for condition in filters)], words.sort
     )
-    report_result(runs=[condition.facts() for condition in listed])
+    report_result(runs=[row.facts() for row in listed])
     if not listed:
         say(f"no run is below {folder}" + (" that passes the filter" if filters else ""))
         return EXIT_DONE
