@@ -319,3 +319,14 @@ def test_real_numbers_as_targets_choose_the_task(workdir: Path, capsys: pytest.C
     assert "40 different real numbers" in capsys.readouterr().err
     with pytest.raises(trainrun.TrainrunError, match="real numbers"):
         trainrun.train("trainer.max_steps=1", "model.num_classes=40", data=(x, x[:, 0]))
+
+
+def test_hooks_of_a_network_belong_to_the_network_that_is_trained(workdir: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 2))
+    model.register_parameter("factor", nn.Parameter(torch.ones(2)))
+    model.register_forward_hook(lambda module, inputs, output: output * model.factor)
+    model[0].weight.register_hook(torch.zeros_like)
+    first, factor = model[0].weight.clone(), model.factor.clone()
+    fit("optimizer.weight_decay=0", model=model, data=points(40))
+    assert torch.equal(model[0].weight, first)
+    assert not torch.equal(model.factor, factor)

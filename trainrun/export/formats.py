@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import json
 from collections.abc import Callable, Collection, Iterator
@@ -18,6 +17,7 @@ from torch import Tensor
 from trainrun.errors import ConfigError
 from trainrun.export.served import RealSamples, is_per_sample, list_outputs, suppress_output
 from trainrun.folder.run_folder import write_json
+from trainrun.runtime.network_copy import copy_network
 
 Runner = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 ONNX_EXTRA = "--to onnx: needs {}; pip install 'trainrun[onnx]'"
@@ -69,7 +69,7 @@ def to_huggingface(request: ExportRequest, folder: Path) -> tuple[Path, Runner]:
 
 def _build_runner(request: ExportRequest, path: Path, names: Collection[str] | None = None) -> Runner:
     """Return a runner of a copy of the network with the weights of the file: all of them, or those of `names`."""
-    fresh = copy.deepcopy(request.samples.served)
+    fresh = copy_network(request.samples.served)
     for name, tensor in fresh.model.state_dict().items():
         if names is None or name in names:
             tensor.zero_()

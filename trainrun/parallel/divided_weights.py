@@ -8,10 +8,8 @@ How: the old parameter and its views in the attributes of modules become a `Divi
 
 from __future__ import annotations
 
-import functools
-import types
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.parallel.deferred_init import is_deferred
+from trainrun.runtime.network_copy import iterate_held_objects
 from trainrun.tensors import map_tree_leaves
 
 OF_TORCH = frozenset(vars(nn.Module()))  # attributes of each module
@@ -105,33 +104,8 @@ def find_views(model: nn.Module) -> list[tuple[Tensor, str]]:
 
 def iterate_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors that a value holds: in containers, objects and functions, but not in modules."""
-    waiting, seen = [value], set()
-    while waiting:
-        part = waiting.pop()
-        if id(part) in seen or isinstance(part, nn.Module | type | types.ModuleType):
-            continue
-        seen.add(id(part))
-        if isinstance(part, Tensor):
-            yield part
-            continue
-        waiting += held_objects(part)
-
-
-def held_objects(value: Any) -> Iterable[Any]:
-    """Return the objects that a container, an object or a function refers to."""
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, types.FunctionType):
-        return value.__closure__ or ()
-    if isinstance(value, types.CellType):
-        return [value.cell_contents] if value != types.CellType() else ()
-    if isinstance(value, Collection) and not isinstance(value, str | bytes):
-        return value
-    return getattr(value, "__dict__", {}).values()
+    held = iterate_held_objects(value, nn.Module, Tensor)
+    return (part for part in held if isinstance(part, Tensor))
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ from trainrun.runs.new_samples import predict_new
 from trainrun.runs.restore_config import load_network
 from trainrun.runs.run import open_or_create_run, open_run, start_training
 from trainrun.runtime.memory_layout import make_dense
+from trainrun.runtime.network_copy import copy_network
 from trainrun.seeding import restore_random_state
 from trainrun.transform.lora import LoraLinear, merge_lora
 
@@ -281,7 +282,7 @@ def python_object(name: str, about: str) -> Any:
         make_dense(
             value
         )  # the copy is dense in any case, and its weights are loaded into the caller's at the end
-        value = copy.deepcopy(value)
+        value = copy_network(value)
     elif name == "task":
         value = copy.copy(value)
     used[name] = value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import time
@@ -45,6 +44,7 @@ from trainrun.runs.restore_config import (
 )
 from trainrun.runs.resume import load_trusted_config
 from trainrun.runs.run import create_run, open_run
+from trainrun.runtime.network_copy import copy_network
 from trainrun.runtime.signals import StopFlag
 from trainrun.sampling.run_tokenizer import SEAL
 from trainrun.timing.paired import StoppingRules, build_turn, compare_in_turns
@@ -97,7 +97,7 @@ class SourceRun:
 
     def copy_model(self) -> nn.Module:
         """Return a copy of the network in evaluation mode."""
-        return copy.deepcopy(self.parts.model).eval()
+        return copy_network(self.parts.model).eval()
 
 
 def open_source(arguments: Namespace, ending: str, own_transforms: Sequence[str]) -> SourceRun:

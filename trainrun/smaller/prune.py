@@ -11,7 +11,6 @@ source: Han et al. 2015, arXiv 1506.02626 (magnitudes); Li et al. 2017, arXiv 16
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from trainrun.export.served import output_tensors
+from trainrun.runtime.network_copy import copy_network
 from trainrun.smaller.channels import NORMS, ChannelGroup, find_channel_groups, format_reasons
 from trainrun.transform.int8 import explain_float_layers, has_computed_weight, untied_layers
 
@@ -147,7 +147,7 @@ def narrow_groups(
     """Return a narrowed copy and its sizes. Each group keeps the channels with the largest L1 norm, relative to the
     layer's mean.
     """
-    model = copy.deepcopy(model)
+    model = copy_network(model)
     layers: dict[str, Any] = dict(model.named_modules())
     keep: dict[str, list[Tensor]] = {}
 
