@@ -159,8 +159,20 @@ class Orthogonal(nn.Sequential):
         self.register_buffer("positive", torch.randn(20, 20).nonzero())
 
 
+class Like(nn.Linear):
+    """Tensors like others: those of their type, and parts of a larger operation."""
+
+    def __init__(self) -> None:
+        super().__init__(20, 20)
+        self.weight.data.add_(self.weight.new_tensor([1.0] * 20)).add_(self.weight.new_tensor(2))
+        self.drawn = nn.Parameter(self.weight.new(30, 4).normal_())
+        self.register_buffer("numbers", nn.functional.one_hot(torch.arange(20), 30))
+        self.register_buffer("classes", nn.functional.one_hot(torch.randint(9, (50,))))
+        self.parts = nn.Parameter(torch.block_diag(torch.randn(5, 5), torch.randn(6, 6)))
+
+
 @pytest.mark.usefixtures("all_deferred")
-@pytest.mark.parametrize("kind", [Probed, Indexed, Other, Orthogonal])
+@pytest.mark.parametrize("kind", [Probed, Indexed, Other, Orthogonal, Like])
 def test_rare_operations_have_the_bits_of_the_constructor(kind: type[nn.Module]) -> None:
     torch.manual_seed(3)
     expected = kind().state_dict()
@@ -191,17 +203,12 @@ def assign_data() -> None:
     nn.Linear(9, 9).weight.data = torch.from_numpy(np.ones((9, 9), np.float32))
 
 
-def make_like() -> None:
-    weight = nn.Linear(9, 9).weight
-    weight.data.add_(weight.new_tensor([1.0] * 9))
-
-
 def copy_by_pickle() -> None:
     pickle.dumps(nn.Linear(9, 9))
 
 
 @pytest.mark.usefixtures("all_deferred")
-@pytest.mark.parametrize("construct", [assign_data, make_like, copy_by_pickle])
+@pytest.mark.parametrize("construct", [assign_data, copy_by_pickle])
 def test_values_that_are_not_recorded_are_refused(construct: Callable[[], None]) -> None:
     refusal = pytest.raises((ConfigError, PluginError), match=r"parallel\.meta_device=true")
     with refusal, DeferredInit().recording():

@@ -60,6 +60,10 @@ class DeferredTensor(Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return META if DeferredTensor.computes_shapes else HOST
 
+    def new_tensor(self, data: Any, *, dtype: Any = None, **options: Any) -> Tensor:  # type: ignore[override]
+        """Return a tensor with memory. Torch's own method shows no operation to a recording."""
+        return torch.tensor(data, dtype=dtype or self.dtype, **options)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PluginError(
             "parallel.meta_device=true: the model's constructor saves a tensor, which has no memory yet; use "
@@ -232,8 +236,10 @@ class DeferredInit(TorchDispatchMode):
         if not takes_device or tensors_in((args, kwargs)):
             return function(*args, **kwargs)
         device = torch.device(kwargs.get("device") or HOST)
-        if function is torch.ops.aten.scalar_tensor.default and device == META:
-            return function(*args, **replace_device(kwargs, HOST))  # the number in `weight[mask] = number`
+        if (
+            device == META
+        ):  # a part of an operation with a deferred tensor, as the number in `weight[mask] = number`
+            kwargs, device = replace_device(kwargs, HOST), HOST
         if device != HOST:
             return function(*args, **kwargs)
         result = function(*args, **kwargs | {"device": META})
@@ -417,7 +423,7 @@ def check_memory(tensor: Tensor) -> None:
     if tensor.device == META and not is_deferred(tensor):
         raise ConfigError(
             "parallel.meta_device=true: the model cannot be built without memory (it has a tensor on the meta device, "
-            "as of `weight.new_tensor(...)`); use parallel.meta_device=false"
+            "whose values torch does not show); use parallel.meta_device=false"
         )
 
 

@@ -237,7 +237,8 @@ class Fsdp:
         if "torch.Tensor and DTensor" in text:
             return PluginError(
                 "task or model: computes with weights outside of a call of their module, where each rank has only rows "
-                "of them; call the module, as model(...), or use parallel=ddp"
+                "of them; call the module, as model(...), name modules that are called in parallel.blocks, or use "
+                "parallel=ddp"
             )
         if "for storage of size 0" in text:  # a backward found weights that were released again
             return PluginError(
