@@ -101,5 +101,12 @@ def test_a_table_fits_the_window_and_loses_nothing(num_rows: int, width: int, te
     assert max(map(len, text.split("\n"))) <= width
 
 
+def test_a_name_longer_than_the_window_is_broken() -> None:
+    name = "9-model=mlp-trainer.max_steps=40-seed=1-model.hidden=_64_"
+    text = format_table(["job", "state", "settings"], [[name, "done", name], ["", "failed", ""]], 44)
+    assert max(map(len, text.split("\n"))) <= 44
+    assert text.replace("\n", "").replace(" ", "").count(name) == 2
+
+
 def test_a_table_without_rows_is_its_head() -> None:
     assert format_table(HEAD, [], 80) == "job  state  val/acc    settings"

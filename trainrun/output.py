@@ -135,7 +135,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int 
     """Return a table as text that fits `width` characters (default: the terminal). Columns without a text are left out.
 
     If the aligned rows do not fit, rows and columns are swapped. If that does not fit either, each row becomes a
-    paragraph, in which only a name that is longer than the window runs over.
+    paragraph.
     """
     width = table_width() if width is None else width
     columns = [number for number in range(len(head)) if not rows or any(row[number] for row in rows)]
@@ -154,7 +154,7 @@ def align_columns(lines: Sequence[Sequence[str]]) -> str:
 
 def format_row(head: Sequence[str], row: Sequence[str], width: int) -> str:
     """Return a row of a table as its first cell, and below it the other cells as `name: text`."""
-    lines = [row[0]]
+    lines = textwrap.wrap(row[0], width, subsequent_indent="  ", break_on_hyphens=False) or [""]
     room = 0  # left in the last line
     for name, cell in zip(head[1:], row[1:], strict=True):
         if cell in ("", "-"):
@@ -164,8 +164,7 @@ def format_row(head: Sequence[str], row: Sequence[str], width: int) -> str:
             lines[-1] += f"  {text}"
         else:
             lines += textwrap.wrap(
-                text, width, initial_indent="  ", subsequent_indent="    ",
-                break_long_words=False, break_on_hyphens=False,
+                text, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False,
             )  # fmt: skip
         room = width - len(lines[-1]) if not lines[-1].startswith("    ") else 0
     return "\n".join(lines)
