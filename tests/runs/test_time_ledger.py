@@ -84,7 +84,7 @@ def slowed(run, clock):
 
     run.model.layers[0].weight.register_hook(later("backward", lambda grad: None))
     checkpoints = SimpleNamespace(
-        close=lambda: None, due=lambda state: state.step % 2, save=later("checkpoint", lambda *args: None)
+        close=lambda: None, is_due=lambda state: state.step % 2, save=later("checkpoint", lambda *args: None)
     )
     schedule = SimpleNamespace(
         step=later("optimizer", run.schedule.step),
