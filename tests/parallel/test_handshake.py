@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from approved import approve
-from faults.forks import ForkedCommand, start_forked
+from faults.forks import ForkedCommand
 
 from trainrun.folder.run_folder import RunDir, read_json
 
@@ -45,28 +45,6 @@ RANK = """
 """
 
 
-WITHOUT_FOLDER = """
-    import os
-    from trainrun.runs import torchrun as external_run
-    from trainrun.errors import ConfigError
-    from trainrun.parallel.handshake import send_config
-    from trainrun.folder.run_folder import write_json
-
-    external_run.FOLDER_SECONDS = 0.3
-    run.config.write_text("of an older run, on a disk of this machine's own")
-    payload = {
-        "folder": str(run.root), "config": "0" * 64, "resume": False, "paths": [], "devices": "auto",
-        "accelerator": "cpu",
-    }
-    rank = os.environ["RANK"]
-    try:
-        told = send_config(payload, sys.argv[1:], 60.0) if rank == "0" else external_run.train_as_other_rank()
-    except ConfigError as error:
-        told = error.faults[0]
-    write_json(run.root / f"seen{rank}.json", str(told))
-"""
-
-
 def place_of_two_ranks() -> dict[str, str]:
     """Return the variables that tell two ranks where they meet, as srun sets them."""
     with socket.socket() as free:
@@ -78,26 +56,14 @@ def numbers_of_rank(rank: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
-def test_ranks_that_do_not_see_the_folder_of_rank_0_are_named_on_all(
-    script: Callable[[str], list[str]], run_dir: RunDir, rank_env: dict[str, str]
-) -> None:
-    meeting_place, command = place_of_two_ranks(), script(WITHOUT_FOLDER)
-    ranks = [
-        start_forked(command, rank, run_dir, rank_env | meeting_place | numbers_of_rank(rank))
-        for rank in range(2)
-    ]
-    assert [rank.wait() for rank in ranks] == [0, 0]
-    told = [read_json(run_dir.root / f"seen{rank}.json") for rank in range(2)]
-    assert told[1] == "2"  # the exit code: rank 0 speaks for all
-    assert told[0].startswith(f"output_dir={run_dir.root}: rank 1 on ")
-
-
 @pytest.mark.parametrize(
     "words",
     [
         ["parallel=ddp", "modl=mlp"],
         ["parallel=ddp", "parallel.devices=4"],
         ["parallel=single"],
+        ["parallel=ddp", "parallel=fsdp"],
+        ["resume", "nowhere"],
     ],
 )
 def test_a_mistake_that_rank_0_finds_ends_all_ranks(

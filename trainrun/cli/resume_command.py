@@ -9,7 +9,6 @@ import sys
 
 from trainrun.cli.run_arguments import build_run_parser, parse_arguments
 from trainrun.cli.train_command import (
-    dismiss_other_ranks,
     is_follower_rank,
     run_and_print_resume_command,
     run_ranks_of_node,
@@ -23,7 +22,14 @@ from trainrun.folder.run_folder import LaunchSpec, list_typed_keys, resolve_fold
 from trainrun.folder.status import is_sweep
 from trainrun.output import say
 from trainrun.runs.resume import check_modules, compare_configs, format_value_as_typed, load_trusted_config
-from trainrun.runs.run import import_torchrun, open_or_create_run, open_run, resume_run, start_training
+from trainrun.runs.run import (
+    dismiss_other_ranks,
+    import_torchrun,
+    open_or_create_run,
+    open_run,
+    resume_run,
+    start_training,
+)
 from trainrun.user_code import add_import_paths
 
 
@@ -49,7 +55,8 @@ def main(argv: list[str]) -> int:
         if others:
             raise ConfigError(f"{others[0]}: a sweep goes on with its own words; leave this out")
         return run_sweep.resume_sweep(folder, words.trust, options)
-    run = open_run(words.run_dir)
+    with dismiss_other_ranks():
+        run = open_run(words.run_dir)
     return run_and_print_resume_command(
         run.root, lambda: resume_run(run, words.overrides, add_import_paths(words.config_dir), words.trust)
     )
@@ -68,13 +75,14 @@ def repeat_command(argv: list[str]) -> int:
         return code
     if is_follower_rank():
         return int(import_torchrun().train_as_other_rank())
-    earlier, folder = open_run(words.run_dir), "hydra.run.dir"
+    folder = "hydra.run.dir"
     keys = {word: resolve_alias(word.partition("=")[0], lambda _: False) for word in words.overrides}
     places = [word.partition("=")[2] for word, key in keys.items() if key == folder]
     own_settings = {folder: places[-1]} if places else {}
     overrides = [word for word, key in keys.items() if key != folder]
     with contextlib.ExitStack() as held:
         with dismiss_other_ranks():
+            earlier = open_run(words.run_dir)
             before = load_trusted_config(earlier, [], words.trust)
             config = load_trusted_config(earlier, overrides, words.trust) if overrides else before
             check_modules(earlier, config)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +20,18 @@ from trainrun.folder.status import read_status
 from trainrun.output import format_path_to_paste, report_result, say
 from trainrun.parallel.devices import is_one_task_a_node, is_started_by_launcher
 from trainrun.parallel.launch import launch_on_node
-from trainrun.runs.run import choose_run_folder, import_torchrun, open_or_create_run, start_training
+from trainrun.runs.run import (
+    choose_run_folder,
+    dismiss_other_ranks,
+    import_torchrun,
+    open_or_create_run,
+    start_training,
+)
 from trainrun.runtime.python_module import module_command
 from trainrun.user_code import add_import_paths
 
 LAUNCH_OPTION = re.compile(r"launch(\.\w+)?=")
+SWEEP_FLAGS = {"--multirun", "-m"}
 SWEEP_OPTION = re.compile(r"sweep(\.\w+)?=")
 # Also Hydra's words for a sweep, and a word for one of its branches: `model=mlp: model.width=16,32`.
 SWEEP_WORD = re.compile(r"sweep(\.\w+)?=|hydra[./](sweeper|launcher)\b|[\w./]+=[^\s:,{}()\[\]]+:\s")
@@ -41,14 +48,14 @@ def main(words: list[str]) -> int:
         return code
     if is_follower_rank():
         return int(import_torchrun().train_as_other_rank())
-    is_sweep = not {"--multirun", "-m"}.isdisjoint(words)
+    is_sweep = not SWEEP_FLAGS.isdisjoint(words)
     sweep_words = [word for word in words if (SWEEP_WORD if is_sweep else SWEEP_OPTION).match(word)]
     all_words = words
     words = [word for word in words if word not in sweep_words]
-    prepared, folders = prepare_command_line(words, Path.cwd())
-    if prepared.twice:
-        raise ConfigError(*prepared.twice)
-    sweeps = [flag for flag in prepared.flags if flag in ("--multirun", "-m")]
+    with dismiss_other_ranks():
+        prepared, folders = prepare_command_line(words, Path.cwd())
+        check_command_line(prepared, sweep_words)
+    sweeps = [flag for flag in prepared.flags if flag in SWEEP_FLAGS]
     if len(prepared.flags) > len(sweeps):  # --cfg job
         config = compose_command_line(prepared, folders, Path.cwd()).config
         values = convert_to_plain_values(separate_secrets(config)[0])
@@ -62,21 +69,28 @@ def main(words: list[str]) -> int:
             and (code := submit_sweep(launch_words, all_words, prepared, sweep_words)) is not None
         ):
             return code
+        from trainrun.sweep.run_sweep import sweep_command
+
+        return sweep_command(prepared, sweep_words)
+    code = launch_on_cluster(launch_words, words, prepared, folders) if launch_words else None
+    return train_one(words, paths, prepared, folders) if code is None else code
+
+
+def check_command_line(prepared: CommandLine, sweep_words: list[str]) -> None:
+    """Raise ConfigError for settings that are typed twice, or that are of a sweep where none is, or can be, started."""
+    if prepared.twice:
+        raise ConfigError(*prepared.twice)
+    if not SWEEP_FLAGS.isdisjoint(prepared.flags):
         if is_started_by_launcher():
             raise ConfigError(
                 "--multirun: not inside torchrun; start the sweep alone, its jobs start their own ranks"
             )
-        from trainrun.sweep.run_sweep import sweep_command
-
-        return sweep_command(prepared, sweep_words)
-    if sweep_words:
+    elif sweep_words:
         raise ConfigError(f"{sweep_words[0]}: is a setting of a sweep; add --multirun")
-    if "hydra.sweep.dir" in prepared.own:
+    elif "hydra.sweep.dir" in prepared.own:
         raise ConfigError(
             "hydra.sweep.dir: is the folder of a sweep (--multirun); one run has output_dir=..."
         )
-    code = launch_on_cluster(launch_words, words, prepared, folders) if launch_words else None
-    return train_one(words, paths, prepared, folders) if code is None else code
 
 
 def launch_on_cluster(
@@ -150,17 +164,6 @@ def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders
         return run_and_print_resume_command(
             run.root, lambda: start_training(run, config, LaunchSpec(again, paths, typed=typed))
         )
-
-
-@contextlib.contextmanager
-def dismiss_other_ranks() -> Iterator[None]:
-    """If the block raises a TrainrunError, end the ranks of torchrun or Slurm that wait for rank 0."""
-    try:
-        yield
-    except TrainrunError as error:
-        if is_started_by_launcher():
-            import_torchrun().dismiss_ranks(error.exit_code)
-        raise
 
 
 def is_follower_rank() -> bool:

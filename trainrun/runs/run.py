@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -195,6 +195,17 @@ def report_finished(text: str) -> int:
     return EXIT_DONE
 
 
+@contextmanager
+def dismiss_other_ranks() -> Iterator[None]:
+    """If the block raises a TrainrunError, end the ranks of torchrun or Slurm that wait for rank 0."""
+    try:
+        yield
+    except TrainrunError as error:
+        if is_started_by_launcher():
+            import_torchrun().dismiss_ranks(error.exit_code)
+        raise
+
+
 def import_torchrun() -> ModuleType:
     """Import the module that meets the ranks of torchrun or Slurm. It needs torch, which a launcher does not import."""
     from trainrun.runs import torchrun
@@ -268,25 +279,21 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
 
     Overrides that the run refuses are discarded.
     """
-    with lock_run_folder(run):
-        return _continue_run(run, overrides, paths, trust)
-
-
-def _continue_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool) -> int:
-    config = resume.load_trusted_config(run, overrides, trust)
-    resume.check_checkpoint_link(run)
-    resume.repair_folder(run)
-    resume.check_modules(run, config)
-    saved = load_config(run.effective_config_path, []) if overrides else config
-    resume.check_same_network(run, saved, config)
-    if config.seed is None:
-        raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
-    resume.restore_config(run)
-    if message := resume.describe_finished(run, saved, config):
-        return report_finished(message)
-    write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
-    try:
+    with ExitStack() as held:
+        with dismiss_other_ranks():
+            held.enter_context(lock_run_folder(run))
+            config = resume.load_trusted_config(run, overrides, trust)
+            resume.check_checkpoint_link(run)
+            resume.repair_folder(run)
+            resume.check_modules(run, config)
+            saved = load_config(run.effective_config_path, []) if overrides else config
+            resume.check_same_network(run, saved, config)
+            if config.seed is None:
+                raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
+        resume.restore_config(run)
+        if message := resume.describe_finished(run, saved, config):
+            return report_finished(message)
+        write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
+        held.callback(resume.restore_config, run)
         typed = list_typed_keys(parse_saved_overrides(overrides).overrides)
         return train_in_ranks(run, config, LaunchSpec(resume=True, paths=paths, typed=typed))
-    finally:
-        resume.restore_config(run)
