@@ -67,12 +67,8 @@ def format_user_traceback(error: BaseException) -> str:
 
 
 def is_built_in(value: Any) -> bool:
-    """Return whether the class of a value is defined in this package.
-
-    A module of the working directory may be imported as `trainrun.here.NAME`. It is the user's.
-    """
-    module = type(value).__module__
-    return module.startswith("trainrun.") and not module.startswith(HERE)
+    """Return whether the class of a value is defined in this package."""
+    return class_package(type(value)) == "trainrun"
 
 
 def is_users_class(kind: type) -> bool:
@@ -80,6 +76,14 @@ def is_users_class(kind: type) -> bool:
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
     return file is not None and _is_user_file(file)
+
+
+def class_package(kind: type) -> str:
+    """Return the name of the package or module that defines a class.
+
+    A module of the working directory may be imported as `trainrun.here.NAME`. It is the user's NAME.
+    """
+    return kind.__module__.removeprefix(HERE).partition(".")[0]
 
 
 def describe_system_error(error: BaseException) -> str:

@@ -30,7 +30,7 @@ from trainrun.optimizer.other_optimizers import (
 )
 from trainrun.runtime.memory_layout import is_dense
 from trainrun.tensors import read_whole_shape
-from trainrun.user_code import format_error, is_raised_by_torch
+from trainrun.user_code import class_package, format_error, is_raised_by_torch
 
 ADDED = "added"  # the mark of a group that a hook has added
 PLAIN = (Adam, AdamW, SGD)  # which any gradients suit, and whose step asks for no closure
@@ -91,7 +91,7 @@ def build_optimizer(
         check_sparse_gradients(optimizer, model, sparse)
     start_momentum_at_zero(optimizer)
     move_parameters_to_added_groups(optimizer)
-    if type(optimizer).__module__.partition(".")[0] not in ("torch", "trainrun"):
+    if class_package(type(optimizer)) not in ("torch", "trainrun"):
         hide_frozen_parameters(optimizer)
     devices = ", ".join(sorted({param.device.type for param in params}))
     kernel, reason = describe_kernel(optimizer, wish)

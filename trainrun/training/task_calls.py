@@ -21,6 +21,7 @@ from trainrun.training.checks.task_pictures import save_pictures
 from trainrun.training.checks.unsaved_state import UnsavedState
 from trainrun.training.trained_parameters import GradientCheck
 from trainrun.training.triggers import STOP_INTERRUPT
+from trainrun.user_code import class_package
 
 if TYPE_CHECKING:
     from trainrun.training.checks.unsaved_state import UnsavedState
@@ -106,7 +107,7 @@ class TaskCalls:
     def watch(self, run: Any) -> None:
         """Start the checks for unsaved state and gradients before the first step, if the run contains user code."""
         parts = (self._task, run.own_step, *run.hooks.by_key.values(), *self._model.modules())
-        packages = {type(part).__module__.partition(".")[0] for part in parts}
+        packages = {class_package(type(part)) for part in parts}
         if packages - {"builtins", "torch", "trainrun"}:
             self._unsaved = UnsavedState(run, self.unsaved_before)
             self._watching = [self._unsaved, GradientCheck(run)]

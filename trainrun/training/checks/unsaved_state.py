@@ -22,7 +22,7 @@ from trainrun.runtime.held_state import (
     format_first_names,
     list_changed_names,
 )
-from trainrun.user_code import is_users_class
+from trainrun.user_code import class_package, is_users_class
 
 
 class UnsavedState:
@@ -114,7 +114,7 @@ class UnsavedState:
 
 def is_library_object(owner: Any) -> bool:
     """Return whether the class of an object is trainrun's, torch's or Python's own."""
-    return type(owner).__module__.partition(".")[0] in ("builtins", "torch", "trainrun")
+    return class_package(type(owner)) in ("builtins", "torch", "trainrun")
 
 
 def saves_whole_state(owner: Any) -> bool:
