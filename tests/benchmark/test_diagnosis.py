@@ -136,6 +136,14 @@ def test_remedies_are_those_that_the_run_accepts_and_does_not_have(
     assert remedies_of(replace(found(tuple(words), dispatch=1.9), info=info)) == remedies
 
 
+@pytest.mark.parametrize("most", [1, 3, 8])
+@pytest.mark.parametrize("load_cores", [0.1, 1.0])
+def test_a_source_without_numbers_is_neither_cached_nor_read_by_threads(most: int, load_cores: float) -> None:
+    info = replace(INFO, engine="workers", most_readers=most, thread_safe=True)
+    diagnosis = replace(found(data=2.0, load_cores=load_cores), info=info)
+    assert remedies_of(diagnosis) == [f"data.engine=workers data.num_workers={min(4, most)}"]
+
+
 def test_remedies_that_change_less_come_first() -> None:
     diagnosis = found(("optimizer.fused=false", "checkpoint.async_save=false"))
     for name in CAUSES:

@@ -32,6 +32,20 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
         yield from zip(*self._columns, strict=True)
 
 
+class Shards(Stream):
+    """The same samples, of which each reader has a part of its own."""
+
+    def __init__(self, num_shards: int = 1, index: int = 0) -> None:
+        super().__init__()
+        self._place = slice(index, None, num_shards)
+
+    def shard(self, num_shards: int, index: int) -> Shards:
+        return Shards(num_shards, index)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from list(super().__iter__())[self._place]
+
+
 class Sequences:
     """Token lists of different lengths, each with one class."""
 

@@ -79,6 +79,13 @@ def test_a_stream_has_no_first_samples_and_one_reader(tmp_path):
             table[check]()
 
 
+def test_batches_of_shards_depend_on_the_readers(tmp_path):
+    table = table_of(tmp_path, "data.train._target_=subjects.Shards", "data.val=null")
+    for check in ("ranks", "engines"):
+        with refused(NotApplicable, "shards of its own"):
+            table[check]()
+
+
 def test_a_trial_whose_settings_are_refused_is_no_failure_of_the_run(tmp_path):
     config = compose_run(WORDS).config
     trials = Trials(config, tmp_path / "trials", lambda about: None)

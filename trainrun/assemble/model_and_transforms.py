@@ -58,7 +58,10 @@ def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn
         if name in node and node[name] is None:
             if value is None:
                 way = f"say it, as {EXAMPLES[name]}"
-                if name == "in_shape" and "columns" in (config.data.train or {}):  # rows of data=datasets
+                train = config.data.train or {}
+                if (
+                    name == "in_shape" and "columns" in train and not train.get("stream")
+                ):  # rows of data=datasets
                     way = (
                         "name input and target, as data.train.columns=[x,y], where x holds pictures or lists of one "
                         "length; single numbers are read from CSV or Parquet"

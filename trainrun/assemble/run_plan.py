@@ -334,12 +334,15 @@ def build_fingerprint(
 ) -> dict[str, Any]:
     """Return the facts besides the config on which the results of a run depend.
 
-    The data files are read here. source: the training samples. Without an attribute `files`, the files at
-    `data.train.path` are used.
+    The data files are read here. source: the training samples. Without an attribute `files` or `file_sizes`, the
+    files at `data.train.path` are used.
     """
-    named = [files for part in list_parts(source) if (files := find_reader_attribute(part, "files"))]
+    parts = list_parts(source)
+    named = [files for part in parts if (files := find_reader_attribute(part, "files"))]
+    streams = [sizes for part in parts if (sizes := find_reader_attribute(part, "file_sizes"))]
     description = describe_files(chain.from_iterable(named)) if named else ""
-    beside = "" if named else describe_data_files((config.data.train or {}).get("path"))
+    description += "".join(describe_sizes(sizes) for sizes in streams)
+    beside = "" if named or streams else describe_data_files((config.data.train or {}).get("path"))
     data = ({DATA: description} if description else {}) | ({PLACE: beside} if beside else {})
     data |= {} if drawn is None else {DRAWN: drawn.mark}
     return {
@@ -364,19 +367,26 @@ def describe_data_files(path: Any) -> str:
 
 
 def describe_files(paths: Iterable[Path]) -> str:
-    """Return the number of files, their bytes, and a hash of names and sizes; "" for none or too many files.
+    """Return the number of files, their bytes, and a hash of names and sizes; "" for none or too many files."""
+    files = [file for file in islice(paths, MOST_FILES + 1) if file.is_file()]
+    if len(files) > MOST_FILES:
+        return ""
+    return describe_sizes({str(file.absolute()): file.stat().st_size for file in files})
+
+
+def describe_sizes(sizes: Mapping[str, int]) -> str:
+    """Return the number of files, their bytes, and a hash of names and sizes; "" for none. sizes: by path or URL.
 
     The common folder, modification times and the name of a single file do not count, because a job may copy its
     data.
     """
-    files = [file for file in islice(paths, MOST_FILES + 1) if file.is_file()]
-    if not files or len(files) > MOST_FILES:
+    if not sizes:
         return ""
-    together = os.path.commonpath([file.parent.absolute() for file in files])
-    names = [""] if len(files) == 1 else [os.path.relpath(file.absolute(), together) for file in files]
-    sizes = sorted(zip(names, (file.stat().st_size for file in files), strict=True))
-    mark = hashlib.sha256(repr(sizes).encode("utf-8", "surrogatepass")).hexdigest()[:8]
-    return f"{format_count(len(sizes), 'file')}, {sum(size for _, size in sizes):,} bytes, {mark}"
+    together = os.path.commonpath([os.path.dirname(path) for path in sizes])
+    names = [""] if len(sizes) == 1 else [os.path.relpath(path, together) for path in sizes]
+    rows = sorted(zip(names, sizes.values(), strict=True))
+    mark = hashlib.sha256(repr(rows).encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{format_count(len(rows), 'file')}, {sum(sizes.values()):,} bytes, {mark}"
 
 
 @cache

@@ -141,6 +141,11 @@ def new_settings(remedies: Iterable[Remedy], overrides: Sequence[str]) -> list[R
 
 def loading_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
     """Return the remedies for loading that waits or computes; none if the samples are in memory already."""
+    most_readers = diagnosis.info.most_readers
+    if most_readers is not None:  # an iterable source is neither cached nor read by threads
+        number = f"data.num_workers={min(4, most_readers)}"
+        changes = OTHER_ORDER if most_readers > 1 else ""
+        return (Remedy(("data.engine=workers", number), TRAINING if changes else EXACT, changes),)
     if not loading_computes(diagnosis):
         return (FOUR_THREADS if diagnosis.info.thread_safe else FOUR_WORKERS), CACHE
     return () if diagnosis.info.engine == "resident" else (CACHE, WORKERS_BY_RULE)

@@ -39,6 +39,7 @@ from trainrun.benchmark.worker_messages import (
     Turn,
     Validate,
 )
+from trainrun.data.engines.iterable import count_most_readers
 from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.map_style import is_thread_safe
 from trainrun.errors import PluginError, TrainingError
@@ -119,6 +120,7 @@ def describe_run(run: Components) -> RunInfo:
         reads_ahead=num_batches_ahead(run) > 0,
         padded=positions / run.positions.get("bucket", math.inf),
         sample_positions=positions / config.data.batch_size,
+        most_readers=None if opened is None else count_most_readers(opened.source, run.parallel.world_size),
         one_graph=not describe_task_obstacle(run.task, run.task_calls.informed),
     )
 

@@ -79,7 +79,7 @@ class RunInfo:
     thread_safe: whether threads may read the data. reads_ahead: whether batches are read during the training.
     padded: the positions of batches, relative to batches of samples with similar lengths. sample_positions: the
         positions of one sample, including padding. Both are 0 if lengths are unknown. one_graph: whether a step of
-        the task can be one graph.
+        the task can be one graph. most_readers: of an iterable source on each rank; None if any number can read.
     """
 
     unit: str
@@ -98,6 +98,7 @@ class RunInfo:
     padded: float = 0.0
     sample_positions: float = 0.0
     one_graph: bool = False
+    most_readers: int | None = None
 
 
 @dataclass(frozen=True)

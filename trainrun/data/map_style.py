@@ -63,6 +63,11 @@ def name_of(dataset: Any) -> str:
     return str(find_reader_attribute(dataset, "name_of_source") or type(dataset).__name__)
 
 
+def name_kind(source: Any) -> str:
+    """Return what an iterable data set is, for messages."""
+    return str(find_reader_attribute(source, "name_of_source") or "an IterableDataset")
+
+
 def copy_shallow(dataset: Any) -> Any:
     """Return a copy that shares the data, but not the attributes that a read may set."""
     if isinstance(dataset, Columns | list | tuple | dict):

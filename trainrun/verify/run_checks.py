@@ -94,12 +94,16 @@ def build_checks(config: RunConfig, trials: Trials, folder: Path) -> dict[str, C
 
         return checked
 
+    def check_ranks() -> Certificate:
+        continuity.check_not_in_shards(config)
+        return mathematics.check_ranks(trials)
+
     return {
         "sum of losses": cut(lambda: on_first_batch(mathematics.check_sums)),
         "accumulation": cut(lambda: mathematics.check_accumulation(trials)),
         "partial window": cut(lambda: mathematics.check_partial_window(trials)),
         "learning rate": lambda: mathematics.check_learning_rates(trials),
-        "ranks": cut(lambda: mathematics.check_ranks(trials)),
+        "ranks": cut(check_ranks),
         "update": lambda: check_user_update(config, folder),
         "every sample once": lambda: continuity.check_epoch_coverage(config, exact().train.num_samples),
         "engines": lambda: continuity.check_engines(config),

@@ -87,7 +87,8 @@ def test_a_url_of_hugging_face_is_that_of_its_file_system(bucket: Path, monkeypa
     assert [file.name for file in files] == ["train-0.parquet", "train-1.parquet"]
     assert files[1].read_bytes() == content
     shards = list_shards(f"{url}/data/*.parquet", KEY, ENDINGS)
-    with borrow_file(shards[1], KEY) as file:
+    assert list(shards.values()) == [len(content)] * 2
+    with borrow_file(list(shards)[1], KEY) as file:
         assert (file.name, file.read_bytes()) == ("train-1.parquet", content)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("fsspec")
 import fsspec
+from approved import approve_error
 from quiet_runs import QUIET, train, weights
 from things import tar_of_arrays
 
@@ -114,6 +115,50 @@ def test_another_order_amid_an_epoch_is_refused(folder: Path):
     train("run", 1, *words)
     assert main(["resume", "run", "data.train.stream=in_order", "trainer.max_steps=2"]) == 2
     assert main(["resume", "run", "trainer.max_steps=2"]) == 0
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_shards_that_were_written_again_are_other_data(
+    is_stored: bool, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = f"{URL}/part-*.tar" if is_stored else str(folder)
+    words = [*WORDS, f"data.path={path}", "data.train.stream=in_order"]
+    train("run", 1, *words)
+    (folder / NAMES[2]).write_bytes(tar_of_arrays(range(50, 62)))
+    fsspec.filesystem("memory").pipe_file(f"/bucket/{NAMES[2]}", (folder / NAMES[2]).read_bytes())
+    assert main(["resume", "run", "trainer.max_steps=2"]) == 2
+    assert "the training data has changed" in capsys.readouterr().err
+
+
+def test_shards_on_another_disk_are_the_same_data(folder: Path):
+    train("run", 1, *WORDS, f"data.path={folder}", "data.train.stream=in_order")
+    shutil.copytree(folder, "moved")
+    assert main(["resume", "run", "data.path=moved", "trainer.max_steps=2"]) == 0
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "data.cache=memory", "data.engine=resident", "data.on_error=skip", "data.folds=2 data.fold=0",
+        "data.num_workers=9", "model.in_shape=null",
+    ],
+)  # fmt: skip
+def test_what_a_stream_does_not_have_is_refused_in_its_words(
+    word: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    key = word.partition("=")[0]
+    words = [one for one in WORDS if not one.startswith(f"{key}=")]
+    path = [f"data.path={folder}", "data.train.stream=in_order", "output_dir=run", "trainer.max_steps=1"]
+    assert main([*words, *path, *word.split()]) == 2
+    approve_error(capsys.readouterr().err, key)
+    assert not Path("run").exists()
+
+
+@pytest.mark.process
+def test_shards_that_are_fewer_than_the_readers_are_named_once(folder: Path):
+    words = [*WORDS, f"data.path={folder}/part-[01].tar", "data.train.stream=shuffled", "parallel.devices=3"]
+    assert main([*words, "parallel.accelerator=cpu", "trainer.max_steps=1", "output_dir=run"]) == 0
+    assert Path("run/run.log").read_text().count("2 shards are fewer than 3 readers") == 1
 
 
 def test_a_run_larger_than_the_cache_goes_on_with_the_same_bits(

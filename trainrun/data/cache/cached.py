@@ -41,7 +41,7 @@ from trainrun.data.engines.choice import MAX_AUTO_WORKERS
 from trainrun.data.engines.generators import read_generator_states, seed_globals
 from trainrun.data.engines.workers import LoaderWorkers
 from trainrun.data.look import read_in_child
-from trainrun.data.map_style import describe_location, is_thread_safe, name_of
+from trainrun.data.map_style import describe_location, is_thread_safe, name_kind, name_of
 from trainrun.data.readers.column_store import (
     Array,
     ColumnWriter,
@@ -84,7 +84,7 @@ def open_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
         return source
     where = f"data.cache={wanted.text}: {key}"
     if isinstance(source, IterableDataset):
-        raise DataError(f"{where} is an IterableDataset, whose samples have no numbers; use data.cache=none")
+        raise DataError(f"{where} is {name_kind(source)}, whose samples have no numbers; use data.cache=none")
     indexed = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     readable_source = indexed and not isinstance(source, type | str | bytes)
     if not readable_source or find_columns(source, key) is not None or not len(source):

@@ -54,12 +54,16 @@ def fetch_files(url: str, names: Sequence[str], key: str, endings: Sequence[str]
     return tuple(folder / FOLDER / inside[path] for path in listed if not path.endswith(META_NAME))
 
 
-def list_urls(url: str, names: Sequence[str], key: str, endings: Sequence[str]) -> list[str]:
-    """Return the URL of each file of a URL, sorted by name, see `fetch_files`. Nothing is downloaded."""
+def list_urls(url: str, names: Sequence[str], key: str, endings: Sequence[str]) -> dict[str, int]:
+    """Return the bytes of each file of a URL, by the URL of the file, sorted by name; see `fetch_files`.
+
+    Nothing is downloaded.
+    """
     store, _ = open_object_store(names[0], key)
     with explain_store_errors(url, key):
-        paths = list_stored_files(store, names, key, endings)
-        return [str(store.unstrip_protocol(path)) for path in paths if not path.endswith(META_NAME)]
+        files = list_stored_files(store, names, key, endings)
+        shards = {path: file for path, file in files.items() if not path.endswith(META_NAME)}
+        return {str(store.unstrip_protocol(path)): file["size"] for path, file in shards.items()}
 
 
 @contextmanager

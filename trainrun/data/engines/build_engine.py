@@ -23,6 +23,7 @@ from trainrun.data.engines.loader import LoaderBatches
 from trainrun.data.engines.stream import ReadBy
 from trainrun.data.engines.threads import ThreadBatches
 from trainrun.data.look import build_recipe
+from trainrun.data.map_style import name_kind
 from trainrun.data.order.sampler import Plan, StreamPlan
 from trainrun.data.same_samples import refuse_divided
 from trainrun.data.stream_options import (
@@ -33,8 +34,10 @@ from trainrun.data.stream_options import (
     build_unchecked_plan,
     limit_key,
 )
+from trainrun.data.tensor_dataset import is_reader
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
+from trainrun.output import format_count
 from trainrun.runtime.child_process import can_fork_safely
 
 SequencePlanner = Callable[[Plan], Any]  # a `SequencePlan`, or None
@@ -133,6 +136,12 @@ def open_iterable(
     parts = options.world_size * max(1, number)
     divided = options.training and parts > 1 and has_parts(source, parts)
     _check_iterable(source, 1 if divided else number, options)
+    shards = getattr(source, "num_shards", parts)
+    if options.training and shards < parts and has_parts(source, shards):
+        options.report(
+            f"{options.key}: {format_count(shards, 'shard')} are fewer than {parts} readers, so every rank reads all "
+            f"of them and skips the samples of the others; use at least {parts} shards"
+        )
     try:
         length: int | None = len(source)
     except TypeError:  # it has no __len__
@@ -177,16 +186,16 @@ def _choose_iterable_workers(source: Any, options: StreamOptions) -> tuple[int, 
     """
     number, reason, beside = options.num_workers, "asked for", options.beside
     if number == "auto" and beside is not None and beside.engine == "workers" and beside.number > 0:
-        return 1, "an IterableDataset"
+        return 1, name_kind(source)
     if number != "auto" and number > 0 and not options.training:
         return 1, reason
     continues = continues_previous_pass(source)
     if number == "auto":
-        number, reason = 0, "an IterableDataset"
+        number, reason = 0, name_kind(source)
         if continues:
-            number, reason = 1, "an IterableDataset that goes on from epoch to epoch"
+            number, reason = 1, f"{name_kind(source)} that goes on from epoch to epoch"
         elif continues is None and can_fork_safely():
-            number, reason = 1, "an IterableDataset that is slow to read"
+            number, reason = 1, f"{name_kind(source)} that is slow to read"
     if number == 0 and continues is not False:
         options.report(f"{options.key}: {type(source).__name__} {GOES_ON if continues else NOT_COMPARED}")
     elif continues and options.training:
@@ -198,12 +207,14 @@ def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:
     key, shards = options.key, getattr(source, "num_shards", None)
     if options.world_size > 1:
         refuse_divided(source, key)
-    has = (
-        "" if shards is None else f"; it has num_shards={shards} for {options.world_size} x {number} readers"
-    )
+    readers = f"{options.world_size} x {number} readers"
+    if is_reader(source):
+        too_few = f", and {format_count(shards, 'shard')} are too few for {readers}; use fewer workers or more shards"
+    else:
+        has = "" if shards is None else f"; it has num_shards={shards} for {readers}"
+        too_few = f", which at most 1 worker can read in order; use 0 or 1, or give it shard(num_shards, index){has}"
     wrong = {
-        f"data.num_workers={number}": number > 1
-        and f", which at most 1 worker can read in order; use 0 or 1, or give it shard(num_shards, index){has}",
+        f"data.num_workers={number}": number > 1 and too_few,
         f"data.cache={options.cache}": options.training
         and options.cache != "none"
         and ", which is read anew in every epoch; leave it out",
@@ -211,11 +222,12 @@ def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:
         "data.engine=threads": options.engine == "threads"
         and "; use data.engine=workers with data.num_workers=1 to read it beside the training",
         "data.on_error=skip": options.on_error == "skip"
-        and ", whose iterator ends with its first fault; use data.on_error=raise, or catch the fault inside of it",
+        and ", whose iterator ends with its first fault; use data.on_error=raise"
+        + (", or catch the fault inside of it" if not is_reader(source) else ""),
     }
     for setting, why in wrong.items():
         if why:
-            raise DataError(f"{setting}: {key} is an IterableDataset{why}")
+            raise DataError(f"{setting}: {key} is {name_kind(source)}{why}")
 
 
 def _count_batches(plan: Plan, length: int | None, options: StreamOptions) -> int | None:

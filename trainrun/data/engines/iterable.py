@@ -28,6 +28,7 @@ from trainrun.data.engines.batch_reader import (
 )
 from trainrun.data.engines.generators import SeedGlobals, has_parameter, new_generator, seed_globals
 from trainrun.data.engines.stream import Around
+from trainrun.data.map_style import name_of
 from trainrun.data.order.sampler import Plan, build_batch_size_error, build_end_error, share_bounds
 from trainrun.data.same_samples import check_same, digest_of
 from trainrun.errors import ANY_FAULT, DataError
@@ -252,7 +253,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
 
     def _name(self, part: int) -> str:
         which = f" (part {part} of {self.parts})" if self.parts > 1 else ""
-        return f"{type(self.dataset).__name__}{which}"
+        return f"{name_of(self.dataset)}{which}"
 
     @property
     def _exhausted(self) -> str:
@@ -408,6 +409,14 @@ def has_parts(source: Any, number: int) -> bool:
         and not hasattr(source, "__len__")
         and shards >= number
     )
+
+
+def count_most_readers(source: Any, world_size: int) -> int | None:
+    """Return how many workers of each rank can read a source; None if its samples are read by number."""
+    if not isinstance(source, IterableDataset):
+        return None
+    most = getattr(source, "num_shards", 4 * world_size) // world_size
+    return most if most and has_parts(source, most * world_size) else 1
 
 
 def hide_worker() -> None:

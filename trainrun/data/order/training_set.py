@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from trainrun.data.facts import find_class_names
+from trainrun.data.map_style import name_kind
 from trainrun.data.order.drawn import (
     Drawn,
     draw_by_shares,
@@ -163,7 +164,7 @@ def check_has_length(source: Any, key: str, asked: str) -> int:
     """Return the number of samples. Raise DataError if it is unknown. asked: the setting that needs it."""
     if isinstance(source, IterableDataset):
         raise DataError(
-            f"{asked}: {key} is an IterableDataset, whose samples cannot be chosen by number; leave it out"
+            f"{asked}: {key} is {name_kind(source)}, whose samples cannot be chosen by number; leave it out"
         )
     columns = find_columns(source, key)
     return measure_length(source if columns is None else columns, key)

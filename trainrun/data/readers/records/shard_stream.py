@@ -12,7 +12,8 @@ source: https://github.com/webdataset/webdataset reads shards in this way. gain:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,18 @@ ReadShards = Callable[[tuple[Path, ...]], ReadFiles]
 class ShardStream(IterableDataset[Any]):
     """The samples of shards, one shard after the other.
 
-    shards: paths or URLs. read: reads local files of the format. numbers: the numbers of these shards among all. The
-        order of their samples does not depend on how shards are divided. info: facts of the first shard, if it names
-        the classes of all.
+    shards: the bytes of each, by path or URL. read: reads local files of the format. numbers: the numbers of these
+        shards among all. The order of their samples does not depend on how shards are divided. info: facts of the
+        first shard, if it names the classes of all.
     """
 
+    name_of_source = "a stream of shards"
+
     def __init__(
-        self, shards: Sequence[str], read: ReadShards, order: StreamOrder, seed: int,
+        self, shards: Mapping[str, int], read: ReadShards, order: StreamOrder, seed: int,
         numbers: Sequence[int] | None = None, info: Info | None = None,
     ) -> None:  # fmt: skip
+        self.file_sizes = dict(shards)  # of which the fingerprint of a checkpoint is made
         self._shards, self._read, self._order, self._seed = list(shards), read, order, seed
         self._numbers = list(range(len(shards)) if numbers is None else numbers)
         self._info = info
@@ -61,8 +65,8 @@ class ShardStream(IterableDataset[Any]):
     def shard(self, num_shards: int, index: int) -> ShardStream:
         """Return a part of the shards. It is the same in each epoch, so that a machine has its shards in its cache."""
         chosen = slice(index, None, num_shards)
-        numbers = self._numbers[chosen]
-        return ShardStream(self._shards[chosen], self._read, self._order, self._seed, numbers, self._info)
+        shards = {shard: self.file_sizes[shard] for shard in self._shards[chosen]}
+        return ShardStream(shards, self._read, self._order, self._seed, self._numbers[chosen], self._info)
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -76,7 +80,8 @@ class ShardStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples that follow the loaded state. Raise DataError if the shard has moved."""
         order = self._numbers_in_order(len(self._shards), SHARD_ORDER)[self._position :]
-        if self._shard and (not order or self._shards[order[0]] != self._shard):
+        name = os.path.basename(self._shard)  # the folder may be another one, on another machine
+        if name and (not order or os.path.basename(self._shards[order[0]]) != name):
             raise DataError(f"data.path: {self._shard} was being read, and the shards are now others")
         for shard in order:
             self._shard = self._shards[shard]
@@ -116,7 +121,8 @@ def build_stream_splits(
     def build(split: str) -> Any:
         named = [shard_of_path[path] for path in by_name[split]]
         if split == "train":
-            return ShardStream(named, read, order, request.seed, info=info)
+            sizes = {shard: shards[shard] for shard in named}
+            return ShardStream(sizes, read, order, request.seed, info=info)
         key = f"data.train.{split}_path"
         path = request.val_path if split == "val" else request.test_path
         if path is not None:
@@ -157,8 +163,8 @@ def find_first_shard(request: SplitRequest, endings: Sequence[str]) -> SplitFile
     return SplitFiles(request, {"train": list_files(name, "data.path", endings), "val": (), "test": ()})
 
 
-def list_shards(path: str | None, key: str, endings: Sequence[str]) -> list[str]:
-    """Return the shards of a path or URL, in the order of their names. Nothing is downloaded."""
+def list_shards(path: str | None, key: str, endings: Sequence[str]) -> dict[str, int]:
+    """Return the bytes of each shard of a path or URL, in the order of their names. Nothing is downloaded."""
     if path is not None and is_url(path):
         return list_urls(path, list_brace_names(path), key, endings)
-    return [str(file) for file in list_files(path, key, endings)]
+    return {str(file): file.stat().st_size for file in list_files(path, key, endings)}
