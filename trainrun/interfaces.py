@@ -429,6 +429,10 @@ class Parallel(Protocol):
     def forward_is_collective(self) -> bool:
         """Return whether the ranks exchange weights in a forward, so that all ranks must make every forward."""
 
+    @property
+    def shares_folder(self) -> bool:
+        """Return whether all ranks see the run folder. If not, only rank 0 reads and writes checkpoints."""
+
     def building_model(self) -> AbstractContextManager[Any]:
         """Return a context in which the model is built, begins with stored weights, and gets its transforms."""
 
@@ -491,6 +495,9 @@ class Parallel(Protocol):
 
     def gather(self, value: Any) -> list[Any]:
         """Return the plain Python value of every rank, in the order of ranks, on every rank."""
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Copy rank 0's tensors in host memory into those of the other ranks, one at a time."""
 
     def barrier(self) -> None: ...
 

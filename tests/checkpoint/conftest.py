@@ -18,7 +18,7 @@ from trainrun.training.triggers import Lengths, RepeatInterval
 
 
 class OneRank:
-    rank, world_size, forward_is_collective = 0, 1, False
+    rank, world_size, forward_is_collective, shares_folder = 0, 1, False, True
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -30,7 +30,7 @@ class OneRank:
 class ThreadRank:
     """One of several threads; `gather` meets the others at a barrier, and breaks instead of hanging."""
 
-    forward_is_collective = False
+    forward_is_collective, shares_folder = False, True
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self.rank, self.world_size = rank, len(slots)

@@ -24,6 +24,7 @@ from trainrun.checkpoint.load import (
     read_checkpoint,
     resolve_checkpoint,
 )
+from trainrun.checkpoint.save import run_on_rank_zero
 from trainrun.checkpoint.weights import (
     allocate_buffers,
     check_tensors,
@@ -60,10 +61,12 @@ def load_or_create_state(run: Components, run_dir: RunDir, config: RunConfig, re
     loaded = run.checkpoints.load_latest() if resume else None
     is_own = loaded is not None
     if resume and not is_own:
-        check_may_start_again(run_dir, run.parallel.rank)
+        run_on_rank_zero(run.parallel, lambda: check_may_start_again(run_dir))
         run.monitors.note("no checkpoint was written yet: the run starts again from its beginning")
     if loaded is None and config.ckpt_path is not None:
-        loaded = load_together(find_checkpoint(config.ckpt_path), run.parallel, None)
+        path = config.ckpt_path
+        folder = run_on_rank_zero(run.parallel, lambda: find_checkpoint(path))
+        loaded = load_together(folder, run.parallel, None)
     if loaded is None:
         return TrainState()
     same_ranks = loaded.manifest.world_size == run.parallel.world_size
@@ -149,7 +152,7 @@ def load_teacher(folder: str) -> tuple[nn.Module, RunConfig]:
     return network, config
 
 
-def check_may_start_again(run_dir: RunDir, rank: int) -> None:
+def check_may_start_again(run_dir: RunDir) -> None:
     """Raise CheckpointError if the checkpoints of a run were lost. A removed folder `checkpoints` is no loss."""
     if not has_recorded_checkpoint(run_dir):
         return
@@ -158,8 +161,7 @@ def check_may_start_again(run_dir: RunDir, rank: int) -> None:
             f"{run_dir.checkpoints}: no checkpoint is there, and {run_dir.identity.name} says that one was saved; is a "
             "disk not mounted, or was it swept? Bring them back, or delete this folder to begin the run again"
         )
-    if rank == 0:
-        record_has_checkpoint(run_dir, False)
+    record_has_checkpoint(run_dir, False)
 
 
 def note_resume(run: Components, run_dir: RunDir, loaded: Loaded) -> None:

@@ -47,6 +47,7 @@ from trainrun.checkpoint.save import (
     Manifest,
     Metric,
     fills_memory,
+    flatten_tree,
     format_keys,
     rank_file_names,
     run_on_rank_zero,
@@ -587,11 +588,19 @@ def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loade
     """Return the same checkpoint on every rank, or raise the same CheckpointError on every rank.
 
     Rank 0 verifies the files of all ranks. If only another rank sees damage, its folder is not the one of rank 0.
+    Ranks that do not see the folder of rank 0 get their state from it.
     """
     loaded: Loaded | None = None
+    states: list[Any] = []  # of all ranks, to be sent
+    answer = "", ""
     try:
-        loaded = read_checkpoint(folder, parallel.rank, run_id, in_parts=parallel.forward_is_collective)
-        answer = "", " ".join(written.sha256 for written in loaded.manifest.files.values())
+        if parallel.shares_folder or parallel.rank == 0:
+            loaded = read_checkpoint(folder, parallel.rank, run_id, in_parts=parallel.forward_is_collective)
+            answer = "", " ".join(written.sha256 for written in loaded.manifest.files.values())
+        if loaded is not None and not parallel.shares_folder:
+            others = range(1, loaded.manifest.world_size)
+            parts = [_read_part(folder, loaded.manifest, rank, in_parts=False) for rank in others]
+            states = [loaded.own, *(part["rank"] for part in parts)]
     except Incompatible as error:
         answer = "incompatible", str(error)
     except CheckpointError as error:
@@ -605,10 +614,37 @@ def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loade
     for rank, (fault, text) in enumerate(answers):
         if fault:
             raise Incompatible(f"rank {rank}: {text}; rank 0 finds it sound: all ranks need this folder")
+    if not parallel.shares_folder:
+        return send_checkpoint(parallel, loaded, states)
     if len({hashes for _, hashes in answers}) != 1:
         raise Incompatible(f"{folder}: the ranks see different files there; they need one folder")
     assert loaded is not None
     return loaded
+
+
+def send_checkpoint(parallel: Parallel, loaded: Loaded | None, states: list[Any]) -> Loaded:
+    """Return rank 0's checkpoint on every rank. All ranks call it together.
+
+    loaded: the checkpoint, on rank 0. states: the states of all ranks, on rank 0.
+    """
+    answer: Any = None
+    tensors: dict[str, Tensor] = {}
+    if loaded is not None:
+        form, tensors = flatten_tree([loaded.shared, states])
+        kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+        answer = loaded.folder, loaded.manifest, form, kinds
+    folder, manifest, form, kinds = parallel.gather(answer)[0]
+    if loaded is None:
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
+    # as bytes: gloo does not know all types
+    parallel.broadcast(
+        tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values() if tensor.numel()
+    )
+    if loaded is not None:
+        return loaded
+    shared, states = unflatten_tree(form, tensors, str(folder))
+    own = states[parallel.rank] if parallel.rank < len(states) else None
+    return Loaded(folder, manifest, shared, own)
 
 
 def load_latest(

@@ -153,7 +153,8 @@ class SaveInProgress:
 
     saved_before: the step of the previous save. num_bytes: the size over all ranks. replaces: whether it replaces
         the checkpoint of the same step. is_held: it exists in memory only and is not being written yet. temporary:
-        its folder; None before it is written, or if an intact checkpoint of the step exists.
+        its folder; None before it is written, or if an intact checkpoint of the step exists. files: what this rank
+        writes, by rank.
     """
 
     manifest: Manifest
@@ -163,6 +164,7 @@ class SaveInProgress:
     replaces: bool = False
     is_held: bool = False
     temporary: Path | None = None
+    files: Mapping[int, StatePart] = field(default_factory=dict)
     ranked: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     written: Future[dict[str, Written]] = field(default_factory=Future)
@@ -386,12 +388,29 @@ class CheckpointManager:
         if in_background:
             copy = self._copies.take(part.tensors)
             save.part = StatePart(part.text, copy.tensors, part.first_rows, copy.events, is_copy=True)
+        save.files = self._collect_files(save.part)
         self._in_progress, state.saved_step = save, state.step
         self._last_save = self._clock()
         if not save.is_held:
             self._start_writing(save, state, has_low_priority=in_background and not state.stop_reason)
         if not in_background:
             self.finish_save(state)
+
+    def _collect_files(self, part: StatePart) -> Mapping[int, StatePart]:
+        """Return what this rank writes: its part, or on rank 0 those of all ranks if the others do not see its
+        folder.
+        """
+        rank = self._parallel.rank
+        if self._parallel.shares_folder:
+            return {rank: part}
+        if rank:
+            for event in part.events:
+                event.synchronize()
+            part = replace(
+                part, tensors={name: tensor.cpu() for name, tensor in part.tensors.items()}, events=[]
+            )
+        parts = self._parallel.gather(part if rank else None)
+        return {} if rank else dict(enumerate([part, *parts[1:]]))
 
     def _start_writing(self, save: SaveInProgress, state: TrainState | None, has_low_priority: bool) -> None:
         save.is_held, self._last_write = False, self._clock()
@@ -453,9 +472,10 @@ class CheckpointManager:
         try:
             if has_low_priority:
                 lower_thread_priority()
-            written = {}
+            written: dict[str, Written] = {}
             if save.temporary is not None:
-                written = write_part(save.temporary, self._parallel.rank, save.part, self._files)
+                for rank, part in save.files.items():
+                    written |= write_part(save.temporary, rank, part, self._files)
             if self._parallel.world_size == 1:
                 self._commit(save, written)
             save.written.set_result(written)

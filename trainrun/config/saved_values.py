@@ -1,9 +1,10 @@
 """Read and write configs as files: references stay references, secrets are stored separately, YAML is checked first.
 
 A reference such as `data.train.path: ${data.path}` is saved as it was written. A run resumed with another
-`data.path` then follows it. A value of `${oc.env:NAME}` becomes a `FromEnvironment`, a string that remembers its
-reference, and the environment is read again at each start. Values of settings with secret-like names are saved as
-`***`. Their real values are in `.secrets.json`, which only the owner of the file can read.
+`data.path` then follows it. A value of `${oc.env:NAME}` or `~/data` becomes a `FromEnvironment`, a string that
+remembers its reference, and the environment is read again at each start, on each machine. Values of settings with
+secret-like names are saved as `***`. Their real values are in `.secrets.json`, which only the owner of the file can
+read.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def build_config_loader() -> Any:
 
 
 class FromEnvironment(str):
-    """A string from an environment variable. reference: the text `${oc.env:NAME}` that it came from."""
+    """A string from the environment. reference: the text `${oc.env:NAME}` or `~/data` that it came from."""
 
     reference: str
 
@@ -171,7 +172,9 @@ def expand_home_folder(config: Any_) -> Any_:
     """Return the config with a leading `~` of each path replaced by the home folder."""
 
     def expand_path(_: str, value: Any) -> Any:
-        return os.path.expanduser(value) if isinstance(value, str) and HOME_FOLDER.match(value) else value
+        if not isinstance(value, str) or not HOME_FOLDER.match(value):
+            return value
+        return FromEnvironment.of(os.path.expanduser(value), value)
 
     result: Any_ = map_config(config, expand_path)
     return result

@@ -68,6 +68,7 @@ class Ddp:
             )
         self.device, self.rank, self.world_size = group.device, group.rank, group.world_size
         self.local_world_size, self._host = group.local_world_size, group.host
+        self.shares_folder = group.shares_folder
         self._sync_batchnorm = sync_batchnorm
         # torch keeps a small first bucket, so that sending starts early, only while its size is not given
         self._options: dict[str, Any] = {
@@ -83,7 +84,7 @@ class Ddp:
         self._learns_graph = static_graph
         exchanges = Exchanges(group)
         self.agree, self.sum_over_ranks = exchanges.agree, exchanges.sum_over_ranks
-        self.gather, self.barrier = exchanges.gather, exchanges.barrier
+        self.gather, self.barrier, self.broadcast = exchanges.gather, exchanges.barrier, exchanges.broadcast
 
     def building_model(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -103,9 +103,10 @@ class Fsdp:
             )
         self.device, self.rank, self.world_size = group.device, group.rank, group.world_size
         self.local_world_size, self._host = group.local_world_size, group.host
+        self.shares_folder = group.shares_folder
         exchanges = Exchanges(group)
         self.agree, self.sum_over_ranks = exchanges.agree, exchanges.sum_over_ranks
-        self.gather, self.barrier = exchanges.gather, exchanges.barrier
+        self.gather, self.barrier, self.broadcast = exchanges.gather, exchanges.barrier, exchanges.broadcast
         self._reshard, self._replicate, self._blocks, self._offload = reshard, replicate, blocks, offload
         self._recording = DeferredInit() if meta_device else None
         self._shard_group: dist.ProcessGroup | None = None  # all ranks

@@ -44,7 +44,7 @@ class Group:
     """The process group of a run.
 
     local_world_size: the number of ranks on this machine. host: a gloo group, so that exchanges of host numbers
-        never wait for a device.
+        never wait for a device. shares_folder: whether all ranks see the run folder.
     """
 
     device: torch.device
@@ -52,12 +52,14 @@ class Group:
     world_size: int
     host: dist.ProcessGroup
     local_world_size: int
+    shares_folder: bool = True
 
 
-def init_group(device: torch.device, timeout_seconds: float, store: Store) -> Group:
+def init_group(device: torch.device, timeout_seconds: float, store: Store, sees_folder: bool = True) -> Group:
     """Connect to the other ranks. store: in which the ranks exchange their addresses.
 
-    timeout_seconds: how long an exchange may wait for the slowest rank before it fails.
+    timeout_seconds: how long an exchange may wait for the slowest rank before it fails. sees_folder: whether this
+        rank sees the run folder.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=timeout_seconds)
@@ -73,8 +75,8 @@ def init_group(device: torch.device, timeout_seconds: float, store: Store) -> Gr
                 "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
             )
             host = dist.new_group(backend="gloo", timeout=timeout)
-            names: list[str] = [""] * world_size
-            dist.all_gather_object(names, socket.gethostname(), group=host)
+            facts: list[Any] = [None] * world_size
+            dist.all_gather_object(facts, (socket.gethostname(), sees_folder), group=host)
             if on_gpu:  # NCCL starts at its first exchange: what it lacks is told here, not in the first step
                 dist.all_reduce(torch.zeros(1, device=device))
     except LostContact as error:
@@ -82,7 +84,8 @@ def init_group(device: torch.device, timeout_seconds: float, store: Store) -> Gr
         raise LostContact(
             f"{error.reason}; the ranks meet over {name}, GLOO_SOCKET_IFNAME=... names another"
         ) from error
-    return Group(device, rank, world_size, host, names.count(names[rank]))
+    names, see_folder = zip(*facts, strict=True)
+    return Group(device, rank, world_size, host, names.count(names[rank]), all(see_folder))
 
 
 class Exchanges:
@@ -116,6 +119,11 @@ class Exchanges:
         with explain_lost_contact():
             dist.all_gather_object(values, value, group=self._host)
         return values
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        with explain_lost_contact():
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0, group=self._host)
 
     def barrier(self) -> None:
         with explain_lost_contact():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ class Single:
     world_size: int = 1
     local_world_size: int = 1
     forward_is_collective: bool = False
+    shares_folder: bool = True
 
     def building_model(self) -> AbstractContextManager[Any]:
         return NO_EXCHANGE
@@ -73,6 +74,8 @@ class Single:
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None: ...
 
     def barrier(self) -> None: ...
 

@@ -31,18 +31,20 @@ def run_as_rank(
     flag: StopFlag | None = None,
     deadline: AbstractContextManager[None] | None = None,
     end: Callable[[str], object] = lambda text: os._exit(EXIT_FAILED),
+    sees_folder: bool = True,
 ) -> int:
     """Run one rank from start to end. Return its exit code; never raise an Exception.
 
     store: where the ranks meet, from `handshake`, if torchrun started them. deadline: a context around the work that
         limits the time of a stop. end: exits the process if the ranks do not meet in time; called with the reason.
+        sees_folder: whether this rank sees the folder of the run; if not, `run_dir` is one of its machine.
     """
     exit_with_parent()
     print_stacks_at_sigquit()
     flag = flag or StopFlag(training=False)
 
     def run_work() -> int:
-        parallel = connect(options, store, end)
+        parallel = connect(options, store, end, sees_folder)
         code = work(parallel, flag)
         parallel.close()  # not after a failure: it could wait for ranks that are gone
         return code
@@ -51,7 +53,9 @@ def run_as_rank(
         return run_rank(run_dir, int(os.environ["RANK"]), run_work, flag)
 
 
-def connect(options: ParallelConfig, store: Store | None, end: Callable[[str], object]) -> Parallel:
+def connect(
+    options: ParallelConfig, store: Store | None, end: Callable[[str], object], sees_folder: bool = True
+) -> Parallel:
     """Connect to the other ranks, and return the backend of `parallel=`. Call `end` if they do not come in time."""
     with explain_timeout(options.meeting_seconds, "rank 0"):
         store = store or open_store(options.meeting_seconds)
@@ -59,7 +63,7 @@ def connect(options: ParallelConfig, store: Store | None, end: Callable[[str], o
         # a connection of its own, because that of the process group is blocked
         side: Store = store.clone()  # type: ignore[attr-defined]  # public, not in torch's stubs
     with end_process_after(options.meeting_seconds, lambda: describe_missing_ranks(side), end):
-        return build_backend(options, store)
+        return build_backend(options, store, sees_folder)
 
 
 @contextmanager
@@ -89,11 +93,11 @@ def describe_missing_ranks(store: Store) -> str:
     return format_ranks(missing) if missing else f"connections to the other ranks over {interface}"
 
 
-def build_backend(options: ParallelConfig, store: Store) -> Parallel:
+def build_backend(options: ParallelConfig, store: Store, sees_folder: bool) -> Parallel:
     """Create the process group, and return the backend of `parallel=`."""
     local_rank, external = int(os.environ["LOCAL_RANK"]), is_started_by_launcher()
     device = choose_device(options.accelerator, local_rank, options.mode, external, options.devices)
-    group = init_group(device, options.timeout_seconds, store)
+    group = init_group(device, options.timeout_seconds, store, sees_folder)
     if options.mode == "fsdp":
         from trainrun.parallel.fsdp import Fsdp  # 0.4 s of torch's that no other mode needs
 

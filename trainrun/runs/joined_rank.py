@@ -31,7 +31,7 @@ def run_joined_rank(run_dir: RunDir, config: RunConfig, order: LaunchSpec, store
     flag = StopFlag(training=False)
     code = run_as_rank(
         run_dir, config.parallel, train, store, flag, limit_stop_duration(run_dir, config, flag),
-        lambda text: end_failed_meeting(run_dir, config, text),
+        lambda text: end_failed_meeting(run_dir, config, text), order.sees_folder,
     )  # fmt: skip
     if rank == 0 and store is not None:  # else the launcher does it
         record_stop(run_dir, config, code)

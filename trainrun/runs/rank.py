@@ -122,14 +122,14 @@ def train_until_rollback(
         closing.enter_context(restore_collector())
         if config.trainer.compile.scope in ("off", "auto"):  # auto is off, as a rule
             closing.enter_context(avoid_compiler_import())
-        identity = read_identity(run_dir)
+        identity, has_checkpoint = read_run_facts(run_dir, parallel)
         notes: list[str] = []
         if resume:
             earlier = identity.get("batch")
             config = keep_global_batch(config, earlier, parallel.world_size, order.typed, notes)
         assert config.seed is not None
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
-        goes_on = resume and bool(list_committed_steps(run_dir.checkpoints))
+        goes_on = resume and has_checkpoint
         begin = None if goes_on and not config.checkpoint.adapter_only else config.init_from
         site = build_run_context(run_dir, identity, parallel, flag, listeners, begin)
         site = replace(site, phases=phases, measures=not resume, is_new=not goes_on, typed=order.typed)
@@ -184,6 +184,15 @@ def train_until_rollback(
         watchdog.stop_expecting_progress()
         session = Session(state.step - before[0], state.items - before[1], run.phases.read())
         return finish_training(run, state, run_dir, listeners, facts, session)
+
+
+def read_run_facts(run_dir: RunDir, parallel: Parallel) -> tuple[dict[str, Any], bool]:
+    """Return RUN.json, and whether the run has checkpoints, on every rank. Only rank 0 reads its folder."""
+    facts = None
+    if parallel.rank == 0:
+        facts = read_identity(run_dir), bool(list_committed_steps(run_dir.checkpoints))
+    identity, has_checkpoint = parallel.gather(facts)[0]
+    return identity, has_checkpoint
 
 
 def load_start_state(

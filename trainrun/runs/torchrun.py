@@ -1,17 +1,18 @@
 """A run whose ranks were started by torchrun or Slurm. Rank 0 decides and informs the others.
 
 Only rank 0 composes the config, so there is one run folder and one config. It sends both to the other ranks through
-the store in which they meet.
+the store in which they meet. A rank that does not see the run folder writes its files to a folder of its own machine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
+import secrets
 import socket
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import asdict
@@ -23,10 +24,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, not
 
 from trainrun.config.saved_config import load_config
 from trainrun.config.schema import ParallelConfig, RunConfig
+from trainrun.data.cache.room import cache_home
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, LostContact
-from trainrun.folder.run_folder import LaunchSpec, RunDir
+from trainrun.folder.run_folder import LaunchSpec, RunDir, read_identity, read_json, write_json, write_text
 from trainrun.folder.status import write_status
-from trainrun.output import say
+from trainrun.output import say, say_note
 from trainrun.parallel.devices import describe_local_ranks_fault
 from trainrun.parallel.handshake import (
     ANSWER_SECONDS,
@@ -43,6 +45,8 @@ from trainrun.runs.joined_rank import run_joined_rank
 from trainrun.runtime.signals import exit_at_stops
 
 POLL_SECONDS = 0.1
+FOLDER_SECONDS = 5.0  # for a network's folder to show what rank 0 wrote
+MEETING = "parallel.meeting_seconds="
 FAILURE_SECONDS = 5.0  # for the ranks to send their failures, and for rank 0 to print one
 PRINTED = "printed"  # the key in the store that says that a rank has printed
 
@@ -100,11 +104,6 @@ def send_failure(failures: list[Failure], store: Store, is_printed: threading.Ev
         release_rank_zero(store)
 
 
-FOLDER_SECONDS = 20.0  # for a network's folder to show what rank 0 wrote
-POLL_SECONDS = 0.1
-MEETING = "parallel.meeting_seconds="
-
-
 def train_as_rank_zero(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Send folder and config to the other ranks, and train as rank 0. Return the exit code of this rank."""
     parallel = config.parallel
@@ -115,13 +114,18 @@ def train_as_rank_zero(run: RunDir, config: RunConfig, order: LaunchSpec) -> int
         dismiss_ranks(EXIT_USAGE)
         raise ConfigError(fault)
     payload = {
-        "folder": str(run.root), "config": _digest_config(run),
-        "resume": order.resume, "paths": order.paths, "typed": order.typed,
-        "devices": parallel.devices, "accelerator": parallel.accelerator,
+        "folder": str(run.root), "run_id": read_identity(run)["run_id"], "token": secrets.token_hex(8),
+        "files": {path.name: path.read_text() for path in (run.config, run.secrets) if path.is_file()},
+        "resume": order.resume, "working_dir": os.getcwd(), "paths": order.paths, "typed": order.typed,
+        "mode": parallel.mode, "devices": parallel.devices, "accelerator": parallel.accelerator,
     }  # fmt: skip
-    with exit_at_stops():
-        meeting = send_config(payload, sys.argv[1:], parallel.meeting_seconds)
-    return _train_this_rank(run, config, order, meeting)
+    write_json(run.job, {"token": payload["token"]})
+    try:
+        with exit_at_stops():
+            meeting = send_config(payload, sys.argv[1:], parallel.meeting_seconds)
+        return _train_this_rank(run, config, order, meeting)
+    finally:
+        run.job.unlink(missing_ok=True)
 
 
 def dismiss_ranks(code: int = EXIT_DONE) -> None:
@@ -135,15 +139,62 @@ def dismiss_ranks(code: int = EXIT_DONE) -> None:
 
 def train_as_other_rank() -> int:
     """Receive folder and config from rank 0, and train. Called on every other rank. Return the exit code."""
+    sees_folder = True
+
+    def check_this_rank(payload: dict[str, Any]) -> str:
+        nonlocal sees_folder
+        if "folder" not in payload:  # nothing is trained
+            return ""
+        sees_folder = _sees_token(RunDir(Path(payload["folder"])), payload["token"])
+        return _describe_fault(payload, sees_folder)
+
     with exit_at_stops():
-        meeting = receive_config(sys.argv[1:], _read_meeting_seconds(), fault_of=_check_this_rank)
+        meeting = receive_config(sys.argv[1:], _read_meeting_seconds(), fault_of=check_this_rank)
     if meeting.exit_code is not None:
         return meeting.exit_code
     payload = meeting.payload
-    sys.path += [path for path in payload["paths"] if path not in sys.path]
-    run = RunDir(Path(payload["folder"]))
-    order = LaunchSpec(payload["resume"], payload["paths"], typed=tuple(payload["typed"]))
-    return _train_this_rank(run, load_config(run.config, []), order, meeting)
+    paths = payload["paths"] if sees_folder else _find_local_paths(payload["paths"], payload["working_dir"])
+    sys.path += [path for path in paths if path not in sys.path]
+    order = LaunchSpec(payload["resume"], paths, typed=tuple(payload["typed"]), sees_folder=sees_folder)
+    if sees_folder:
+        run = RunDir(Path(payload["folder"]))
+        return _train_this_rank(run, load_config(run.config, []), order, meeting)
+    run = RunDir(_own_folder(payload))
+    if os.environ["LOCAL_RANK"] == "0":
+        say_note(
+            f"{socket.gethostname()} does not see the run folder of rank 0, {payload['folder']}; files about a failure "
+            f"of rank {os.environ['RANK']} would be in {run.root}"
+        )
+    try:
+        return _train_this_rank(run, _read_sent_config(payload["files"]), order, meeting)
+    finally:
+        with contextlib.suppress(OSError):  # it holds files, or another rank removed it
+            run.root.rmdir()
+
+
+def _own_folder(payload: dict[str, Any]) -> Path:
+    """Return the folder of this machine for the files of its ranks."""
+    return cache_home() / "ranks" / str(payload["run_id"])
+
+
+def _find_local_paths(paths: list[str], working_dir: str) -> list[str]:
+    """Return the folders of user code on this machine: those below rank 0's working directory are below that of this
+    rank.
+    """
+    return [
+        str(Path.cwd() / Path(path).relative_to(working_dir))
+        if Path(path).is_relative_to(working_dir)
+        else path
+        for path in paths
+    ]
+
+
+def _read_sent_config(files: dict[str, str]) -> RunConfig:
+    """Return the config from the files that rank 0 sent. Relative paths in it lead from the working directory."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            write_text(Path(folder) / name, text)
+        return load_config(RunDir(Path(folder)).config, [])
 
 
 def _read_meeting_seconds() -> float:
@@ -154,35 +205,39 @@ def _read_meeting_seconds() -> float:
     return ParallelConfig().meeting_seconds
 
 
-def _check_this_rank(payload: dict[str, Any]) -> str:
-    """Return why this rank cannot take part; "" if it can. It needs the right number of ranks and the shared run
-    folder.
-    """
-    if "folder" not in payload:  # nothing is trained
-        return ""
+def _describe_fault(payload: dict[str, Any], sees_folder: bool) -> str:
+    """Return why this rank cannot take part; "" if it can. Make the folder for its files if it needs one."""
+    place = f"rank {os.environ['RANK']} on {socket.gethostname()}"
     fault = describe_local_ranks_fault(payload["devices"], payload["accelerator"])
     if fault:
-        return f"{fault} (rank {os.environ['RANK']} on {socket.gethostname()})"
-    if _sees_shared_config(run := RunDir(Path(payload["folder"])), payload["config"]):
+        return f"{fault} ({place})"
+    if sees_folder:
         return ""
-    return (
-        f"output_dir={run.root}: rank {os.environ['RANK']} on {socket.gethostname()} does not find the run folder of "
-        "rank 0 there; ranks on several machines need a folder that all of them share"
-    )
+    if payload["mode"] == "fsdp":
+        return (
+            f"parallel=fsdp: {place} does not see the run folder of rank 0, {payload['folder']}, and every rank saves "
+            "its shards there; name a folder that all machines share with output_dir=..., or use parallel=ddp"
+        )
+    try:
+        _own_folder(payload).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return (
+            f"XDG_CACHE_HOME: {place} cannot write to {error.filename} ({error.strerror}); set it to another folder "
+            "of that machine"
+        )
+    return ""
 
 
-def _digest_config(run: RunDir) -> str:
-    return hashlib.sha256(run.config.read_bytes()).hexdigest()
+def _sees_token(run: RunDir, token: str) -> bool:
+    """Return whether this rank sees what rank 0 wrote into the run folder.
 
-
-def _sees_shared_config(run: RunDir, digest: str) -> bool:
-    """Return whether this rank sees rank 0's config. A network folder may show it late; a local folder may hold an
-    old run.
+    A network folder may show it late. A folder of that name on the disk of this machine has no token, or an old one.
     """
     until = time.monotonic() + FOLDER_SECONDS
     while True:
-        with contextlib.suppress(OSError):
-            if _digest_config(run) == digest:
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            os.scandir(run.root).close()  # NFS asks the server again
+            if read_json(run.job)["token"] == token:
                 return True
         if time.monotonic() > until:
             return False

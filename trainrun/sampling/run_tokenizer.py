@@ -15,7 +15,7 @@ from trainrun.data.readers.text.text import find_tokenizer
 from trainrun.data.readers.text.tokenizer import open_tokenizer
 from trainrun.data.readers.text.trained_tokenizer import is_trained
 from trainrun.errors import ConfigError
-from trainrun.folder.run_folder import RunDir, read_identity, write_identity
+from trainrun.folder.run_folder import RunDir, read_identity, write_identity, write_text
 from trainrun.interfaces import Parallel
 
 SEAL = "tokenizer"  # in RUN.json: the hash of the file
@@ -36,7 +36,9 @@ def apply_run_tokenizer(config: RunConfig, run: RunDir, parallel: Parallel, note
         return config
     if parallel.rank == 0:
         _provide_tokenizer(config, run, notes)
-    parallel.barrier()
+    text = parallel.gather(run.tokenizer.read_text(encoding="utf-8") if parallel.rank == 0 else "")[0]
+    if not run.tokenizer.is_file():  # this rank does not see the folder of rank 0
+        write_text(run.tokenizer, text)
     spec = f"{config.data.train['tokenizer'].partition('@')[0]}@{run.tokenizer}"
     nodes = {name: _set_tokenizer_file(getattr(config.data, name), spec) for name in ("train", "val", "test")}
     return replace_values(config, {f"data.{name}": node for name, node in nodes.items()})
