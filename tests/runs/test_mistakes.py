@@ -54,6 +54,10 @@ class Forgetful(Wrong):
     def forward(self, x):
         return self.forgotten(x)
 
+class Quitting(Forgetful):
+    def forward(self, x):
+        raise SystemExit(3)
+
 class NoStep:
     def count(self, batch):
         return len(batch[1])
@@ -162,11 +166,12 @@ def test_a_run_folder_is_never_written_over(project: Path, capsys: pytest.Captur
     assert (project / "run" / "status.json").read_text() == before
 
 
-def test_a_failed_run_says_so_in_its_folder(project: Path) -> None:
-    assert main(["model=own.Forgetful", *SHORT, "output_dir=run"]) == 1
+@pytest.mark.parametrize(("model", "cause"), [("Forgetful", "forgotten"), ("Quitting", "own.py line ")])
+def test_a_failed_run_says_so_in_its_folder(project: Path, model: str, cause: str) -> None:
+    assert main([f"model=own.{model}", *SHORT, "output_dir=run"]) == 1
     status = json.loads((project / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 1)
-    assert "forgotten" in status["message"]
+    assert cause in status["message"]
 
 
 def test_a_refused_run_takes_away_what_it_wrote_and_nothing_else(project: Path) -> None:

@@ -74,7 +74,7 @@ from trainrun.training.components import Components
 from trainrun.training.recovery.memory_report import write_memory_report
 from trainrun.training.recovery.oom import ONE_SAMPLE, describe_out_of_memory
 from trainrun.transform.compile import delete_truncated_library
-from trainrun.user_code import is_built_in
+from trainrun.user_code import format_error_with_line, is_built_in
 
 
 def train_in_this_process(
@@ -102,6 +102,8 @@ def train_rank(
             back = error.with_traceback(None)  # or its frames would hold the parts from before
         except Hung as error:
             raise TrainingError(str(error)) from error
+        except SystemExit as error:
+            raise TrainingError(f"sys.exit() in code of yours: {format_error_with_line(error)}") from error
 
 
 def train_until_rollback(
