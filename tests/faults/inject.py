@@ -51,8 +51,8 @@ def be_patient(fault: Fault | None) -> None:
         limit = workers.TimeLimit
         workers.TimeLimit = lambda seconds, processes: limit(max(seconds, WORKER_SECONDS), processes)  # type: ignore
     if fault is None or fault.kind != "stop":
-        worker.init_group = lambda device, seconds, store=None: init_group(  # type: ignore
-            device, max(seconds, RANK_SECONDS), store
+        worker.init_group = lambda device, seconds, *others: init_group(  # type: ignore
+            device, max(seconds, RANK_SECONDS), *others
         )
 
 
