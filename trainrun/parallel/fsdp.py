@@ -161,7 +161,7 @@ class Fsdp:
                 copy_extras(extras[place], gathered, shard)
                 weights.append((gathered, shard))
                 self._num_writes[gathered] = gathered._version, shard.name
-        refuse_first_writes(part, weights)
+        refuse_first_writes(part, weights, self.any_rank)
         part.reshard()
 
     def _fill_shards(self, deferred: Mapping[str, nn.Parameter]) -> None:
@@ -486,21 +486,27 @@ def copy_extras(extras: Extras, gathered: nn.Parameter, shard: LocalShard) -> No
         vars(param).update(extras.attributes)
 
 
-def refuse_first_writes(part: nn.Module, weights: Sequence[tuple[nn.Parameter, LocalShard]]) -> None:
+def refuse_first_writes(
+    part: nn.Module, weights: Sequence[tuple[nn.Parameter, LocalShard]], any_rank: Callable[[Tensor], Tensor]
+) -> None:
     """Let the first forward of a sharded module raise PluginError if it changes the values of its gathered weights.
 
-    Torch counts the writes into a tensor, which is checked in every step, but not those into `weight.data`.
+    Torch counts the writes into a tensor, which is checked in every step, but not those into `weight.data`. Each rank
+    compares its rows, and all ranks raise the same error.
     """
 
     def check_values(part: nn.Module, inputs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         handle.remove()
-        for param, shard in weights:
-            if not has_rows(param, shard):
+        differs = [float(not has_rows(param, shard)) for param, shard in weights]
+        flags = any_rank(torch.tensor(differs, device=weights[0][0].device)).tolist()
+        for flag, (_, shard) in zip(flags, weights, strict=True):
+            if flag:
                 raise changed_weight_error(shard.name)
 
-    handle = part.register_forward_hook(check_values, prepend=True)
+    if weights:
+        handle = part.register_forward_hook(check_values, prepend=True)
 
 
 def changed_weight_error(name: str) -> PluginError:
