@@ -142,9 +142,10 @@ def test_each_rank_writes_its_rows_alone_with_the_layout_of_torch(seen: dict[str
             layout = json.loads(file.metadata()["DCP_SHARDING_INFO"])
             assert layout.keys() == set(file.keys())
             name = "shared/model/layers.0.weight"
-            rows[layout[name]["saved_offsets"][0]] = len(file.get_tensor(name))
+            if name in layout:  # the last of many ranks has no rows
+                rows[layout[name]["saved_offsets"][0]] = len(file.get_tensor(name))
     assert sum(rows.values()) == 9
-    assert len(rows) == NUM_RANKS
+    assert len(rows) == -(-9 // max(rows.values()))
     assert seen["saved"]["bytes_held"] < 0.8 * sum(
         path.stat().st_size for path in folder.glob("*.safetensors")
     )
