@@ -17,6 +17,7 @@ OWN = """
 import os
 import signal
 import time
+from collections import deque
 
 import torch
 from torch.nn import functional
@@ -180,6 +181,18 @@ class Net(torch.nn.Module):  # caches and counters of torch are no state; what a
         return (out - self.mean) / self.temperature
 
 
+class Queue(torch.nn.Sequential):  # grows at first
+    def __init__(self, hidden=()):
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+        self.means = deque(maxlen=3)
+
+    def forward(self, x):
+        out = super().forward(x)
+        if self.training:
+            self.means.append(out.detach().mean(0))
+        return out - sum(self.means)
+
+
 class Odd(Net):
     def get_extra_state(self):
         return self.temperature
@@ -298,6 +311,7 @@ def test_a_debug_counter_blocks_no_resume_and_changes_no_result(own: Path) -> No
         (["model=own.Net", "model.keeps=temperature"], "model: Net (last, logits, middle, temperature)"),
         (["model=own.Net", "model.keeps=mean"], "model: Net (last, logits, mean, middle)"),
         (["model=own.Net", "model.keeps=teacher"], "model: Net (last, logits, middle, teacher)"),
+        (["model=own.Queue"], "model: Queue (means)"),
         (["hook.swa._target_=own.Averages"], "hook.swa: Averages (average)"),
         (["hook.a._target_=own.Looks", "trainer.ema=true"], "hook.a: Looks (all, at)"),
         (["model=own.SavesItself", "model.keeps=mean"], ""),

@@ -2,7 +2,7 @@
 
 what: plain attributes and tensors of the task, hooks, a custom step, and the modules of the user's model. They are
     compared after the first step and at each save. Values in a `state_dict` or `get_extra_state` are left out. Of
-    modules, only values of constant shape are compared, because caches grow.
+    modules, only values with the shape of the save before are compared, because caches grow.
 when: always, for the user's classes. Nothing is refused, because a counter that is only printed is harmless.
 gain: the user knows which values start anew after a resume.
 """
@@ -55,7 +55,9 @@ class UnsavedState:
             before = (self._first or {}).get(owner, {})
             names = list_changed_names(before, now)
             if owner == "model":
-                names = [name for name in names if extract_shape(before[name]) == extract_shape(now[name])]
+                grown = [name for name in names if extract_shape(before[name]) != extract_shape(now[name])]
+                before.update({name: now[name] for name in grown})  # a full queue no longer grows
+                names = [name for name in names if name not in grown]
             if names and owner not in self._told:
                 self._told[owner] = f"{owner}: {self._find_owner_class(owner)} ({format_first_names(names)})"
                 way = "give the class state_dict() and load_state_dict(state)"
