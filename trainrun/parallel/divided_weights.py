@@ -1,9 +1,9 @@
-"""Make a weight that was divided over the ranks unusable for all who still refer to the whole one.
+"""Make it an error to use a whole weight after `parallel=fsdp` divided it over the ranks.
 
-What: `fully_shard` replaces the parameters in the modules. A list, a function or a view that refers to an old
-    parameter would go on with values that are never trained. Here each use of them is an error.
-How: the old parameter and its views in the attributes of modules become a `DividedWeight`, wherever they are referred
-    to. Its memory is filled with NaN before it is released, so that a view elsewhere makes the loss NaN.
+Why: `fully_shard` gives the modules new parameters. A list, a function or a view of the user that refers to an old
+    parameter would compute with values that are never trained.
+How: the old parameter, and its views in attributes of modules, become a `DividedWeight`, of which each use raises an
+    error. The old memory is filled with NaN before it is released, so a view elsewhere makes the loss NaN.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OF_TORCH = frozenset(vars(nn.Module()))  # attributes of each module
 
 
 class DividedWeight(Tensor):
-    """A tensor of which each rank has only rows now. It has its shape and type, and every other use is an error.
+    """A weight of which this rank keeps only some rows. Its shape and type can be read, and each other use is an error.
 
     what: the name of the weight, and of the attribute that holds a view of it.
     """

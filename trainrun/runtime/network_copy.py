@@ -24,11 +24,11 @@ NOT_COPIED = (type, types.ModuleType, types.FunctionType, types.MethodType, type
 def copy_network(network: Network) -> Network:
     """Return a deep copy of a network, or of an object that has one. No function of it refers to the original."""
     copied = {id(part) for part in iterate_held_objects(network, types.FunctionType) if _is_copied(part)}
-    found = list(iterate_held_objects(network))
-    functions = [part for part in found if isinstance(part, types.FunctionType)]
+    parts = list(iterate_held_objects(network))
+    functions = [part for part in parts if isinstance(part, types.FunctionType)]
     functions = [function for function in functions if _refers_to(copied, held_objects(function))]
     copies: dict[int, Any] = {id(function): _copy_function(function) for function in functions}
-    made = copy.deepcopy(network, copies)
+    duplicate = copy.deepcopy(network, copies)
 
     def renew(value: Any) -> Any:
         return copy.deepcopy(value, copies) if _refers_to(copied, [value]) else value
@@ -39,14 +39,14 @@ def copy_network(network: Network) -> Network:
         for cell, new_cell in zip(function.__closure__ or (), new.__closure__ or (), strict=True):
             for value in held_objects(cell):
                 new_cell.cell_contents = renew(value)
-    for param in found:
+    for param in parts:
         if isinstance(param, nn.Parameter) and id(param) in copies:
             new = copies[id(param)]
             vars(new).update(copy.deepcopy(vars(param), copies))
             for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 if hooks := getattr(param, name):
                     setattr(new, name, copy.deepcopy(hooks, copies))
-    return made
+    return duplicate
 
 
 def iterate_held_objects(value: Any, *closed: type) -> Iterator[Any]:
@@ -112,6 +112,6 @@ def _refers_to(parts: set[int], values: Iterable[Any]) -> bool:
 def _copy_function(function: types.FunctionType) -> types.FunctionType:
     """Return the function with empty variables in place of those that it takes from around its definition."""
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
-    made = types.FunctionType(function.__code__, function.__globals__, closure=cells)
-    functools.update_wrapper(made, function)
-    return made
+    duplicate = types.FunctionType(function.__code__, function.__globals__, closure=cells)
+    functools.update_wrapper(duplicate, function)
+    return duplicate
