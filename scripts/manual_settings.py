@@ -12,8 +12,16 @@ TARGET = Path(__file__).resolve().parents[1] / "trainrun" / "manual" / "settings
 HEAD = """\
 # Every setting, with its default and what is allowed
 
-Made by `python scripts/manual_settings.py`; change a setting where it is defined, not here. The settings that an option
-brings along (`model.width`, `optimizer.lr`) are listed by `trainrun --help model=mlp`.
+This page lists every setting of a run, and the settings that cannot be combined. The settings of an option
+(`model.width`, `optimizer.lr`) are listed by `trainrun --help model=mlp`. `trainrun help SETTING` prints one row:
+
+    trainrun help trainer.num_threads
+
+```output
+trainer.num_threads=auto                        number of threads of one operation on a CPU (1 or more, or auto)
+```
+
+`python scripts/manual_settings.py` writes this page. To change a text, change it where the setting is defined.
 """
 
 
@@ -34,18 +42,18 @@ def rules_text() -> str:
     """Return the tables of the rules. A value of the config in a text becomes three dots."""
     head = ["| setting | why it is refused | what to do |", "| --- | --- | --- |"]
     parts = [
-        "## Settings that do not go together",
+        "## Settings that cannot be combined",
         "",
         "A config that breaks a rule is refused before anything starts.",
         "",
     ]
     parts += [*head, *map(rule_row, RULES), ""]
     parts += [
-        "A step of one graph (`trainer.compile.scope=step`, `trainer.cuda_graphs=true`) does not go with:",
+        "A step of one graph (`trainer.compile.scope=step`, `trainer.cuda_graphs=true`) cannot be combined with:",
         "",
     ]
     parts += [*head, *map(rule_row, STEP_RULES), ""]
-    parts += ["On a device that is no GPU these are refused:", "", *head, *map(rule_row, GPU_RULES), ""]
+    parts += ["Without a GPU these settings are refused:", "", *head, *map(rule_row, GPU_RULES), ""]
     return "\n".join(parts)
 
 

@@ -60,11 +60,11 @@ VARYING = {
     r"process \d+(?=: SIG)": "process #",
     r"[\d.]+ of [\d.]+ GB of memory are free now, this process holds [\d.]+ GB": "# GB of memory are free",
     r"[\d.]+[GT]B of memory are free; use data.cache=pool:\d+MB": "# of memory are free; use data.cache=pool:#",
-    r"(?<=on their way were the samples )\d[\d, ]*": "#",
+    r"(?<=samples in progress: )\d[\d, ]*": "#",
     r"rank \d+ failed": "rank # failed",
     r"\b(?=\d*[a-f])[0-9a-f]{12,64}\b": "HASH",
     r"torch \d+\.\d+\.\d+[\w+.]*": "torch VERSION",
-    r"\d+\.\d+(?= an item| for their halves)": "#",  # computed from random numbers
+    r"\d+\.\d+(?= per item| for their two halves)": "#",  # computed from random numbers
     r"KL [\d.e-]+ nats": "KL # nats",
     r"[\d.]+ %(?= of the reconstruction)": "# %",
     r"[^\s()]*/(?:site-packages|python3\.\d+)/(\S+) line \d+": r"\1",

@@ -88,7 +88,7 @@ def import_target(target: Any, key: str) -> Any:
 
 def check_module_allowed(module: str, fault: str) -> None:
     if module in REFUSED:
-        raise PluginError(f"{fault} targets from {module} are refused; name a function of your own instead")
+        raise PluginError(f"{fault} targets from {module} are refused; use a function of your own instead")
 
 
 def read_attribute(found: Any, path: str, name: str, fault: str) -> Any:

@@ -134,8 +134,8 @@ class StepOutput:
         if loss_sum is None or loss_mean is not None:
             if loss_sum is not None or loss_mean is None or count is None:
                 raise PluginError(
-                    "task: StepOutput takes loss_sum=, or loss_mean= together with count=, the number of items "
-                    "that the mean is over"
+                    "task: StepOutput takes loss_sum=, or loss_mean= together with count=, the number of items in the "
+                    "mean"
                 )
             if isinstance(count, int) or not hasattr(count, "gt"):
                 loss_sum = loss_mean * count if count else loss_mean.nan_to_num() * 0

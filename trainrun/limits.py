@@ -247,7 +247,7 @@ def parse_saving_interval(value: Any) -> Duration | None:
     try:
         return None if value is None else parse_untimed_interval(value)
     except ValueError as error:
-        raise ValueError(f"{error}; by time: checkpoint.train_time_interval=10min") from error
+        raise ValueError(f"{error}; for a time: checkpoint.train_time_interval=10min") from error
 
 
 URL = re.compile(r"[a-z][a-z0-9+.-]+://.+")

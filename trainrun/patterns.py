@@ -28,7 +28,7 @@ def match_names(
             near = difflib.get_close_matches(pattern, all_names, n=1, cutoff=0.3)
             guess = f"; did you mean {near[0]}?" if near else "."
             shown = ", ".join(all_names[:SHOWN]) + (", ..." if len(all_names) > SHOWN else "")
-            faults.append(f"{key}={pattern}: fits no {things}{guess} There are: {shown or 'none'}")
+            faults.append(f"{key}={pattern}: matches no {things}{guess} There are: {shown or 'none'}")
     if faults:
         raise ValueError("; ".join(faults))
     return [name for name in all_names if any(matches_name(name, pattern) for pattern in texts)]

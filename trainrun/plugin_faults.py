@@ -96,7 +96,7 @@ def describe_unknown_argument(
     takes_text = f"It takes: {', '.join(takes)}" if takes else "It takes none"
     near = suggest_name(name, [*takes, *also]) or "."
     if (key, name) == ("data.train", "val_fraction"):
-        near = "; of data of your own nothing is held out: give data.val._target_=... too, or data.folds=5 data.fold=0."
+        near = "; nothing is held out from your own data: add data.val._target_=..., or data.folds=5 data.fold=0."
     return f"{key}.{name}: {target} takes no such argument{near} {takes_text}"
 
 

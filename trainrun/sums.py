@@ -45,8 +45,8 @@ def check_metric_names(names: Iterable[str], task: Any) -> None:
     """Raise ReservedName if a task names a metric like the loss, whose value it would replace."""
     if LOSS in names:
         raise ReservedName(
-            f'task: {type(task).__name__} has a metric "{LOSS}", which is the name of the loss that is minimised; give '
-            "it another name"
+            f'task: {type(task).__name__} has a metric "{LOSS}", but this name is used for the loss; choose '
+            "another name"
         )
 
 
@@ -88,7 +88,7 @@ def describe_changed_shape(task: Any, name: str, value: Tensor, before: Tensor) 
     """Return the message about a sum whose shape differs from before."""
     return (
         f'task: {type(task).__name__}.step() gave sums["{name.removeprefix(OWN)}"] of shape '
-        f"{tuple(value.shape)}, and {tuple(before.shape)} before; a sum has the same shape in every batch"
+        f"{tuple(value.shape)}, and {tuple(before.shape)} before; a sum must have the same shape in every batch"
     )
 
 
@@ -126,7 +126,7 @@ def _merge_shapes(ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, t
         if shapes.setdefault(name, shape) != shape:
             raise PluginError(
                 f'task: sums["{name.removeprefix(OWN)}"] has shape {shape} on one rank, and {shapes[name]} on another; '
-                "a sum has the same shape in every batch"
+                "a sum must have the same shape in every batch"
             )
     return dict(sorted(shapes.items()))
 
@@ -190,8 +190,8 @@ def compute_train_metrics(sums: Mapping[str, Tensor], task: Any) -> dict[str, fl
 def _check_result_names(metrics: dict[str, float], task: Any) -> dict[str, float]:
     if reserved := [name for name in metrics if name.rpartition("/")[2] == "seconds"]:
         raise PluginError(
-            f'task: {type(task).__name__} has a metric "{reserved[0]}", which is the name of what a validation takes; '
-            "give it another"
+            f'task: {type(task).__name__} has a metric "{reserved[0]}", but this name is used for the validation time; '
+            "choose another name"
         )
     return metrics
 
@@ -201,7 +201,7 @@ def _convert_to_numbers(values: Any, task: Any) -> dict[str, float]:
         return {str(name): float(value) for name, value in dict(values).items()}
     except (TypeError, ValueError, RuntimeError) as error:
         raise PluginError(
-            f"task: {type(task).__name__}.summarize() must give {{name: number}}: {str(error).partition(chr(10))[0]}"
+            f"task: {type(task).__name__}.summarize() must return {{name: number}}: {str(error).partition(chr(10))[0]}"
         ) from error
 
 

@@ -50,10 +50,10 @@ def test_a_resume_elsewhere(killed: Path, trainrun: Any) -> None:
     resumed = trainrun("resume", str(killed), "trainer.num_threads=2", "trainer.max_steps=8")
     assert resumed.returncode == 0, resumed.stderr
     lines = resumed.stdout.splitlines()
-    assert "goes on from step 4 (step-00000004); at least 2 steps after it are done again" in lines
+    assert "continues from step 4 (step-00000004); at least 2 steps after it are done again" in lines
     (line,) = [line for line in lines if "saved with another" in line]
     assert line.startswith(
-        "the checkpoint was saved with another num_threads (1, now 2): the numbers that follow may differ in their last"
+        "the checkpoint was saved with another num_threads (1, now 2): results may differ in their last"
     )
     rows = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
@@ -62,11 +62,11 @@ def test_a_resume_elsewhere(killed: Path, trainrun: Any) -> None:
 @pytest.mark.parametrize(
     ("then", "told"),
     [
-        ({"num_threads": 9}, "(9, now 1): the numbers that follow may differ in their last bits from"),
-        ({"precision": "bf16-mixed"}, "(bf16-mixed, now 32-true): the numbers that follow may differ from"),
+        ({"num_threads": 9}, "(9, now 1): results may differ in their last bits from"),
+        ({"precision": "bf16-mixed"}, "(bf16-mixed, now 32-true): results may differ from"),
         (
             {"world_size": 2},
-            "(2, now 1): random states (as of dropout) begin anew, and the numbers that",
+            "(2, now 1): random states (as of dropout) start again, and results may",
         ),
         ({"world_size": 1}, ""),
     ],

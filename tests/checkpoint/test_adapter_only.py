@@ -98,7 +98,7 @@ def test_another_base_or_none_is_refused_in_one_line(base: Path, capsys: pytest.
         assert main(command) != 0
         error = capsys.readouterr().err
         assert "holds an adapter of init_from=" in error, command
-        assert "and here they are others" in error
+        assert "but the weights here differ" in error
     shutil.rmtree("base")
     Path("kept").rename("base")
     assert main(["resume", "part", "trainer.max_steps=8", "checkpoint.adapter_only=false"]) != 0
@@ -140,7 +140,7 @@ def test_a_whole_run_goes_on_as_an_adapter_only_with_the_weights_that_its_file_h
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["checkpoint.adapter_only=true", *LORA], "checkpoint.adapter_only=true: frozen weights stay in init_from"),
+        (["checkpoint.adapter_only=true", *LORA], "checkpoint.adapter_only=true: reads frozen weights from init_from"),
         (ADAPTER, "checkpoint.adapter_only=true: no weight of init_from=.*base stays frozen; add LoRA, or model.free"),
         ([*ADAPTER, "model.freeze=layers.1.*", "hook.own._target_=own.Thaw"],
          "layers.1.weight was frozen at the start and is trained now"),

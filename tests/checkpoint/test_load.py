@@ -116,7 +116,9 @@ def test_what_others_put_beside_the_files_is_no_damage_and_is_never_opened(
     run = make_run(folder=saved.parent, keep_last=1, every_n_train_steps=2)
     loaded = run.keep.load_latest()
     assert loaded.manifest.step == 4
-    told = ["step-00000004: passed over what is not of the checkpoint: .DS_Store, rank-00001.json, thumbs"]
+    told = [
+        "step-00000004: ignored files that do not belong to the checkpoint: .DS_Store, rank-00001.json, thumbs"
+    ]
     assert run.notes == told
     for step in (6, 8):
         assert run.go(step, acc=step / 10)

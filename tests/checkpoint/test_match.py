@@ -45,5 +45,6 @@ def test_the_differences_are_named_with_counts() -> None:
     assert str(caught.value) == (
         "checkpoint step-00000001 does not fit model=mlp: 4 of 5 tensors differ: "
         "layers.0.weight is (128, 64) there and (256, 64) here, half is float16 there and float32 here, "
-        "new is missing there, old is there only; build it with the same model and model.* as the checkpoint"
+        "new is not in the checkpoint, old is only in the checkpoint; "
+        "build it with the same model and model.* as the checkpoint"
     )

@@ -107,9 +107,9 @@ READER = {
     ("val", "said"),
     [
         ({}, ""),
-        ({"val_fraction": 0.3}, "data.val.val_fraction=0.3: both parts are cut from the same data"),
-        ({"seed": 1}, "data.val.seed=1: both parts are cut"),
-        ({"path": "b.csv"}, "for validation data of its own set data.train.val_path=b.csv"),
+        ({"val_fraction": 0.3}, "data.val.val_fraction=0.3: both parts must be cut from the data"),
+        ({"seed": 1}, "data.val.seed=1: both parts must be cut"),
+        ({"path": "b.csv"}, "for separate validation data set data.train.val_path=b.csv"),
         ({"path": "b.csv", "val_path": "b.csv"}, ""),
         ({"path": "b.csv", "val_fraction": 0}, ""),
         ({"path": "b.csv", "val_fraction": 0.5}, ""),

@@ -286,9 +286,7 @@ def test_a_preset_without_what_it_sets_something_of_names_the_way() -> None:
 def test_going_back_to_a_checkpoint_needs_one() -> None:
     for name in ("enabled", "save_last"):
         (fault,) = faults_of("trainer.nan_policy=rollback", f"checkpoint.{name}=false")
-        assert fault.startswith(
-            f"checkpoint.{name}=false: trainer.nan_policy=rollback goes back to a checkpoint"
-        )
+        assert fault.startswith(f"checkpoint.{name}=false: trainer.nan_policy=rollback needs checkpoints")
 
 
 def test_a_config_is_the_same_after_writing_and_reading(tmp_path: Path) -> None:
@@ -471,7 +469,7 @@ def test_training_tells_of_a_validation_that_a_new_path_does_not_reach(
 
 def test_a_warmup_beyond_the_named_length_is_refused_with_the_other_mistakes() -> None:
     assert faults_of("trainer.max_steps=50", "scheduler.warmup_steps=100", "optimizer.lr=-1") == (
-        "scheduler.warmup_steps=100: longer than the run: trainer.max_steps=50; choose fewer",
+        "scheduler.warmup_steps=100: is longer than the run (trainer.max_steps=50); use fewer steps",
         "optimizer.lr=-1: must be a number, 0 or more",
     )
     assert compose_run(["trainer.max_steps=50", "scheduler.warmup_steps=50"]).config.trainer.max_steps == 50

@@ -115,13 +115,13 @@ def test_a_saved_run_reads_values_as_a_new_one_does_and_says_the_same(tmp_path: 
     assert load_config(path, ["++optimizer.new.part=3"]).optimizer["new"] == {"part": 3}
     said = {
         "trainer.max_epochs": "cannot be read as key=value",
-        "trainer.max_epochs = 3": "no spaces around the =",
+        "trainer.max_epochs = 3": "leave out the spaces around =",
         "trainer.max_steps=[1": "a bracket or quote may be open",
         "~trainer.max_epochs": "as trainer.max_epochs=null",
         "++optimizer.lr.x=3": "optimizer.lr is a single value",
         "seed=1,2": "a saved run has one",
         "hydra.run.dir=x": "stays in its folder",
-        "hydra.verbose=true": "changes nothing here",
+        "hydra.verbose=true": "has no effect",
     }
     with pytest.raises(ConfigError) as caught:
         load_config(path, list(said))

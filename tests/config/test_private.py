@@ -85,7 +85,8 @@ def test_texts_and_words_are_masked() -> None:
         "failed; a={'token': ***, 'user': 'y'}, api_key=***"
     )
     assert (
-        mask_secrets("model.api_key: a secret that is not kept") == "model.api_key: a secret that is not kept"
+        mask_secrets("model.api_key: a secret that is not stored")
+        == "model.api_key: a secret that is not stored"
     )
 
 
@@ -145,7 +146,7 @@ def test_a_run_with_secrets(
     assert main([*other, "output_dir=run"]) == 2
     shown = capfd.readouterr()
     assert "api_key: '***'" in shown.out
-    assert "holds a run already, which has model.api_key=***" in shown.err
+    assert "already contains a run, which has model.api_key=***" in shown.err
     assert "typed-" not in shown.err
     assert "1234" not in shown.out
     assert "5678" not in shown.out

@@ -46,7 +46,7 @@ def test_a_new_setting_is_known_to_help_checks_and_aliases_by_its_field_alone() 
         "inner.kind=squar: must be one of round, square. Did you mean square?",
     ]
     assert check_nodes(bad, Mine) == [
-        "model._target_: nothing to train with; name a class or function, e.g. model._target_=my_file.MyClass",
+        "model._target_: is not set; name a class or function, as model._target_=my_file.MyClass",
         "doors.first=1: must name a class or function, as doors.first._target_=my_file.MyClass",
     ]
 

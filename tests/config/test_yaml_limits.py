@@ -40,7 +40,7 @@ def test_a_file_of_the_users_own_may_repeat_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a: &a [*a]", r"\*a stands for itself"),
+        ("a: &a [*a]", r"\*a refers to itself"),
         ("[" + "1," * 60_000 + "1]", "more than 50,000 values"),
         (
             "a0: &a0 [x]\n"

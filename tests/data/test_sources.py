@@ -251,7 +251,9 @@ def test_arrays_that_cannot_be_read(tmp_path):
         assert str(caught.value).startswith(f"data.path={path}: ")
         return str(caught.value)
 
-    assert "no such place; allowed: an .npz file, or a folder of .npy" in fault(tmp_path / "none.npz")
+    assert "no such file or folder; allowed: an .npz file, or a folder of .npy" in fault(
+        tmp_path / "none.npz"
+    )
     assert "x_train and y_train missing; found no array" in fault(tmp_path)
     np.savez(tmp_path / "objects.npz", x_train=np.array([None]), y_train=np.zeros(1))
     assert "objects.npz cannot be read" in fault(tmp_path / "objects.npz")

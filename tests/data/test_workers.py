@@ -219,7 +219,7 @@ def test_who_waits_hears_of_its_own_workers(at_the_end, persistent):
     if at_the_end and not persistent:  # nobody waits for it any more
         assert said["train"] == []
         return
-    assert ("on their way were the samples" in said["train"][0]) != at_the_end
+    assert ("samples in progress" in said["train"][0]) != at_the_end
     assert [text.partition(" (")[0] for text in said["train"]] == ["data.train: a loader worker was killed"]
     assert f"process {workers[0]}: SIGKILL" in said["train"][0]
 

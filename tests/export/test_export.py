@@ -148,7 +148,7 @@ def test_a_file_that_computes_something_else_is_an_error(
     assert main(["export", "run", "--to", "onx"]) == 2
     assert "--to onx: no such format. Did you mean onnx?" in capsys.readouterr().err
     for words, told in (
-        (["--out", "run/e"], "lies in the folder of the run"),
+        (["--out", "run/e"], "is inside the folder of the run"),
         (["--tolerance", "x"], "x: must be a number above 0"),
         (["--split", "train"], "--split train: "),
     ):
@@ -218,7 +218,7 @@ def test_a_full_disk_is_told_and_what_was_there_stays(
         lambda *_, **__: (_ for _ in ()).throw(SafetensorError("disk full")),
     )
     assert main(["export", "run", "--to", name, "--out", "out"]) == 2
-    assert "--out out: cannot write there (" in capsys.readouterr().err
+    assert "--out out: cannot write in it (" in capsys.readouterr().err
     assert [path.name for path in Path("out").iterdir()] == ["huggingface"]
 
 

@@ -194,7 +194,7 @@ def check_loading(root: Path, bad: tuple[int, ...], run_id: str) -> str:
     try:
         loaded = load_latest(root, run_id, Single(torch.device("cpu")), FileLayer(), notes.append)
     except CheckpointError as error:
-        return "" if not left and "no sound checkpoint is left" in str(error) else f"refused all: {error}"
+        return "" if not left and "no intact checkpoint is left" in str(error) else f"refused all: {error}"
     if loaded is None or not left:
         return "began from zero without a word" if loaded is None else f"loaded step {loaded.manifest.step}"
     if loaded.manifest.step != left[-1]:
@@ -202,7 +202,7 @@ def check_loading(root: Path, bad: tuple[int, ...], run_id: str) -> str:
     if not same(loaded, before[left[-1]]):
         return "other values than were saved"
     aside = [path.name for path in root.glob(".bad-step-*")]
-    notes = [note for note in notes if "passed over what is not of the checkpoint" not in note]
+    notes = [note for note in notes if "ignored files that do not belong to the checkpoint" not in note]
     if len(notes) != len(bad) or len(aside) != len(bad) or list_committed_steps(root) != left:
         return f"{len(notes)} lines and {len(aside)} folders set aside for {len(bad)} damaged ones: {notes}"
     return ""
@@ -234,7 +234,7 @@ def check_command(case: Case, place: Path, folder: Path, bad: tuple[int, ...]) -
     case.build(run / "checkpoints")
     said = call(["resume", str(run), "trainer.max_steps=8"])
     if len(bad) == len(STEPS):
-        good = said.code == 2 and "no sound checkpoint is left" in said.text
+        good = said.code == 2 and "no intact checkpoint is left" in said.text
         return "" if good else f"{said.code}: {said.text}"
     lines = [line for line in said.text.splitlines() if "was set aside as .bad-" in line]
     if said.code != 0 or len(lines) != len(bad):

@@ -209,7 +209,7 @@ DATA: list[Row] = [
         (file_with("a.tfrecord", "no file"), ["data=tfrecord", "data.path=a.tfrecord"], "a.tfrecord"),
         (file_with("a.tar", "no file"), ["data=webdataset", "data.path=a.tar"], "a.tar"),
         (file_with("train-images-idx3-ubyte", "no"), ["data=idx", "data.path=."], "idx"),
-        (file_with("out", "a file"), ["output_dir=out/run"], "cannot write there"),
+        (file_with("out", "a file"), ["output_dir=out/run"], "cannot write in it"),
         (file_with("w.safetensors", "no"), ["init_from=w.safetensors"], "w.safetensors"),
         (
             file_with("w.safetensors", (99).to_bytes(8, "little") + b"{}"),
@@ -260,7 +260,7 @@ RUNS += [
     (run_with("metrics.jsonl", "{\n"), ["report", "run"], "line 1 is damaged"),
     (run_with("metrics.jsonl", "[" * 100_000 + "\n"), ["report", "run"], "line 1 is damaged"),
     (run_with("metrics.jsonl", b"\xff\n"), ["report", "run"], "line 1 is damaged"),
-    (run_with("metrics.jsonl", None), ["report", "run"], "logged nothing"),
+    (run_with("metrics.jsonl", None), ["report", "run"], "nothing can be drawn"),
     (config_with("nonsense: 1\n"), ["evaluate", "run", "--trust"], "nonsense"),
     (config_with("# by hand\n"), ["evaluate", "run"], "config.yaml: changed"),
     (nothing, ["evaluate", "nowhere"], "no run is there"),

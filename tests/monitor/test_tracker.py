@@ -128,7 +128,7 @@ def test_arguments_of_a_monitor_without_a_target_are_refused(
     own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SHORT, "monitor.mine.at=1"]) == 2
-    assert "is not named; name it, as monitor.mine._target_=" in capsys.readouterr().err
+    assert "needs a class or function; name it, as monitor.mine._target_=" in capsys.readouterr().err
 
 
 def test_our_own_metrics_file_that_cannot_grow_ends_the_run(

@@ -63,4 +63,4 @@ def test_what_zeros_cannot_tell_is_asked_of_the_model(
     assert main(["trainer.max_steps=1", *words]) == 2
     told = capsys.readouterr().err
     approve_error(told)
-    assert "call it once at the end of its constructor" in told
+    assert "call the model once at the end of its constructor" in told

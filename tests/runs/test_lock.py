@@ -70,7 +70,7 @@ def test_the_second_is_told_who_is_first_and_kill_9_frees_the_folder(
     process = holder(run, "print('there', flush=True); time.sleep(60)")
     began = time.monotonic()
     with (
-        pytest.raises(RunBusy, match=rf"process {process.pid} on \S+ trains there") as caught,
+        pytest.raises(RunBusy, match=rf"process {process.pid} on \S+ trains in this folder") as caught,
         lock_run_folder(run),
     ):
         pass

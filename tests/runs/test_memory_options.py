@@ -50,11 +50,11 @@ REFUSED = [
     (["trainer.gradient_checkpointing=full", "parallel.sync_batchnorm=true"], "exchange the statistics"),
     (
         ["trainer.gradient_checkpointing=full", "trainer.cuda_graphs=true"],
-        "random numbers cannot be drawn again",
+        "cannot repeat its random numbers",
     ),
-    (["trainer.activation_offload=true", "trainer.cuda_graphs=true"], "no memory of the host can be had"),
+    (["trainer.activation_offload=true", "trainer.cuda_graphs=true"], "host memory cannot be allocated"),
     (["trainer.activation_offload=true", "parallel.accelerator=cpu"], "moves tensors from a GPU"),
-    (["trainer.activation_offload=true", "trainer.gradient_checkpointing=full"], "there are none to move"),
+    (["trainer.activation_offload=true", "trainer.gradient_checkpointing=full"], "none are left to move"),
     (["trainer.activation_offload=true", "trainer.compile.enabled=auto"], "trainer.compile.scope=off"),
 ]
 

@@ -159,7 +159,7 @@ def test_a_run_folder_is_never_written_over(project: Path, capsys: pytest.Captur
     before = (project / "run" / "status.json").read_text()
     assert main([*SHORT, "optimizer.lr=0.25", "data.batch_size=7", "output_dir=run"]) == 2
     said = capsys.readouterr().err
-    assert "holds a run already" in said
+    assert "already contains a run" in said
     assert "data.batch_size=32 (here 7)" in said
     assert "optimizer.lr=0.001 (here 0.25)" in said
     assert f"trainrun resume {project / 'run'}" in said
@@ -321,7 +321,7 @@ def test_checkpoints_of_another_run_are_not_mixed_with_new_ones(
     for name in ("r", "new"):
         capsys.readouterr()
         assert main([f"output_dir={name}", *SHORT]) == 2
-        assert "holds checkpoints and no RUN.json, so no run made it" in capsys.readouterr().err
+        assert "contains checkpoints but no RUN.json, so no run wrote it" in capsys.readouterr().err
     assert sorted(Path("r/checkpoints").iterdir()) == steps
 
 
@@ -356,7 +356,7 @@ def test_checkpoints_on_another_disk(
     monkeypatch.setenv("XDG_STATE_HOME", str(project / "nobody"))
     assert main(words) == 2
     said = capsys.readouterr().err
-    assert f"leads out of the run folder, to {project / 'disk'}" in said
+    assert f"leads out of the run folder to {project / 'disk'}" in said
     assert f"trainrun resume {project / 'r'} --trust" in said
     monkeypatch.setenv("HOME", str(project))
     link.unlink()
@@ -387,7 +387,7 @@ def test_a_folder_that_was_emptied_begins_no_run_anew(
     for _ in range(2):
         assert main(again) == 2
         said = capsys.readouterr().err
-        assert "r/checkpoints: no checkpoint is there, and RUN.json says that one was saved" in said
+        assert "r/checkpoints: no checkpoint is in this folder, but RUN.json says that one was saved" in said
         assert Path("r/metrics.jsonl").read_bytes() == rows
     Path("r/checkpoints").rmdir()  # as the message says
     assert main(again) == 0

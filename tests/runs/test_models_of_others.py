@@ -140,7 +140,7 @@ def test_labels_that_are_the_tokens_train_no_copy(sets: Path, capsys: pytest.Cap
         for word in BERT
     ]
     for words, said in (
-        ([*GPT, "task=language_modeling"], "write task.shift_labels=true"),
+        ([*GPT, "task=language_modeling"], "use task.shift_labels=true"),
         (
             [*masked, "task=model_loss"],
             "labels are the tokens of the inputs, and BertForMaskedLM does not shift them",

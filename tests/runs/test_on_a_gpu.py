@@ -297,4 +297,4 @@ def test_a_window_that_does_not_fit_runs_in_parts() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     notes = [row["text"] for row in found.metrics if row["kind"] == "note"]
-    assert any("every micro-batch is cut in" in text for text in notes), json.dumps(notes)
+    assert any("every micro-batch is split into" in text for text in notes), json.dumps(notes)

@@ -73,7 +73,7 @@ def test_the_choice_is_told_once_and_a_resume_begins_with_it(workdir: Path) -> N
     notes = [[row["text"] for row in run.metrics if row["kind"] == "note"] for run in (whole, half)]
     for texts in notes:
         (told,) = [text for text in texts if "out of memory" in text]
-        assert "every micro-batch is cut in 4, 2 samples at a time, with the same global batch" in told
+        assert "every micro-batch is split into 4, 2 samples at a time, with the same global batch" in told
     ends = [
         read_checkpoint(resolve_checkpoint(run.files.checkpoints, "last")).shared for run in (whole, half)
     ]

@@ -277,7 +277,7 @@ def test_the_same_command_goes_on_and_leaves_a_finished_run_alone(
     assert main([*again, "optimizer.lr=0.5"]) == 2
     capsys.readouterr()
     assert main(again) == 0
-    assert "goes on from step 4" in capsys.readouterr().out
+    assert "continues from step 4" in capsys.readouterr().out
     files = {path: path.stat().st_mtime_ns for path in (own / "run").rglob("*") if path.name != ".lock"}
     assert main(again) == 0
     assert "finished already" in capsys.readouterr().out

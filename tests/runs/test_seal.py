@@ -127,7 +127,7 @@ def test_where_the_code_is_not_the_run_says_where_it_began(
     assert main(["resume", str(run), "trainer.max_steps=3"]) == 2
     said = capsys.readouterr().err
     assert f"no module own_net (looked in {Path.cwd()}, PYTHONPATH" in said
-    began = f"the run began in {run.parent}: call this from there, or PYTHONPATH={run.parent}"
+    began = f"the run began in {run.parent}: run this command there, or set PYTHONPATH={run.parent}"
     assert began in said
     assert main(["evaluate", str(run)]) == 2
     approve_error(capsys.readouterr().err)

@@ -323,12 +323,12 @@ def test_state_of_models_and_hooks_in_no_checkpoint_is_told_at_once_and_at_a_res
 ) -> None:
     assert main([*WORDS, *words, stop_at(8), "output_dir=run"]) == 75
     assert main(["evaluate", "run", "--which", "last"]) == 0
-    assert ("it is as the model makes it at first" in capsys.readouterr().err) == told.startswith("model")
+    assert ("they have their initial values" in capsys.readouterr().err) == told.startswith("model")
     owner, _, names = told.removesuffix(")").partition(" (")
     (first,) = notes_of(own / "run", " changes in the training") or [""]
     assert first.partition(" changes in")[0] == (f"{owner}: {names}" if told else "")
     assert main(["resume", "run", stop_at(-1), "trainer.max_steps=10"]) == 0
-    again = notes_of(own / "run", f"does not hold what changed in {told}")
+    again = notes_of(own / "run", f"does not contain values that changed in {told}")
     assert len(again) == bool(told)
 
 
@@ -379,7 +379,7 @@ def test_one_graph_refuses_a_task_that_keeps_state(
     own: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main([*WORDS, "task=own.Saved", *words, "output_dir=run"])
-    refused = "trainer.compile.scope=step: Saved keeps state of its own" in capsys.readouterr().err
+    refused = "trainer.compile.scope=step: Saved has its own state" in capsys.readouterr().err
     assert (code, refused) == ((2, True) if words else (0, False))
 
 

@@ -87,7 +87,7 @@ def test_what_a_run_was_trained_with_is_used_and_nothing_else(
     text = (run / "tokenizer.json").read_text(encoding="utf-8")
     (run / "tokenizer.json").write_text(text.replace("fox", "fix"), encoding="utf-8")
     assert main(["sample", str(run)]) == 2
-    refuses(["evaluate", str(run)], "is not what this run was trained with")
+    refuses(["evaluate", str(run)], "differs from the file of the training")
     (run / "tokenizer.json").unlink()
     refuses(["resume", str(run), "trainer.max_steps=6"], "is missing")
 

@@ -108,9 +108,9 @@ def test_mlflow_keeps_all_notes_of_a_step() -> None:
     kept: dict[str, str] = {}
     run = MlflowRun.__new__(MlflowRun)  # without the package
     run._id, run._client = "", SimpleNamespace(log_text=lambda _, text, file: kept.update({file: text}))
-    for text in ("goes on from step 30", "another torch", "another torch"):
+    for text in ("continues from step 30", "another torch", "another torch"):
         run.text("notes", text, 0)
-    assert list(kept.values()) == ["goes on from step 30", "another torch"]
+    assert list(kept.values()) == ["continues from step 30", "another torch"]
 
 
 def test_wandb_offline(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,7 @@ def test_words_that_no_run_can_have_are_refused_before_the_table(capsys):
     assert cli(["verify", *WORDS, "trainer.cuda_graphs=true", "parallel.accelerator=cpu"]) == 2
     assert capsys.readouterr().out == ""
     assert cli(["verify", *WORDS, "step._target_=trainrun.training.train_step.train_step"]) == 2
-    assert "step: is your own" in capsys.readouterr().err
+    assert "step: your own code" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("split", ["val", "val/night"])

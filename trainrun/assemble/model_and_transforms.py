@@ -38,7 +38,7 @@ from trainrun.transform.compile import (
 )
 from trainrun.transform.freeze import FrozenParameters
 
-LAZY_WAY_OUT = "call it once at the end of its constructor"
+LAZY_WAY_OUT = "call the model once at the end of its constructor"
 EXAMPLES = {
     "in_shape": "data.shape=[1,28,28]",
     "num_classes": "data.num_classes=10 for ten classes, model.num_classes=1 for one real number a sample",
@@ -57,7 +57,7 @@ def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn
     for name, value in from_data.items():
         if name in node and node[name] is None:
             if value is None:
-                way = f"say it, as {EXAMPLES[name]}"
+                way = f"set it, as {EXAMPLES[name]}"
                 train = config.data.train or {}
                 if (
                     name == "in_shape" and "columns" in train and not train.get("stream")
@@ -86,7 +86,7 @@ def initialize_lazy_layers(model: nn.Module, shape: Sequence[int] | None) -> Non
     """
     if shape is None:
         raise ValueError(
-            f"model: {type(model).__name__} has lazy layers, and the data does not tell the shape of an "
+            f"model: {type(model).__name__} has lazy layers, and the data do not define the shape of an "
             f"input; {LAZY_WAY_OUT}"
         )
     training = model.training
@@ -96,7 +96,7 @@ def initialize_lazy_layers(model: nn.Module, shape: Sequence[int] | None) -> Non
             model(torch.zeros(1, *shape))
     except Exception as error:
         raise ValueError(
-            f"model: {type(model).__name__} has lazy layers, and zeros {(1, *shape)} do not go through it ({error}); "
+            f"model: {type(model).__name__} has lazy layers, and zeros {(1, *shape)} do not pass through it ({error}); "
             f"{LAZY_WAY_OUT}"
         ) from error
     model.train(training)
@@ -169,7 +169,7 @@ def freeze_parameters(config: RunConfig, model: nn.Module, notes: list[str]) -> 
 def check_is_module(model: object, key: str, way_out: str = "") -> nn.Module:
     """Return the model. Raise ConfigError if it is not a torch module."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{key}: gives a {type(model).__name__}, not a torch.nn.Module{way_out}")
+        raise ConfigError(f"{key}: returns a {type(model).__name__}, not a torch.nn.Module{way_out}")
     return model
 
 
@@ -257,7 +257,7 @@ def choose_compile_scope(
         if device.type != "cpu" or 6 * num_weights * config.data.batch_size > SMALL_STEP_FLOP:
             return turn_off(f"on the device {device.type} it pays for tiny steps only")
         if obstacle := next(iterate_step_obstacles(config), None):
-            return turn_off(f"a step of one graph does not go with {obstacle[0]}")
+            return turn_off(f"a step of one graph cannot be combined with {obstacle[0]}")
         scope, saved, cost = "step", CPU_SAVED_SECONDS, CPU_COMPILE_SECONDS
     gain = total_steps * saved
     sum_of_it = f"{total_steps:,} steps x {1e3 * saved:g} ms = {gain:.1f} s saved"
@@ -284,7 +284,7 @@ def resolve_compile_scope(
 
 
 NO_BLOCKS = (
-    "the model has no blocks to compute again: no torch.nn.ModuleList or torch.nn.Sequential with several children "
+    "the model has no blocks to recompute: no torch.nn.ModuleList or torch.nn.Sequential with several children "
     "of one class that have layers of their own, and in a Sequential no runs of layers that save more than their input"
 )
 

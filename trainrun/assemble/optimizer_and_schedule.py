@@ -139,7 +139,7 @@ def build_node_schedule(config: RunConfig, optimizer: Optimizer, node: Any, rhyt
         keywords["mode"] = resolve_direction("scheduler", metric, mode, node.get("metric") is not None)
         if keywords["mode"] is None:
             raise ConfigError(
-                f"scheduler.mode=auto: the name {metric} does not say which way is better; set it to min or max"
+                f"scheduler.mode=auto: the name {metric} does not say whether lower or higher is better; use min or max"
             )
     target = import_target(node["_target_"], "scheduler")
     return build_schedule(
@@ -174,7 +174,7 @@ def build_named_optimizers(
     if left and not faults:
         faults.append(
             f"optimizer.{next(iter(nodes))}.params: {format_count(len(left), 'parameter')} of the model would never be "
-            f"updated ({left[0]}); name them in one of the optimizers, or freeze them"
+            f"updated ({left[0]}); add them to one of the optimizers, or freeze them"
         )
     if faults:
         raise ConfigError(*faults)

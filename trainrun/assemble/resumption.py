@@ -139,7 +139,7 @@ def load_teacher(folder: str) -> tuple[nn.Module, RunConfig]:
     run_dir = RunDir(Path(folder).expanduser().absolute())
     if not run_dir.config.is_file():
         raise ConfigError(f"task.teacher={folder}: no run is there (no config.yaml)")
-    way = f"call once: trainrun evaluate {shlex.quote(str(run_dir.root))} --trust"
+    way = f"run once: trainrun evaluate {shlex.quote(str(run_dir.root))} --trust"
     check_sealed(run_dir, trust=False, way=way)
     config = load_config(run_dir.config, [])
     network = load_network_of_run(run_dir, config, choose_checkpoint(run_dir.checkpoints))
@@ -158,8 +158,8 @@ def check_may_start_again(run_dir: RunDir) -> None:
         return
     if run_dir.checkpoints.exists():
         raise CheckpointError(
-            f"{run_dir.checkpoints}: no checkpoint is there, and {run_dir.identity.name} says that one was saved; is a "
-            "disk not mounted, or was it swept? Bring them back, or delete this folder to begin the run again"
+            f"{run_dir.checkpoints}: no checkpoint is in this folder, but {run_dir.identity.name} says that one was "
+            "saved. Mount the missing disk or restore the checkpoints, or delete this folder to start again"
         )
     record_has_checkpoint(run_dir, False)
 
@@ -183,14 +183,14 @@ def note_resume(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
     limit = run.config.trainer.max_steps
     is_at_end = limit is not None and step >= limit
     end = f"; nothing more is trained, since trainer.max_steps={limit}" if is_at_end else ""
-    run.monitors.note(f"goes on from step {step} ({loaded.folder.name}){lost}{end}")
+    run.monitors.note(f"continues from step {step} ({loaded.folder.name}){lost}{end}")
     if changed:
         names = {name for name in now if then.get(name, now[name]) != now[name]}
-        anew = "random states (as of dropout) begin anew, and " if names & RANDOM else ""
+        anew = "random states (as of dropout) start again, and " if names & RANDOM else ""
         bits = " in their last bits" if names <= ROUNDING else ""
         run.monitors.note(
-            f"the checkpoint was saved with another {changed}: {anew}the numbers that follow may differ{bits} "
-            "from those of a run that was never stopped"
+            f"the checkpoint was saved with another {changed}: {anew}results may differ{bits} from those of an "
+            "uninterrupted run"
         )
 
 

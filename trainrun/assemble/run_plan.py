@@ -138,7 +138,7 @@ def resolve_interval(key: str, found: Duration, lengths: Lengths, task: Any) -> 
     """Return the interval of a setting. Raise ConfigError if this data or task cannot be counted in its unit."""
     wrong = ""
     if found.unit == "token" and getattr(task, "unit", "") != "tokens":
-        wrong = f"{type(task).__name__} counts samples, not tokens; give samples, as 1e6sample"
+        wrong = f"{type(task).__name__} counts samples, not tokens; use samples, as 1e6sample"
     elif found.unit == "sample" and lengths.samples_per_epoch is None:
         wrong = "the number of samples in a batch of this data is not known in advance; give steps"
     elif found.unit == "epoch" and lengths.steps_per_epoch is None and not float(found.amount).is_integer():
@@ -157,7 +157,7 @@ def convert_to_steps(key: str, found: Duration, lengths: Lengths, task: Any) -> 
         return int(amount)
     if each.unit == "token":
         if lengths.tokens_per_sample is None:
-            raise ConfigError(f"{key}: the tokens of a step of this data differ; give steps")
+            raise ConfigError(f"{key}: the number of tokens per step varies; use steps")
         amount = math.ceil(amount / lengths.tokens_per_sample)
     if lengths.steps_per_epoch is None:
         raise ConfigError(f"{key}: the length of an epoch of this data is not known; give steps")
@@ -297,14 +297,14 @@ def build_early_stopping_tracker(config: RunConfig, default: str | None) -> Metr
     metric = wanted.monitor or default
     if metric is None or default is None:
         raise ConfigError(
-            "trainer.early_stopping.enabled=true: there is no validation data to watch (data.val, "
-            "trainer.limit_val_batches)"
+            "trainer.early_stopping.enabled=true: there is no validation data (data.val, trainer.limit_val_batches); "
+            "set data.val, or leave it out"
         )
     epochs = config.trainer.max_epochs
     if epochs is not None and wanted.min_epochs >= epochs:
         raise ConfigError(
             f"trainer.early_stopping.min_epochs={wanted.min_epochs}: the run has {format_count(epochs, 'epoch')} "
-            "(trainer.max_epochs), so nothing could end it sooner; use less"
+            "(trainer.max_epochs), so early stopping could never end it; use a smaller number"
         )
     return MetricTracker(
         metric, choose_metric_direction("trainer.early_stopping", metric, wanted), wanted.patience, wanted.min_delta,

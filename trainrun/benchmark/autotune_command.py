@@ -11,11 +11,11 @@ from trainrun.cli.run_arguments import Parser, parse_flags_and_overrides, split_
 
 SEARCH_SECONDS, TABLE_SECONDS = 120.0, 180.0
 ABOUT = (
-    "Takes the settings of a run, measures what it waits for as diagnose does, and tries the remedies on its own model "
-    "and data, in turns with the best settings so far. Keeps the fastest, and repeats that until nothing is clearly "
-    "faster. Writes conf/preset/tuned-HOST.yaml, which preset=tuned-HOST finds. Remedies that change the training (the "
-    "batch, the order of samples, intervals) are measured too, and used only with --allow training. With --table it "
-    "measures well-known techniques instead, each alone and then together; what hurts is shown as hurting."
+    "Finds the bottleneck of a run like diagnose, and tries the remedies with your model and data, alternating with "
+    "the best settings so far. Keeps the fastest, and repeats this until nothing is clearly faster. Writes "
+    "conf/preset/tuned-HOST.yaml; use it with preset=tuned-HOST. Remedies that change the training (batch, order of "
+    "samples, intervals) are measured too, but used only with --allow training. With --table it measures well-known "
+    "techniques instead, each alone and then together."
 )
 
 FINDERS = {
@@ -67,11 +67,11 @@ def autotune_parser() -> Parser:
         "[--name PRESET] [--table]\n       trainrun autotune lr|batch [key=value ...]",
     )  # fmt: skip
     parser.add_argument("--allow", choices=("exact", "numeric", "training"), default="exact",
-                        help="what the preset may hold. exact (default): what leaves the training the same; "
-                        "numeric: also what rounds differently, as bfloat16; training: also what changes the training "
-                        "or its files, as the batch or the interval of checkpoints")  # fmt: skip
-    parser.add_argument("--budget", metavar="SECONDS", help="in all (120; 180 for the table)")
-    parser.add_argument("--name", metavar="PRESET", help="of the preset (tuned-HOST)")
+                        help="what the preset may contain. exact (default): settings that do not change the training; "
+                             "numeric: also settings that round differently, as bfloat16; training: also settings "
+                             "that change the training or its files, as the batch or checkpoints")  # fmt: skip
+    parser.add_argument("--budget", metavar="SECONDS", help="seconds in all (120; 180 for the table)")
+    parser.add_argument("--name", metavar="PRESET", help="name of the preset (tuned-HOST)")
     parser.add_argument(
         "--table", action="store_true", help="measure well-known techniques, and write no preset"
     )

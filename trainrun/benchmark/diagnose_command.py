@@ -7,9 +7,9 @@ from trainrun.cli.run_arguments import Parser, parse_flags_and_overrides, split_
 
 BUDGET_SECONDS = 40.0
 ABOUT = (
-    "Takes the settings of a run and measures, in a folder that is thrown away, how much faster it would be without "
-    "loading, logging, validation, checkpoints, padding, the update: the real loop, in turns with itself. Says what it "
-    "waits for, what this machine allows, and which settings to try. Writes diagnosis.json."
+    "Measures how much faster a run would be without loading, logging, validation, checkpoints, padding or the "
+    "update. Runs the real training loop in a temporary folder, alternating with and without each cost. Names the "
+    "bottleneck and settings to try. Writes diagnosis.json."
 )
 
 
@@ -27,10 +27,10 @@ def diagnose_parser() -> Parser:
         prog="trainrun diagnose", description=ABOUT, allow_abbrev=False,
         usage="trainrun diagnose [key=value ...] [--budget SECONDS] [--trace]",
     )  # fmt: skip
-    parser.add_argument("--budget", metavar="SECONDS", help="in all (40)")
+    parser.add_argument("--budget", metavar="SECONDS", help="seconds in all (40)")
     parser.add_argument(
         "--trace",
         action="store_true",
-        help="also the operations that take most, and five steps as trace.json.gz for https://ui.perfetto.dev",
+        help="also print the slowest operations, and write five steps as trace.json.gz for https://ui.perfetto.dev",
     )
     return parser

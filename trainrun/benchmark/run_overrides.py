@@ -36,7 +36,7 @@ def parse_command(command: str, argv: list[str]) -> tuple[list[str], Path]:
         name = f"{datetime.now():%H-%M-%S}-{command}-{composition.config.run_name or 'run'}-{secrets.token_hex(4)}"
         folder = Path("outputs").absolute() / f"{datetime.now():%Y-%m-%d}" / name
     if (folder / "config.yaml").is_file():
-        raise ConfigError(f"output_dir={folder}: holds a run already; name another folder")
+        raise ConfigError(f"output_dir={folder}: already contains a run; name another folder")
     return resolve_overrides(argv), folder
 
 

@@ -153,9 +153,9 @@ class WorkerPool:
 def worker_config(config: RunConfig) -> RunConfig:
     """Return the same training without screen output and plots. Raise ConfigError if it cannot be measured."""
     if config.step:
-        raise ConfigError("step: is your own, so nothing can be taken away from it in turns; leave it out")
+        raise ConfigError("step: a step of your own cannot be measured in parts; leave it out")
     if config.loop:
-        raise ConfigError("loop: is your own, so its steps cannot be ordered one by one; leave it out")
+        raise ConfigError("loop: a loop of your own cannot be measured step by step; leave it out")
     changes = {
         **dict.fromkeys(("monitor.verbose", "monitor.progress_bar", "monitor.plots"), False),
         "trainer.early_stopping.enabled": False, "ckpt_path": None, "checkpoint.mirror": None,

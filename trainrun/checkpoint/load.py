@@ -163,7 +163,7 @@ class StoredRows(NamedTuple):
                 rows = max(start - self.first_row, 0), min(stop - self.first_row, self.shape[0])
                 tensor = self.file.get_slice(self.name)[slice(*rows)]
             if tensor.dtype == torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
-                raise ValueError(f"{self.name[:200]!r} holds a byte that is neither true nor false")
+                raise ValueError(f"{self.name[:200]!r} has a byte that is neither true nor false")
             return tensor.clone()  # it is a view of the mapped file
 
 
@@ -209,7 +209,7 @@ def raise_as_checkpoint_error(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError,
             MemoryError) as error:  # fmt: skip
-        raise CheckpointError(f"{path}: not a sound safetensors file ({_format_error(error)})") from error
+        raise CheckpointError(f"{path}: not a valid safetensors file ({_format_error(error)})") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -341,7 +341,9 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         manifest = Manifest(**value)
         _check_manifest(manifest)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: no manifest of a checkpoint ({_format_error(error)})") from error
+        raise CheckpointError(
+            f"{where}: not a valid manifest of a checkpoint ({_format_error(error)})"
+        ) from error
     return manifest
 
 
@@ -407,7 +409,7 @@ def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None, in_p
     """
     manifest = read_manifest(folder)
     if run_id is not None and manifest.run_id != run_id:
-        raise Incompatible(f"{folder}: of another run ({manifest.run_id}; this one is {run_id})")
+        raise Incompatible(f"{folder}: belongs to another run ({manifest.run_id}, not {run_id})")
     if rank == 0:
         for other in range(1, manifest.world_size):
             for name in rank_file_names(other):
@@ -481,7 +483,7 @@ def resolve_checkpoint(folder: Path, which: str | Path) -> Path:
         best = find_best_checkpoint(folder)
         if best is None:
             raise CheckpointError(
-                f"best: no checkpoint in {folder} was chosen by a metric; {_describe_choices(folder)}"
+                f"best: no checkpoint in {folder} was chosen as the best; {_describe_choices(folder)}"
             )
         return best
     path = folder / word if parse_step(word) is not None else Path(word).expanduser().absolute()
@@ -515,11 +517,11 @@ def _describe_foreign(path: Path) -> str:
 def _describe_choices(folder: Path) -> str:
     names = [format_folder_name(step) for step in list_committed_steps(folder)]
     if not names:
-        return f"there is none in {folder}"
+        return f"no checkpoint in {folder}"
     best = []
     with suppress(CheckpointError):
         best = ["best"] if find_best_checkpoint(folder) else []
-    return f"there are: {', '.join([*best, 'last', *names[-5:]])}"
+    return f"available: {', '.join([*best, 'last', *names[-5:]])}"
 
 
 def read_committed_metrics(folder: Path) -> dict[int, Metric]:
@@ -669,7 +671,7 @@ def load_latest(
             faults.append(str(error))
         else:
             if foreign := _list_foreign_files(loaded):
-                note(f"{name}: passed over what is not of the checkpoint: {', '.join(foreign)}")
+                note(f"{name}: ignored files that do not belong to the checkpoint: {', '.join(foreign)}")
             return loaded
         new_name = run_on_rank_zero(parallel, lambda: _set_damaged_aside(folder / name, files))
         if parallel.rank == 0:
@@ -677,8 +679,8 @@ def load_latest(
     faults += run_on_rank_zero(parallel, lambda: [] if faults else _find_traces_of_checkpoints(folder))
     if faults:
         raise CheckpointError(
-            f"{folder}: no sound checkpoint is left to resume from: {'; '.join(faults)}. "
-            "Start a new run, or delete that folder to begin this one again"
+            f"{folder}: no intact checkpoint is left: {'; '.join(faults)}. "
+            "Start a new run, or delete this folder to start again from step 0"
         )
     return None
 
@@ -699,7 +701,7 @@ def _find_traces_of_checkpoints(folder: Path) -> list[str]:
     """Return a message for each file that shows that the run once had checkpoints."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     return [
-        f"{name} says that there was one" for name in names if name == BEST or name.startswith(".bad-step-")
+        f"{name} shows that there was one" for name in names if name == BEST or name.startswith(".bad-step-")
     ]
 
 

@@ -154,8 +154,8 @@ def add_left_out_weights(place: str, shared: dict[str, Any], live: Mapping[str, 
     if here != base_facts["sha256"]:
         raise CheckpointError(
             f"checkpoint {place}: holds an adapter of init_from={base_facts['from']} (frozen weights with SHA-256 "
-            f"{base_facts['sha256'][:SHOWN_DIGITS]}), and here they are others ({here[:SHOWN_DIGITS]}); bring that "
-            f"file or run back as it was, with {ADAPTER_ONLY}"
+            f"{base_facts['sha256'][:SHOWN_DIGITS]}), but the weights here differ ({here[:SHOWN_DIGITS]}); restore "
+            f"that file or run, and use {ADAPTER_ONLY}"
         )
     return shared | {
         "model": base | shared["model"],
@@ -186,7 +186,7 @@ def choose_evaluated_weights(
     if isinstance(shared, dict):
         if BASE in shared and live is None:
             raise CheckpointError(
-                f"checkpoint {loaded.folder.name}: holds an adapter alone; write its whole network first: "
+                f"checkpoint {loaded.folder.name}: contains only an adapter; export the whole network first: "
                 "trainrun export RUN --to huggingface (with --merge for LoRA)"
             )
         shared = shared if live is None else add_left_out_weights(loaded.folder.name, shared, live)
@@ -247,7 +247,7 @@ def _select_tensors(
             place, "this model", expected, kinds, MOST_SHOWN, _describe_remedy(expected, kinds, chosen.strict)
         )
     if not selected:
-        raise CheckpointError(f"{place}: nothing is left to take; init.skip leaves all of it out")
+        raise CheckpointError(f"{place}: init.skip leaves out every tensor")
     reasons = {
         "nothing here before, as it is there": [name for name in selected if name in made],
         "skipped (init.skip)": skipped,
@@ -292,14 +292,14 @@ def _describe_remedy(expected: Mapping[str, Kind], found: Mapping[str, Kind], st
     match.
     """
     if any(name.endswith(".lora_a") for name in found.keys() - expected.keys()):
-        return "its layers have LoRA; trainrun export RUN_DIR --to safetensors --merge makes them plain ones"
+        return "its layers have LoRA adapters; merge them first: trainrun export RUN_DIR --to safetensors --merge"
     here = next((name for name in expected if name not in found), "")
     there = next((name for name in found if here and name not in expected), "")
     longer, shorter = (there, here) if len(there) > len(here) else (here, there)
     if shorter and longer.endswith(f".{shorter}"):
         beginning = longer.removesuffix(shorter)
         pair = f"{beginning}: ''" if longer == there else f"*: {beginning}"
-        return f'other names may do: "init.rename={{{pair}}}"'
+        return f'try other names: "init.rename={{{pair}}}"'
     return f"{SAME_MODEL}{', or take a part of it: init.skip=PATTERN, init.strict=false' if strict else ''}"
 
 
@@ -312,14 +312,14 @@ def _rename_tensors(tensors: Mapping[str, Tensor], rename: Mapping[str, str]) ->
         used.add(old)
         new = name if old is None else f"{rename[old]}{name.removeprefix(_find_prefix(old))}"
         if new in renamed:
-            raise CheckpointError(f"init.rename: two tensors there would be {new}")
+            raise CheckpointError(f"init.rename: two tensors of the file would be named {new}")
         renamed[new] = tensor
     for old in rename:
         if old not in used:
             near = difflib.get_close_matches(old, tensors, n=1, cutoff=0.3)
             guess = f", as {near[0]} does" if near else ""
             raise CheckpointError(
-                f"init.rename: no tensor there begins with {old} (or an earlier one holds){guess}; "
+                f"init.rename: no name in the file begins with {old} (or an earlier rule was used){guess}; "
                 f"there are {', '.join([*tensors][:SHOWN])}"
             )
     return renamed
@@ -345,7 +345,9 @@ def _add_tied_names(here: Mapping[str, Tensor], found: dict[str, Tensor]) -> Non
         there = [name for name in names if name in found]
         for name in there[1:]:
             if not torch.equal(found[there[0]], found[name]):
-                raise CheckpointError(f"{there[0]} and {name} are one tensor in this model, and differ there")
+                raise CheckpointError(
+                    f"{there[0]} and {name} are the same tensor in this model, but differ in the checkpoint"
+                )
         if there:
             found.update(dict.fromkeys(names, found[there[0]]))
 
@@ -460,12 +462,14 @@ def _open_shards(index: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(places.values())):
         if shard != Path(shard).name or not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: {shard[:200]!r} is no name of a .safetensors file beside it")
+            raise CheckpointError(
+                f"{index}: {shard[:200]!r} is not the name of a .safetensors file in the same folder"
+            )
         part = open_tensors([index.parent / shard])
         expected = {name for name, where in places.items() if where == shard}
         if part.keys() != expected:
             raise CheckpointError(
-                f"{index}: {min(part.keys() ^ expected)!r} is not in {shard} and in the index alike"
+                f"{index}: {min(part.keys() ^ expected)!r} is not in both {shard} and the index"
             )
         tensors |= part
     return tensors
@@ -521,8 +525,8 @@ def describe_unsaveable(name: str, value: object) -> str:
             f"({name.rpartition('.')[2]!r}, ..., persistent=False) where the model makes it itself"
         )
     return (
-        f"model: {name} is a {type(value).__name__}, and checkpoints hold tensors; let get_extra_state() give a "
-        "torch.tensor(...), and set_extra_state() take it"
+        f"model: {name} is a {type(value).__name__}, but checkpoints store tensors; let get_extra_state() return a "
+        "torch.tensor(...), and set_extra_state() accept it"
     )
 
 
@@ -557,9 +561,9 @@ def check_tensors(
 
 def _describe_difference(name: str, here: Kind | None, there: Kind | None) -> str:
     if there is None:
-        return f"{name} is missing there"
+        return f"{name} is not in the checkpoint"
     if here is None:
-        return f"{name} is there only"
+        return f"{name} is only in the checkpoint"
     if name.endswith(EXTRA_STATE):  # set_extra_state says what fits
         return ""
     if here[0] != there[0]:

@@ -21,18 +21,18 @@ from trainrun.output import format_count, format_quantity, report_result, say
 def main(argv: list[str]) -> int:
     parser = Parser(
         prog="trainrun cache", allow_abbrev=False,
-        description="Lists the caches that data.cache=disk:..., tables and texts made: size, last use, path, source. "
-        f"The least recently used go first where all would take more than {LIMIT} gigabytes (a tenth of the disk).",
+        description="Lists the caches of data.cache=disk:..., tables and texts: size, last use, path, source. If they "
+        f"exceed {LIMIT} gigabytes (default: a tenth of the disk), the least recently used are removed.",
     )  # fmt: skip
     parser.add_argument(
         "action",
         nargs="?",
         choices=("list", "clear"),
         default="list",
-        help="clear: remove them, but for those in use",
+        help="clear: remove all caches that are not in use",
     )
     parser.add_argument(
-        "--folder", type=Path, action="append", default=[], help="only of this folder; may come several times"
+        "--folder", type=Path, action="append", default=[], help="only caches in this folder; may be repeated"
     )
     words = parser.parse_args(argv)
     for folder in words.folder:

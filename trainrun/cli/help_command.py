@@ -27,7 +27,7 @@ def raise_unknown_command(words: list[str]) -> int:
         raise ConfigError(f"{word}: is a group; choose with {word}=..., see trainrun --help {word}")
     if word in FINE_TUNE:
         raise ConfigError(
-            f"{word}: no such command; begin with the weights of a run: trainrun init_from=RUN_DIR data=..."
+            f"{word}: no such command; to start from the weights of a run: trainrun init_from=RUN_DIR data=..."
         )
     if suggestion := suggest_closest_name(word, [*COMMANDS, *MEANT]):
         raise ConfigError(f"{word}: no such command.{suggestion} All commands: trainrun --help")

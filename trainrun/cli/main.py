@@ -27,7 +27,7 @@ from trainrun.plugin_faults import describe_missing_satellite
 from trainrun.user_code import add_import_paths, describe_system_error, format_user_traceback
 
 COMMANDS = {
-    "init": "the first files of a project: a model, data, an experiment and a notebook, which train as they are",
+    "init": "the first files of a project: a model, data, an experiment and a notebook, ready to train",
     "resume": "continue a run from its newest checkpoint",
     "again": "a new run, with the settings of another",
     "evaluate": "loss and metrics of a saved run",
@@ -36,14 +36,14 @@ COMMANDS = {
     "sample": "text that a trained language model writes after a prompt",
     "prune": "a new run with fewer weights or channels",
     "quantize": "a new run with weights of one byte, for serving",
-    "export": "the trained network as ONNX, torch.export or safetensors, tried on real samples",
-    "diagnose": "profile a run with these settings: what it waits for, and the gain without",
+    "export": "the trained network as ONNX, torch.export or safetensors, checked on real samples",
+    "diagnose": "profile a run with these settings: its bottleneck, and what can be gained",
     "verify": "check that this config is trained exactly: accumulation, ranks, resume, evaluation, padding",
-    "autotune": "try what diagnose names, and write the fastest settings as a preset",
+    "autotune": "measure the remedies that diagnose names, and write the fastest settings as a preset",
     "race": "which of several settings reaches a value first, and whether they end as well",
     "report": "draw the plots of a run again, or compare several",
     "ls": "the runs and sweeps below a folder: state, best value, what differs",
-    "compare": "what differs between runs, and what came out",
+    "compare": "differences between runs: settings, environment, data, results",
     "watch": "follow a run or a sweep from another terminal, through its folder",
     "convert": "data in another format: .npy, HDF5, Parquet, LMDB, TFRecord or tar shards",
     "cache": "list the caches on disks and their sizes; clear: remove those that no run uses",

@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
     """
     parser = build_run_parser(
         "predict",
-        "Predictions of a saved model, one row a sample, in the order of the data. The samples are files, folders, "
-        "patterns or tables that are named behind RUN_DIR, or else those of a split of the run.",
+        "Writes predictions of a saved model, one row per sample, in the order of the data. The samples are files, "
+        "folders, patterns or tables named after RUN_DIR, or else those of a split of the run.",
         ("FILE or key=value", "new samples; or, without them, single values to change"),
     )
     add_checkpoint_options(parser)
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument(
         "--top", type=int, default=SHOWN_CLASSES,
-        help=f"columns for so many likely classes of new files (default: {SHOWN_CLASSES})",
+        help=f"number of likeliest classes with a column, for new files (default: {SHOWN_CLASSES})",
     )  # fmt: skip
     words = parse_arguments(parser, argv)
     run_dir = open_run(words.run_dir)
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     try:
         write_prediction_table(out, columns)
     except OSError as error:
-        raise ConfigError(f"--out {out}: cannot write there ({error.strerror}); name another file") from error
+        raise ConfigError(f"--out {out}: cannot write in it ({error.strerror}); name another file") from error
     number = len(next(iter(columns.values())))
     say(f"{format_count(number, 'prediction')} in {out}{replaced}")
     report_result(file=out, num_predictions=number, columns=list(columns))
@@ -179,7 +179,9 @@ def write_prediction_table(out: Path, columns: dict[str, list[Any]]) -> None:
 
 def evaluate_command(argv: list[str]) -> int:
     """Print the metrics of a saved run, and write them to `evaluation-SPLIT.json` in its folder."""
-    parser = build_run_parser("evaluate", "Loss and metrics of a saved model, each sample counted once.")
+    parser = build_run_parser(
+        "evaluate", "Prints loss and metrics of a saved model. Each sample counts once."
+    )
     add_checkpoint_options(parser)
     words = parse_arguments(parser, argv)
     run_dir = open_run(words.run_dir)

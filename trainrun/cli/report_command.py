@@ -27,15 +27,17 @@ def compare_command(argv: list[str]) -> int:
     """Print what differs between runs, and write `compare.html`."""
     parser = Parser(
         prog="trainrun compare", allow_abbrev=False,
-        description="Says in what runs differ: settings, environment, data, and what came out. Writes compare.html "
-        "with their curves side by side.",
+        description="Prints the differences between runs: settings, environment, data and results. Writes "
+                    "compare.html with their curves.",
     )  # fmt: skip
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run")
     add_output_option(parser)
     words = parser.parse_args(argv)
     runs = find_reported_runs(words)
     if len(runs) < 2:
-        raise ConfigError(f"compare {words.run_dirs[0]}: give another run too; one alone: trainrun report")
+        raise ConfigError(
+            f"compare {words.run_dirs[0]}: compare needs two or more runs; for one run use trainrun report"
+        )
     with convert_write_errors():
         draw_comparison(runs, words.out)
     return EXIT_DONE
@@ -45,13 +47,13 @@ def main(argv: list[str]) -> int:
     """Draw `plots/*.png` and `report.html` of each run, and `compare.html` for several."""
     parser = Parser(
         prog="trainrun report", allow_abbrev=False,
-        description="Draws the plots and report.html of runs again, from what they logged; several runs are "
-        "also put side by side: compare.html.",
+        description="Draws the plots and report.html of runs again from their logs. Several runs are also compared in "
+                    "compare.html.",
     )  # fmt: skip
     parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="the folder of a run")
     parser.add_argument(
         "--to", metavar="NAME", type=lambda text: text.split(","), default=[],
-        help="send what a tracker did not get, as wandb or wandb,mlflow; all of it, where it never had any",
+        help="send all logged rows to a tracker, as wandb or wandb,mlflow",
     )  # fmt: skip
     add_output_option(parser)
     words = parser.parse_args(argv)
@@ -61,7 +63,9 @@ def main(argv: list[str]) -> int:
             send_rows(run, words.to, words.trust)
         return EXIT_DONE
     if words.out is not None and len(runs) == 1:
-        raise ConfigError(f"--out={words.out}: is for several runs; the pictures of one go to its own folder")
+        raise ConfigError(
+            f"--out={words.out}: needs several runs; the pictures of one run are written to its own folder"
+        )
     with convert_write_errors():
         reports = []
         for run in runs:
@@ -76,7 +80,7 @@ def main(argv: list[str]) -> int:
 
 def add_output_option(parser: Parser) -> None:
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, help="where the comparison goes (default: beside the first run)"
+        "--out", metavar="DIR", type=Path, help="folder of the comparison (default: beside the first run)"
     )
     add_trust_option(parser)
 
@@ -111,7 +115,7 @@ def convert_write_errors() -> Iterator[None]:
     except BrokenPipeError:  # of who reads what is printed
         raise
     except OSError as error:
-        raise ConfigError(f"{error.filename or 'report'}: cannot write there ({error.strerror})") from error
+        raise ConfigError(f"{error.filename or 'report'}: cannot write in it ({error.strerror})") from error
 
 
 def draw_comparison(runs: list[RunDir], out: Path | None) -> None:
@@ -148,8 +152,8 @@ def find_logged_run(word: str) -> RunDir:
         return run
     if run.config.is_file():
         raise ConfigError(
-            f"{word}: this run has logged nothing (no {run.metrics.name}); there is nothing to draw. "
-            "Runs write it with monitor.metrics_file=true"
+            f"{word}: this run has no {run.metrics.name}, so nothing can be drawn. Runs write it with "
+            "monitor.metrics_file=true"
         )
     reason = "no run is in this folder" if run.root.is_dir() else "no such folder"
     if run.root.is_file():

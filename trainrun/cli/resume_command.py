@@ -37,8 +37,8 @@ def main(argv: list[str]) -> int:
     """Continue a run or a sweep. Return its exit code."""
     parser = build_run_parser(
         "resume",
-        "Goes on with a run in the same folder, bit for bit as if it had never stopped; or with what is not done of a "
-        "sweep.",
+        "Continues a run in the same folder, bit for bit as if it had never stopped. Of a sweep, runs the jobs that "
+        "are not done.",
     )
     words = parse_arguments(parser, argv)
     code = run_ranks_of_node(lambda: load_config(open_run(words.run_dir).config, words.overrides))
@@ -66,8 +66,8 @@ def repeat_command(argv: list[str]) -> int:
     """Start a new run with the settings of another run. Return its exit code."""
     parser = build_run_parser(
         "again",
-        "Begins a new run, in a folder of its own, with the settings of another, its seed too: without other words it "
-        "computes the same once more. seed=null draws a new one.",
+        "Starts a new run in a new folder, with the settings and the seed of another run. Without other settings it "
+        "computes the same results. seed=null uses a new seed.",
     )
     words = parse_arguments(parser, argv)
     code = run_ranks_of_node(lambda: load_config(open_run(words.run_dir).config, words.overrides))

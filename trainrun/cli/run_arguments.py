@@ -47,7 +47,7 @@ def build_run_parser(name: str, about: str, words: tuple[str, str] = SETTINGS) -
     parser.add_argument("overrides", metavar=words[0], nargs="*", default=[], help=words[1])
     parser.add_argument(
         *FOLDER_FLAGS, metavar="FOLDER", type=add_parent_to_import_path, action="append", default=[],
-        help="as when the run began: its code is beside this folder",
+        help="the --config-dir of the run, if its code is beside that folder",
     )  # fmt: skip
     add_trust_option(parser)
     return parser
@@ -65,7 +65,7 @@ def add_trust_option(parser: Parser) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="use a run folder from somebody else, with its code, files and links; needed once a folder",
+        help="use a run folder from somebody else, with its code, files and links; needed once per folder",
     )
 
 

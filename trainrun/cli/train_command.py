@@ -209,5 +209,5 @@ def run_and_print_resume_command(folder: Path, work: Callable[[], int]) -> int:
     unfinished = code not in (EXIT_DONE, EXIT_USAGE) and read_status(RunDir(folder)).get("state") != "done"
     if unfinished and (folder / "checkpoints").is_dir():
         with contextlib.suppress(OSError):  # the terminal may be gone, the code still counts
-            say(f"go on with: trainrun resume {format_path_to_paste(folder)}", file=sys.stderr, flush=True)
+            say(f"continue with: trainrun resume {format_path_to_paste(folder)}", file=sys.stderr, flush=True)
     return code

@@ -356,7 +356,7 @@ def check_spaced_settings(argv: list[str]) -> list[str]:
             typed = (word, after)
         else:
             continue
-        faults.append(f"{' '.join(typed).strip()}: no spaces around the =; write {''.join(typed)}")
+        faults.append(f"{' '.join(typed).strip()}: leave out the spaces around =; write {''.join(typed)}")
     return faults
 
 
@@ -425,7 +425,7 @@ def _explain_wrong_flag(word: str, flag: str, value: str, groups: list[str]) -> 
             near = f" A setting is written without dashes: {bare}{'' if '=' in word else '=VALUE'}."
         return f"{word}: no such flag.{near} See trainrun --help"
     if flag in ("--cfg", "-c") and value != "job":
-        return f"{word}: write --cfg job, which shows the composed config"
+        return f"{word}: write --cfg job to show the composed config"
     if flag in FLAGS_WITH_VALUE and not value:
         return f"{word}: needs a value after it"
     return ""

@@ -72,7 +72,7 @@ def prepare_command_line(argv: list[str], working_dir: Path) -> tuple[CommandLin
     )
     choose_data_option(words, folders)
     faults = [
-        f"{key}={value}: {'${...} is not filled in here; name a folder' if value else 'names no folder; give one'}, or "
+        f"{key}={value}: {'${...} cannot be used here; name a folder' if value else 'names no folder; give one'}, or "
         "leave it out"
         for key, value in words.own.items()
         if not value or "${" in value
@@ -100,7 +100,7 @@ def choose_data_option(words: CommandLine, folders: list[Path]) -> None:
     path_word = paths[-1].lstrip("+")
     if len(ways) > 1:
         lines = " or ".join(shlex.join([*way, path_word]) for way in ways)
-        raise ConfigError(f"{typed}: can be read in several ways; write {lines}")
+        raise ConfigError(f"{typed}: several readers can read this; write {lines}")
     for way in ways:
         added = [word for word in way if word.partition("=")[0] not in chosen_groups]
         words.notes.append(f"{typed} is read as {' '.join([*added, path_word])}")
@@ -264,14 +264,14 @@ def describe_idle_settings(config: RunConfig, overrides: list[str]) -> dict[str,
             continue
         way = f"add {section}={'true' if off is False else 'model'}, or leave it out"
         faults |= {
-            key: f"{key}={read_value(config, key)}: does nothing while {switch}={str(off).lower()}; {way}"
+            key: f"{key}={read_value(config, key)}: has no effect while {switch}={str(off).lower()}; {way}"
             for key in settings()
             if key in typed and key.startswith(f"{section}.")
         }
     key, switch, node = "scheduler.base_batch_size", "scheduler.lr_scaling", config.scheduler or {}
     if key in typed and switch not in typed and node.get("lr_scaling", "none") == "none":
         faults[key] = (
-            f"{key}={node.get('base_batch_size')}: does nothing without {switch}=linear; add that, or leave it out"
+            f"{key}={node.get('base_batch_size')}: has no effect without {switch}=linear; add that, or leave it out"
         )
     return faults
 

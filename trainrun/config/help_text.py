@@ -20,7 +20,7 @@ WITH_OWN_KEYS = ("data", "model", "task", "optimizer", "scheduler")  # groups wh
 EXAMPLES = """\
 usage: trainrun [group=option ...] [key=value ...]     one run
        trainrun --multirun optimizer.lr=1e-3,3e-4      every combination
-       trainrun COMMAND RUN_DIR ...                    something with a finished run
+       trainrun COMMAND RUN_DIR ...                    a command on a finished run
        trainrun --help GROUP                           the options of one group, as --help model
        trainrun --help SECTION                         its settings, as --help trainer; --help all: every setting
        trainrun --help GROUP=OPTION                    the settings of one option, as --help model=gpt

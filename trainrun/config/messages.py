@@ -70,9 +70,9 @@ def explain_composition_error(
     for word in words:
         name = word.partition("=")[0].lstrip("+~")
         if word.startswith("~") and f"'{word[1:]}'" in text:
-            return f"{word}: is not chosen, so it cannot be taken away", word
+            return f"{word}: is not chosen, so it cannot be removed", word
         if f"'{name}'" in text and any((folder / name).is_dir() for folder in folders):
-            return f"{word}: nothing is chosen of {name} that it could replace; add it, as +{word}", word
+            return f"{word}: no option of {name} is chosen yet; add one, as +{word}", word
         if f"'{name}'" in text:
             return explain_unknown_key(name, word.lstrip("+"), "", list_top_level_names(folders)), word
     return " ".join(text.split()[:60]), None
@@ -88,7 +88,7 @@ def _explain_file_fault(file: str, text: str, key: str, folders: list[Path]) -> 
     if "not in" not in text:
         return f"{file}.yaml: {key}: {_extract_rule(text)}"
     if key == file.partition("/")[0]:
-        return f"{file}.yaml: there is no section {key}; settings of others need `# @package _global_` as first line"
+        return f"{file}.yaml: no section {key}; settings of other sections need `# @package _global_` as first line"
     above = key.rpartition(".")[0]
     names = (
         [item.name for item in fields(attrgetter(above)(RunConfig()))]
@@ -109,22 +109,22 @@ def explain_unknown_option(group: str, option: Any, known: list[str]) -> str:
 
 def explain_unused_hydra_setting(word: str) -> str:
     """Return the message for one of Hydra's own settings that has no effect in a run."""
-    return f"{word}: changes nothing here; of Hydra's own settings a run reads {' and '.join(OWN_KEYS)}"
+    return f"{word}: has no effect; of Hydra's settings a run reads only {' and '.join(OWN_KEYS)}"
 
 
 def explain_unparsable_override(word: str) -> str:
     """Return the likely reason why an override cannot be parsed. Hydra's own message is about tokens of its grammar."""
     if not word.strip():
-        return f"{word!r}: an empty word, as of a shell variable that is not set; leave it out"
+        return f"{word!r}: an empty argument, perhaps from a shell variable that is not set; leave it out"
     word = word.strip()
     key, equals, _ = word.partition("=")
     name = key.lstrip("~")
     if not equals or not name:
         return f"{word}: cannot be read as key=value"
     if name != name.rstrip():
-        return f"{word}: cannot be read as key=value; no spaces around the ="
+        return f"{word}: cannot be read as key=value; leave out the spaces around ="
     if not re.fullmatch(r"[\w$/@:-]+(\.[\w$-]+)*", name):
-        return f"{word}: cannot be read as key=value; a key is names with dots between, as model.hidden"
+        return f"{word}: cannot be read as key=value; a key consists of names with dots between them, as model.hidden"
     return (
         f"{word}: cannot be read as key=value; a bracket or quote may be open, or the value holds one of "
         f"= , : ( ) [ ] {{ }} or a quote: then quote it twice, as '{key}=\"...\"'"
@@ -136,14 +136,14 @@ def explain_wrong_value(error: OmegaConfBaseException, key: str, value: str, fol
     text, full_key = first_line_of_error(error), str(error.full_key or key)
     place = f"{full_key} " if full_key != key else ""
     if "does not support deletion" in text:
-        return f"~{key}: a setting cannot be taken away; give it another value, as {key}=null"
+        return f"~{key}: a setting cannot be removed; give it another value, as {key}=null"
     if "is not a subclass of" in text:
         return f"{key}={value}: is a section, not a single value; see trainrun --help all | grep '^{key}[.]'"
     if "to Dict[" in text:
         expected = (
             f", or choose {', '.join(CASES[key])}, as {key}={next(iter(CASES[key]))}" if key in CASES else ""
         )
-        return f"{key}={value}: holds things by name, as {key}.mine._target_=my_file.MyClass{expected}"
+        return f"{key}={value}: contains named entries, as {key}.mine._target_=my_file.MyClass{expected}"
     if "not in" in text or "is not in struct" in text:
         above = full_key.rpartition(".")[0]
         rate = find_learning_rate(error.parent_node)
@@ -161,7 +161,7 @@ def explain_wrong_value(error: OmegaConfBaseException, key: str, value: str, fol
     if key in ("trainer.max_epochs", "trainer.max_steps"):
         with suppress(ValueError):
             parse_duration(value)
-            return f"{key}={value}: {allowed}; by a unit: trainer.max_duration={value}"
+            return f"{key}={value}: {allowed}; with a unit: trainer.max_duration={value}"
     return f"{key}={value}: {place}{allowed}"
 
 
@@ -195,7 +195,7 @@ def explain_missing_key(key: str, word: str, above: str, node: Any, folders: lis
         names = list_known_names(node) if above else list_top_level_names(folders)
         return explain_unknown_key(key, word, above, names, find_learning_rate(node))
     if node is None and above in list_open_nodes():
-        return f"{word}: no such setting; nothing is chosen for {above}, which {above}._target_=my_file.MyClass does"
+        return f"{word}: no such setting; no class is set for {above}, which {above}._target_=my_file.MyClass does"
     return f"{word}: no such setting; {above} is a single value, as {above}=..."
 
 
@@ -233,7 +233,7 @@ def explain_unknown_key(key: str, word: str, above: str, names: list[str], learn
     if near := find_closest_name(part, candidates):
         return f"{word}: {kind}. Did you mean {head}{near}{dot}{below}?"
     if not candidates and above in list_open_nodes():
-        return f"{word}: {kind}. Known there: names of your own, as {head}{part}._target_=my_file.MyClass"
+        return f"{word}: {kind}. Available: names of your own, as {head}{part}._target_=my_file.MyClass"
     return f"{word}: {kind}.{_format_known_names(candidates, above)}"
 
 
@@ -241,10 +241,8 @@ def _format_known_names(names: list[str], above: str) -> str:
     if not names:
         return ""
     if above and len(names) > MAX_NAMES:
-        return (
-            f" Known there: {', '.join(names[:MAX_NAMES])}, ... (trainrun --help {above.partition('.')[0]})"
-        )
-    return f" Known there: {', '.join(names)}"
+        return f" Available: {', '.join(names[:MAX_NAMES])}, ... (trainrun --help {above.partition('.')[0]})"
+    return f" Available: {', '.join(names)}"
 
 
 def find_learning_rate(node: Any) -> Any:
@@ -322,7 +320,7 @@ def _describe_base_60_number(path: Path) -> str:
                 continue
             if tag_of(event.value, event.implicit).endswith((":int", ":float")):
                 line = event.start_mark.line + 1
-                return f"{path}: line {line}: {event.value}: YAML reads a number to the base 60; write '{event.value}'"
+                return f"{path}: line {line}: {event.value}: YAML reads a number to base 60; write '{event.value}'"
     return ""
 
 

@@ -45,7 +45,7 @@ from trainrun.model.choices import WORDS
 ROOT = "trainrun.yaml"  # in a config folder: which option of each group is used
 SECTIONS = ("data", "model", "task", "trainer", "scheduler", "monitor")  # that each root config must have
 
-SWEEP = "several values make a sweep: add --multirun (a list is [1,2])"
+SWEEP = "several values need --multirun (a sweep); a list is [1,2]"
 BOOLEANS = ("true", "false", "on", "off", "yes", "no", "y", "n", "t", "f", "1", "0")
 # Options of Hydra's own that no run reads; without them composing takes 0.8x its time.
 LEFT_OUT = (
@@ -362,7 +362,7 @@ def _lacks_key(node: Any, part: str) -> bool:
 def _remove_key(cfg: DictConfig, key: str, text: str, folders: list[Path]) -> str:
     """Remove a key (`~key`), so that the default of the target applies. Return what is wrong, or ""."""
     if text:
-        return f"~{key}={text}: a setting is taken away without a value, as ~{key}"
+        return f"~{key}={text}: remove a setting without a value, as ~{key}"
     if fault := explain_misplaced_key(cfg, key, f"~{key}", False, folders):
         return fault
     above, _, name = key.rpartition(".")

@@ -71,7 +71,7 @@ def iterate_combination_faults(config: RunConfig) -> Iterator[Fault]:
         is_one_graph = config.trainer.compile.scope == "step"
         key, value = ("trainer.compile.scope", "step") if is_one_graph else ("trainer.cuda_graphs", "true")
         for setting, reason in iterate_step_obstacles(config):
-            yield Fault(key, value, f"does not go with {setting}: {reason}")
+            yield Fault(key, value, f"cannot be combined with {setting}: {reason}")
     yield from _iterate_network_faults(config)
     yield from _iterate_held_out_faults(config)
     yield from _iterate_optimizer_faults(config)
@@ -85,7 +85,7 @@ def iterate_step_obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
         if rule.broken(config):
             yield rule.setting.format(c=config), f"{rule.why}; {rule.instead}"
     for name in list(config.hook)[:1]:
-        yield f"hook.{name}", "it may change what a graph holds; use trainer.compile.scope=model"
+        yield f"hook.{name}", "a hook may change what the graph has recorded; use trainer.compile.scope=model"
 
 
 def check_gpu_settings(config: RunConfig, device_type: str) -> list[Fault]:
@@ -147,97 +147,97 @@ def _rolls_back(config: RunConfig) -> bool:
 LEAVE_ONE, USE_ONE = "leave one of them out", "use one of the two"
 AGAIN = "trainer.gradient_checkpointing={c.trainer.gradient_checkpointing}"
 MOVED = "trainer.activation_offload=true"
-NOT_COMPILED = "does not go with trainer.compile.scope={c.trainer.compile.scope}"
-NOT_RECORDED = "does not go with trainer.cuda_graphs=true"
-NO_ACTIVATIONS = "computes the activations of blocks again, so that there are none to move"
-OPAQUE = f"{NOT_COMPILED}, which cannot look into what it moves"
-TO_HOST = "moves tensors from a GPU to the host's memory, and this run computes on the device"
+NOT_COMPILED = "cannot be combined with trainer.compile.scope={c.trainer.compile.scope}"
+NOT_RECORDED = "cannot be combined with trainer.cuda_graphs=true"
+NO_ACTIVATIONS = "recomputes the activations of blocks, so none are left to move"
+OPAQUE = f"{NOT_COMPILED}, because the compiler cannot trace the moved tensors"
+TO_HOST = "moves tensors from a GPU to host memory, and this run uses the device"
 ON_EVERY_DEVICE = "trainer.gradient_checkpointing=full saves memory on every device"
 MODEL_SCOPE = "use trainer.compile.scope=model"
-PUTS_TOGETHER = "puts samples together once and for all, which {asked} chooses in every epoch"
-NOT_INIT_FROM = "says what is taken of init_from, which is not set"
+PUTS_TOGETHER = "groups samples only once, but {asked} draws other samples in every epoch"
+NOT_INIT_FROM = "has no effect without init_from"
 
 RULES = (
     Rule("data.padding=pack",
          lambda c: c.data.padding == "pack" and read_target_name(c.task) == REGRESSION,
          "task=regression needs a row for each sample", "use data.padding=bucket"),
     Rule("trainer.max_epochs=null", _has_no_limit,
-         "a training without a limit never ends", "give trainer.max_epochs, max_steps or max_time"),
+         "a training without a limit never ends", "set trainer.max_epochs, trainer.max_steps or trainer.max_time"),
     Rule("trainer.check_val_every_n_epoch={c.trainer.check_val_every_n_epoch}",
          lambda c: _parse_validation_interval(c).unit != EPOCH and c.trainer.check_val_every_n_epoch != 1,
-         "does not go with trainer.val_check_interval={c.trainer.val_check_interval}", LEAVE_ONE),
+         "cannot be combined with trainer.val_check_interval={c.trainer.val_check_interval}", LEAVE_ONE),
     Rule("data.global_batch_size={c.data.global_batch_size}",
          lambda c: c.data.global_batch_size is not None and c.trainer.accumulate_grad_batches != 1,
          "sets the accumulation itself", "use trainer.accumulate_grad_batches=1"),
     Rule("data.val_transform=same", lambda c: c.data.val_transform == SAME and c.data.transform is None,
-         "there is no data.transform", "name that, or data.val_transform._target_=my_file.MyClass"),
+         "there is no data.transform", "set data.transform, or data.val_transform._target_=my_file.MyClass"),
     Rule("data.test_transform=same", lambda c: c.data.test_transform == SAME and c.data.transform is None,
-         "there is no data.transform", "name that, or data.test_transform._target_=my_file.MyClass"),
+         "there is no data.transform", "set data.transform, or data.test_transform._target_=my_file.MyClass"),
     Rule("parallel.devices={c.parallel.devices}", _has_invalid_devices,
          "must name one GPU or several, each once", "write it as [0,1]"),
     Rule("parallel.devices={c.parallel.devices}",
          lambda c: c.parallel.mode == "single" and _has_several_devices(c),
-         "parallel=single is one device", "use parallel=ddp"),
+         "parallel=single uses one device", "use parallel=ddp"),
     Rule("parallel=fsdp", lambda c: c.parallel.mode == "fsdp" and c.checkpoint.adapter_only,
-         "does not go with checkpoint.adapter_only=true: no rank has the frozen weights whole", LEAVE_ONE),
+         "cannot be combined with checkpoint.adapter_only=true, because no rank has all frozen weights", LEAVE_ONE),
     Rule("parallel=fsdp", lambda c: c.parallel.mode == "fsdp" and c.precision.fp8,
-         "does not go with precision.fp8=true: its layers keep scales of whole weights", LEAVE_ONE),
+         "cannot be combined with precision.fp8=true, because its layers need scales of whole weights", LEAVE_ONE),
     Rule("parallel.offload=true",
          lambda c: c.parallel.mode == "fsdp" and c.parallel.offload and c.parallel.accelerator in ("cpu", "mps"),
-         "keeps shards of a GPU in host memory, and parallel.accelerator={c.parallel.accelerator} has no GPU",
+         "needs a GPU, and parallel.accelerator={c.parallel.accelerator} is none",
          "use parallel.offload=false"),
     Rule("parallel.static_graph=true", lambda c: c.step and c.parallel.static_graph,
-         "learns from the default step when gradients come", "a step of your own makes its own; leave it out"),
+         "works only with the default step", "leave it out with a step of your own"),
     Rule("trainer.benchmark=true", lambda c: c.trainer.deterministic and c.trainer.benchmark,
-         "picks kernels by timing, which trainer.deterministic=true rules out", LEAVE_ONE),
+         "chooses kernels by timing, which trainer.deterministic=true forbids", LEAVE_ONE),
     Rule("trainer.detect_anomaly=true",
          lambda c: c.trainer.detect_anomaly and c.precision.mode == "16-mixed",
-         "float16 overflows on purpose while its loss scale is found",
+         "float16 gradients overflow on purpose until the loss scale is found",
          "use precision=bf16-mixed or 32-true to look for a NaN"),
     Rule("trainer.detect_anomaly=true",
          lambda c: c.trainer.detect_anomaly and (_is_compiled(c) or c.trainer.cuda_graphs),
-         "sees single operations, which a compiled model or a CUDA graph has no more",
+         "checks single operations, which a compiled model or a CUDA graph does not have",
          "use trainer.compile.scope=off and trainer.cuda_graphs=false"),
     Rule("init_from={c.init_from}",
          lambda c: c.init_from is not None and c.ckpt_path is not None and not c.checkpoint.adapter_only,
-         "ckpt_path takes over a whole state", LEAVE_ONE),
+         "ckpt_path already loads weights, with the whole state", LEAVE_ONE),
     Rule("checkpoint.adapter_only=true", lambda c: c.init_from is None and c.checkpoint.adapter_only,
-         "frozen weights stay in init_from, which is not set", "use init_from=RUN_OR_FILE"),
-    Rule("init.skip", lambda c: c.init_from is None and c.init.skip, NOT_INIT_FROM, "give init_from=RUN_OR_FILE"),
-    Rule("init.rename", lambda c: c.init_from is None and c.init.rename, NOT_INIT_FROM, "give init_from=RUN_OR_FILE"),
+         "reads frozen weights from init_from, which is not set", "use init_from=RUN_OR_FILE"),
+    Rule("init.skip", lambda c: c.init_from is None and c.init.skip, NOT_INIT_FROM, "add init_from=RUN_OR_FILE"),
+    Rule("init.rename", lambda c: c.init_from is None and c.init.rename, NOT_INIT_FROM, "add init_from=RUN_OR_FILE"),
     Rule("init.strict=false", lambda c: c.init_from is None and not c.init.strict,
-         NOT_INIT_FROM, "give init_from=RUN_OR_FILE"),
+         NOT_INIT_FROM, "add init_from=RUN_OR_FILE"),
     Rule("checkpoint.enabled=false", lambda c: _rolls_back(c) and not c.checkpoint.enabled,
-         "trainer.nan_policy=rollback goes back to a checkpoint", "leave it out, or use trainer.nan_policy=skip"),
+         "trainer.nan_policy=rollback needs checkpoints", "leave it out, or use trainer.nan_policy=skip"),
     Rule("checkpoint.save_last=false",
          lambda c: _rolls_back(c) and c.checkpoint.enabled and not c.checkpoint.save_last,
-         "trainer.nan_policy=rollback goes back to a checkpoint", "leave it out, or use trainer.nan_policy=skip"),
+         "trainer.nan_policy=rollback needs checkpoints", "leave it out, or use trainer.nan_policy=skip"),
     Rule("precision.fp8=true", lambda c: c.precision.fp8 and c.precision.mode not in ("bf16-mixed", "bf16-true"),
-         "rounds products of bfloat16 further, and precision.mode={c.precision.mode} is another type",
+         "works only with bfloat16, and precision.mode={c.precision.mode} is another type",
          "use precision=bf16-mixed or bf16-true"),
     Rule("scheduler.warmup_steps={c.scheduler[warmup_steps]}", _warms_up_too_long,
-         "longer than the run: trainer.max_steps={c.trainer.max_steps}", "choose fewer"),
+         "is longer than the run (trainer.max_steps={c.trainer.max_steps})", "use fewer steps"),
     Rule("scheduler.interval=epoch",
          lambda c: (c.scheduler or {}).get("interval") == "epoch"
          and not read_target_name(c.loop, "trainrun.").startswith("trainrun."),
-         "a loop of your own ends its epochs itself", "use scheduler.interval=step"),
+         "does not work with a loop of your own", "use scheduler.interval=step"),
     # how often samples come, and folds
     Rule("data.sampling={c.data.sampling}", lambda c: c.data.mix and c.data.sampling != "none",
-         "{mix} says how often samples come already", LEAVE_ONE),
+         "{mix} already sets how often samples are drawn", LEAVE_ONE),
     Rule("{mix}", lambda c: isinstance(c.data.mix, dict) and c.data.mix
          and set(c.data.mix) != set(named_nodes(c.data.train)),
          "must name the sets of data.train, which are {sets}", "name each, as data.train.a._target_=my_file.MyClass"),
     Rule("data.sampling=weighted", lambda c: c.data.sampling == "weighted" and c.data.weights is None,
-         "needs data.weights", "give a column, a file or a list of one weight a sample"),
+         "needs data.weights", "give one weight per sample: a column, a file or a list"),
     Rule("data.weights", lambda c: c.data.weights is not None and c.data.sampling != "weighted",
          "has no effect without data.sampling=weighted", "add that, or leave it out"),
     Rule("data.shuffle=false", lambda c: c.data.shuffle_buffer and not c.data.shuffle,
-         "data.shuffle_buffer={c.data.shuffle_buffer} shuffles", LEAVE_ONE),
+         "data.shuffle_buffer={c.data.shuffle_buffer} shuffles the samples", LEAVE_ONE),
     Rule("data.shuffle=false", lambda c: format_sampling_setting(c) and not c.data.shuffle,
-         "{asked} has no order of its own", LEAVE_ONE),
+         "{asked} draws samples in random order", LEAVE_ONE),
     Rule("data.sampling=balanced",
          lambda c: c.data.sampling == "balanced" and (c.task or {}).get("class_weights") == "balanced",
-         "task.class_weights=balanced makes up for the same once more", LEAVE_ONE),
+         "task.class_weights=balanced already corrects the frequencies of classes", LEAVE_ONE),
     Rule("data.padding={c.data.padding}",
          lambda c: format_sampling_setting(c) and c.data.padding in ("pack", "token_budget"),
          PUTS_TOGETHER, "use data.padding=bucket"),
@@ -252,56 +252,57 @@ RULES = (
          lambda c: c.data.folds is None and c.data.fold_groups is not None,
          "has no effect without data.folds", "add data.folds=5"),
     Rule("data.stratified=true", lambda c: c.data.fold_groups is not None and c.data.stratified,
-         "the samples of a group stay in one fold", "leave it or data.fold_groups out"),
+         "data.fold_groups keeps each group in one fold", LEAVE_ONE),
     Rule("data.folds={c.data.folds}", lambda c: c.data.folds is not None and c.data.fold is None,
-         "needs the fold that validates", "add data.fold=0, or try all in a sweep: trainrun --multirun "
+         "needs data.fold, the part for validation", "add data.fold=0, or use every fold in a sweep: trainrun "
+         "--multirun "
          "data.folds={c.data.folds} 'data.fold=range({c.data.folds})'"),
     Rule("data.fold={c.data.fold}",
          lambda c: c.data.folds is not None and c.data.fold is not None and c.data.fold >= c.data.folds,
-         "is no fold of data.folds={c.data.folds}", "they are numbered from 0"),
+         "is not a fold of data.folds={c.data.folds}", "use a number from 0 to data.folds - 1"),
     Rule("data.folds={c.data.folds}", lambda c: c.data.folds is not None and c.data.mix,
-         "{mix} counts whole sets", LEAVE_ONE),
+         "{mix} uses whole data sets", LEAVE_ONE),
     # what saves memory, and graphs of a step
     Rule("trainer.cuda_graphs=true",
          lambda c: c.trainer.cuda_graphs and c.trainer.compile.scope in ("model", "regional", "auto"),
-         f"{NOT_COMPILED}: it records the step",
-         "use trainer.compile.scope=step, or trainer.compile.mode=reduce-overhead in its place"),
+         f"{NOT_COMPILED}: it records the step too",
+         "use trainer.compile.scope=step, or trainer.compile.mode=reduce-overhead instead"),
     Rule("trainer.cuda_graphs=true",
          lambda c: c.trainer.cuda_graphs and c.parallel.accelerator in ("cpu", "mps"),
-         "does not go with parallel.accelerator={c.parallel.accelerator}: only a CUDA device has them",
+         "cannot be used with parallel.accelerator={c.parallel.accelerator}, because it needs a CUDA device",
          "use trainer.cuda_graphs=false"),
     Rule(AGAIN, lambda c: _uses_gradient_checkpointing(c) and _is_compiled(c),
-         f"{NOT_COMPILED}, because compiled code decides itself what it computes again", USE_ONE),
+         f"{NOT_COMPILED}, because the compiler chooses which activations are recomputed", USE_ONE),
     Rule(AGAIN, lambda c: _uses_gradient_checkpointing(c) and c.trainer.cuda_graphs,
-         f"{NOT_RECORDED}, because random numbers cannot be drawn again while a step is recorded", USE_ONE),
+         f"{NOT_RECORDED}, because a recorded step cannot repeat its random numbers", USE_ONE),
     Rule(AGAIN, lambda c: _uses_gradient_checkpointing(c) and c.parallel.sync_batchnorm,
-         "does not go with parallel.sync_batchnorm=true, which would exchange the statistics of the ranks a second "
-         "time in the backward", USE_ONE),
+         "cannot be combined with parallel.sync_batchnorm=true, because the backward pass would exchange the "
+         "statistics again", USE_ONE),
     Rule(MOVED, lambda c: c.trainer.activation_offload and _uses_gradient_checkpointing(c),
          f"{AGAIN} {NO_ACTIVATIONS}", USE_ONE),
     Rule(MOVED, lambda c: c.trainer.activation_offload and _is_compiled(c),
          OPAQUE, "use trainer.compile.scope=off"),
     Rule(MOVED, lambda c: c.trainer.activation_offload and c.trainer.cuda_graphs,
-         f"{NOT_RECORDED}, because no memory of the host can be had while a step is recorded", USE_ONE),
+         f"{NOT_RECORDED}, because host memory cannot be allocated while a step is recorded", USE_ONE),
 )  # fmt: skip
 
 STEP_RULES = (  # what a step of one graph does not go with
     Rule("parallel={c.parallel.mode}", lambda c: c.parallel.mode != "single",
          "ranks exchange gradients in the step", f"{MODEL_SCOPE}, or parallel=single"),
     Rule("precision=16-mixed", lambda c: c.precision.mode == "16-mixed",
-         "a graph does not scale its loss", "use precision=bf16-mixed, or trainer.compile.scope=model"),
+         "a graph cannot scale the loss", "use precision=bf16-mixed, or trainer.compile.scope=model"),
     Rule("step", lambda c: c.step, "a step of your own is not traced", MODEL_SCOPE),
-    Rule("loop", lambda c: c.loop, "a loop of your own makes the steps itself", MODEL_SCOPE),
+    Rule("loop", lambda c: c.loop, "a loop of your own has its own steps", MODEL_SCOPE),
     Rule("model.unfreeze_at", lambda c: (c.model or {}).get("unfreeze_at"),
          "a graph trains the same parameters in every step", MODEL_SCOPE),
     Rule("task=distillation", lambda c: (c.task or {}).get(TARGET) == DISTILLATION,
-         "a teacher is asked outside of a graph", MODEL_SCOPE),
+         "the teacher runs outside of the graph", MODEL_SCOPE),
     Rule("trainer.compile.dynamic=true", lambda c: c.trainer.compile.dynamic,
-         "each shape of batch is a graph of its own", "leave it out"),
+         "each batch shape needs its own graph", "leave it out"),
     Rule("trainer.compile.mode=reduce-overhead", lambda c: c.trainer.compile.mode == "reduce-overhead",
-         "CUDA graphs of inductor hold no tensors that change in place", f"leave it out, or {MODEL_SCOPE}"),
+         "CUDA graphs of inductor cannot change tensors in place", f"leave it out, or {MODEL_SCOPE}"),
     Rule("data.padding=token_budget", lambda c: c.data.padding == "token_budget",
-         "its batches have other rows each time, and only full ones are compiled", "use data.padding=bucket"),
+         "its batches have varying numbers of rows, and only full batches are compiled", "use data.padding=bucket"),
 )  # fmt: skip
 
 GPU_RULES = (  # what only a GPU has a use for
@@ -316,17 +317,17 @@ def _iterate_network_faults(config: RunConfig) -> Iterator[Fault]:
     name, kind = read_target_name(model), read_target_name(task)
     is_other_task = kind.startswith("trainrun.task.") and kind != VAE_TASK
     if name in VAES and is_other_task:
-        yield Fault("model", name.split(".")[-2], "gives a reconstruction, not classes; its task is task=vae")
+        yield Fault("model", name.split(".")[-2], "returns a reconstruction, not classes; use task=vae")
     for key, node in config.hook.items():
         if is_other_task and read_target_name(node) == VAE_HEALTH:
-            why = f"monitor=vae watches the code of a VAE, and task={kind.split('.')[-2]} has none"
+            why = f"monitor=vae measures the code of a VAE, and task={kind.split('.')[-2]} has none"
             yield Fault(f"hook.{key}", "", f"{why}; use model=vae task=vae, or leave it out")
     gives_classes_last = name == GPT or (name == LSTM and model.get("outputs", "each") == "each")
     class_dim = task.get("class_dim", 1)
     if gives_classes_last and kind == CLASSIFICATION and class_dim in (0, 1):
-        why = "reads tokens and gives classes for each of them, in the last dimension, where task.class_dim="
-        ways = "for text: data=text task=language_modeling; for a class of every token: task.class_dim=-1"
-        yield Fault("model", "gpt" if name == GPT else "lstm", f"{why}{class_dim} does not look; {ways}")
+        why = "returns classes for each token in the last dimension, but task.class_dim="
+        ways = "use data=text task=language_modeling for text, or task.class_dim=-1 for a class per token"
+        yield Fault("model", "gpt" if name == GPT else "lstm", f"{why}{class_dim}; {ways}")
 
 
 def _iterate_held_out_faults(config: RunConfig) -> Iterator[Fault]:
@@ -343,12 +344,12 @@ def _iterate_held_out_faults(config: RunConfig) -> Iterator[Fault]:
         alike = node.get("path") == train.get("path")
         for name in {"val_fraction", "seed"} & node.keys() & train.keys() if alike else ():
             if str(node[name]) != str(train[name]):
-                why = "both parts are cut from the same data, or samples would be in both"
+                why = "both parts must be cut from the data in the same way, or some samples would be in both"
                 yield Fault(f"{key}.{name}", node[name], f"{why}; set data.train.{name}")
         cut = "val_fraction" in node and str(node["val_fraction"]) == str(train.get("val_fraction"))
         if not alike and cut and not target.startswith(ARRAYS):
-            why = f"{key} is a part held out of its path"
-            way = f"for validation data of its own set data.train.val_path={node['path']}"
+            why = f"{key} is a part that is held out from the training data"
+            way = f"for separate validation data set data.train.val_path={node['path']}"
             yield Fault(f"{key}.path", node["path"], f"{why}; {way}")
 
 
@@ -367,7 +368,7 @@ def check_data_path(config: RunConfig) -> list[str]:
         return []
     readers = " or ".join(f"data={option}" for option in list_data_options(path))
     return [
-        f"data.path={path}: nothing reads it with data={config.data.name}; say what it is, as "
+        f"data.path={path}: data={config.data.name} does not read it; choose a reader, as "
         f"{readers or 'data=csv, data=text or data=image_folder'} (trainrun --help data), or leave it out"
     ]
 
@@ -380,23 +381,27 @@ def _iterate_optimizer_faults(config: RunConfig) -> Iterator[Fault]:
         inner = [name for name in node if name in optimizers] if isinstance(node, dict) else []
         if inner and node.get(TARGET) and (key == "scheduler" or "params" in node[inner[0]]):
             yield Fault(
-                f"{key}.{inner[0]}", "", f"{key}s by name stand beside {node[TARGET]}; add {key}=custom"
+                f"{key}.{inner[0]}",
+                "",
+                f"named {key}s cannot be combined with {node[TARGET]}; add {key}=custom",
             )
     for name in named_nodes(config.scheduler):
         if name not in named:
             names = ", ".join(named) or "none by name"
-            yield Fault(f"scheduler.{name}", "", f"no optimizer has this name; there are {names}")
+            yield Fault(f"scheduler.{name}", "", f"no optimizer has this name; available: {names}")
     if not named:
         return
     first = f"optimizer.{next(iter(named))}"
     for name, node in named.items():
         if not node.get("params"):
             key = f"optimizer.{name}.params"
-            yield Fault(key, "", f"must say which parameters, as {key}='{name}.*'")
+            yield Fault(key, "", f"must name its parameters, as {key}='{name}.*'")
     for key, value, applies in (
         ("trainer.compile.scope", "step", config.trainer.compile.scope == "step"),
         ("trainer.cuda_graphs", "true", config.trainer.cuda_graphs),
         ("parallel", config.parallel.mode, config.parallel.mode != "single"),
     ):
         if applies:
-            yield Fault(key, value, f"does not go with optimizers by name ({first}); leave one of them out")
+            yield Fault(
+                key, value, f"cannot be combined with named optimizers ({first}); leave one of them out"
+            )

@@ -115,9 +115,9 @@ def describe_unchanged_paths(data: DataConfig, given: set[str], measured: str) -
             and measured
             and all(value != data.path for _, value in iterate_config_leaves(node))
         ):
-            line = f"{key} reads other data; name its samples by what {key}.{TARGET} takes"
+            line = f"{key} reads other data; set the arguments of {key}.{TARGET}"
         if line and not measured:
-            print_note_once(f"data.path={data.path}: of training; {line}")
+            print_note_once(f"data.path={data.path}: used for training only; {line}")
         elif line:
             yield f"data.path={data.path}: {line}"
 
@@ -304,10 +304,10 @@ def set_saved_values(cfg: DictConfig, words: list[str], faults: list[str]) -> No
             add_trackers(cfg, override.value())
         if key in fixed:
             fault = (
-                f"{word}: the groups of a run are fixed; only single values can change, as {key}.name=value"
+                f"{word}: a group cannot change in an existing run; change single values, as {key}.name=value"
             )
         elif override.is_delete():
-            fault = f"{word}: nothing of a run can be taken away; give it another value, as {key}=null"
+            fault = f"{word}: settings of a run cannot be removed; give another value, as {key}=null"
         else:
             fault = set_config_value(cfg, key, override.value(), text, may_be_new, [find_conf_dir()])
         faults += [fault] if fault else []
@@ -328,7 +328,7 @@ def fill_secrets(found: dict[str, Any], secrets: Any) -> dict[str, Any]:
 def describe_missing_secrets(cfg: DictConfig) -> list[str]:
     """Return a line for each secret of a config that is not stored in the run folder."""
     return [
-        f"{key}: a secret that is not kept in this folder (.secrets.json); give it again, as {key}=..."
+        f"{key}: a secret that is not stored in this folder (.secrets.json); give it again, as {key}=..."
         for key, value in iterate_config_leaves(OmegaConf.to_container(cfg, resolve=False))
         if value == HIDDEN and is_secret_value(key, value)
     ]

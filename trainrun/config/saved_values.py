@@ -157,11 +157,11 @@ def resolve_references(values: dict[str, Any]) -> dict[str, Any]:
             else:
                 raise LookupError
         except (LookupError, TypeError):
-            raise ValueError(f"{key}={value[:80]}: refers to no value") from None
+            raise ValueError(f"{key}={value[:80]}: refers to a value that does not exist") from None
         num_values += len(target) if isinstance(target, list) else 1
         is_whole = not isinstance(target, dict) and "${" not in str(target).replace(ENVIRONMENT, "")
         if not is_whole or num_values > MAX_VALUES:
-            raise ValueError(f"{key}={value[:80]}: not a reference that a run saves")
+            raise ValueError(f"{key}={value[:80]}: not a reference to one setting")
         return target
 
     resolved_values: dict[str, Any] = map_config(values, resolve_value)
@@ -237,9 +237,9 @@ def check_yaml(text: str, aliases: bool) -> None:
     for event in yaml.parse(text, Loader=LOADER):
         if isinstance(event, yaml.AliasEvent):
             if not aliases:
-                raise ValueError(f"*{event.anchor[:40]} stands for other values; a run saves each as it is")
+                raise ValueError(f"*{event.anchor[:40]} refers to other values; write out each value")
             if event.anchor not in sizes:
-                raise ValueError(f"*{event.anchor[:40]} stands for itself, or for nothing")
+                raise ValueError(f"*{event.anchor[:40]} refers to itself, or to nothing")
             count += sizes[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
             count += 1

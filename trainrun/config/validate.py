@@ -128,9 +128,7 @@ def _check_node(setting: Setting, value: Any) -> str:
     if setting.opens == NAMED and (several := named_nodes(value)):
         return check_values_beside_nodes(setting, several, value)
     if setting.required and (empty or (isinstance(value, dict) and target in (None, "???"))):
-        return (
-            f"{key}.{TARGET}: nothing to train with; name a class or function, e.g. {key}.{TARGET}={EXAMPLE}"
-        )
+        return f"{key}.{TARGET}: is not set; name a class or function, as {key}.{TARGET}={EXAMPLE}"
     if setting.opens == ANY or empty or target or value in setting.also:
         return ""
     if setting.opens in (NODES, NAMED) and isinstance(value, dict):
@@ -318,9 +316,7 @@ def describe_missing_target(setting: Setting, key: str, value: Any) -> str:
         name, inner = next(iter(value.items()))
         choice = {"transform.lora": "transform=lora", "scheduler": "scheduler=constant"}
         example = choice.get(key, f"{key}.{TARGET}={EXAMPLE}")
-        return (
-            f"{key}.{name}={inner}: belongs to a class or function that is not named; name it, as {example}"
-        )
+        return f"{key}.{name}={inner}: needs a class or function; name it, as {example}"
     also = "".join(
         f", or be {name}"
         for name in (*setting.also, *(["null"] if key == setting.key and not setting.required else []))
@@ -337,7 +333,7 @@ def check_values_beside_nodes(setting: Setting, several: dict[str, Any], value: 
         if isinstance(inner, dict) or setting.key == "data.val":
             return f"{key}={inner}: must name a class or function, as {key}.{TARGET}={EXAMPLE}"
         ways = " or ".join(f"{setting.key}.{name_of_node}.{name}={inner}" for name_of_node in several)
-        return f"{key}={inner}: stands beside {', '.join(several)} and would be for none of them; say {ways}"
+        return f"{key}={inner}: applies to none of {', '.join(several)}; use {ways}"
     return ""
 
 
@@ -354,14 +350,14 @@ def iterate_group_faults(place: str, groups: Any, kinds: dict[str, Any]) -> Iter
         named = group.get("params") if isinstance(group, dict) else None
         patterns = [named] if isinstance(named, str) else named
         if not patterns or not fits_kind(patterns, list[str]):
-            yield f"{entry}={group}: must name parameters and what holds for them, as {example}"
+            yield f"{entry}={group}: must name parameters and their options, as {example}"
             continue
         if len(group) == 1:
-            yield f"{entry}={group}: says nothing of its parameters; add an option, as {example}"
+            yield f"{entry}={group}: has no option for its parameters; add one, as {example}"
         for name, value in group.items():
             if name in OF_ALL:
                 typed = f"{name}={format_value(value)}"
-                yield f"{entry}.{typed}: holds for all parameters; use {place}.{typed}"
+                yield f"{entry}.{typed}: applies to all parameters; use {place}.{typed}"
             elif name in kinds and not fits_kind(value, kinds[name]):
                 yield f"{entry}.{name}={explain_misfit(value, kinds[name])}"
 

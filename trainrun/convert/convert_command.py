@@ -61,7 +61,7 @@ def convert_parser() -> Parser:
         "--shard-size",
         metavar="N",
         type=int,
-        help=f"samples a file (default: about 128 MiB); {', '.join(SHARDED)}",
+        help=f"samples per file (default: about 128 MiB); {', '.join(SHARDED)}",
     )
     settings = "settings of the source, as data.train.dtype=uint8"
     add("overrides", metavar="key=value", nargs="*", default=[], help=settings)

@@ -123,4 +123,4 @@ def open_for_writing(dest: Path) -> Iterator[None]:
                 "command again: it continues after the files that are written"
             ) from error
         name = f" ({error.filename})" if error.filename else ""
-        raise DataError(f"{dest}: cannot write there: {error.strerror or error}{name}") from error
+        raise DataError(f"{dest}: cannot write in it: {error.strerror or error}{name}") from error

@@ -137,7 +137,7 @@ def read_in_child(work: Callable[[], T], options: StreamOptions) -> T:
                 return work()
         raise DataError(
             f"data.worker_timeout_seconds={options.timeout_seconds:g}: {options.key} gave no sample for that long in a "
-            "child process; raise it (0 waits for ever), or see with data.num_workers=0 where reading hangs"
+            "child process; increase it (0: no limit), or see with data.num_workers=0 where reading hangs"
         ) from error
     except ChildExited as error:
         raise DataError(

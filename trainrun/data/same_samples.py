@@ -12,8 +12,8 @@ from trainrun.data.cache.samples import NotKept, flatten_sample
 from trainrun.errors import DataError
 
 DIVIDED = (
-    "a stream is read whole by every rank, which takes its share of each batch; let it give each the same samples "
-    "(no rank, no world size and no generator of its own in it), or give it shard(num_shards, index) and no __len__"
+    "every rank reads the whole stream and takes its part of each batch. Let the stream return the same samples on "
+    "each rank (without rank, world size or its own generator), or add shard(num_shards, index) and no __len__"
 )
 
 
@@ -48,13 +48,13 @@ def check_same(digests: Sequence[str], key: str) -> None:
     digests: of one batch, by rank; "" if a rank has no batch to compare.
     """
     if len(set(digests) - {""}) > 1:
-        raise DataError(f"{key}: the ranks read different samples of it, and some would be lost; {DIVIDED}")
+        raise DataError(f"{key}: the ranks read different samples, so some would be lost; {DIVIDED}")
 
 
 def refuse_divided(source: Any, key: str) -> None:
     """Raise DataError for a stream that `split_dataset_by_node` has divided: the ranks would divide it again."""
     if getattr(getattr(source, "_distributed", None), "world_size", 1) > 1:
         raise DataError(
-            f"{key}: split_dataset_by_node has divided it among the ranks, which divide it once more, so some samples "
-            "would be lost; leave split_dataset_by_node out"
+            f"{key}: split_dataset_by_node already divides the data among ranks, and trainrun divides it again, so "
+            "samples would be lost; leave split_dataset_by_node out"
         )

@@ -252,7 +252,7 @@ def check_options(options: StreamOptions) -> None:
     if options.engine == "auto" and "auto" not in (options.num_workers, options.num_threads):
         raise DataError(
             f"data.num_threads={options.num_threads}: data.num_workers={options.num_workers} is given too; leave "
-            "one of them out, or say which by data.engine=threads or data.engine=workers"
+            "one of them out, or choose one by data.engine=threads or data.engine=workers"
         )
 
 

@@ -98,12 +98,14 @@ PROBES, TOLERANCE = 4, 1e-3  # samples that are computed again to check what was
 def main(argv: list[str]) -> int:
     """Write a folder of embeddings, check some of its samples, and print the settings with which a run reads it."""
     about = (
-        "What a layer of a trained model gives for every sample, as data to train on. Run "
-        "again with the same words, it goes on where it was stopped."
+        "Writes the output of a layer of a trained model for every sample, as data to train on. If it was stopped, "
+        "run the same command again."
     )
     parser = build_run_parser("embed", about)
     parser.add_argument("--out", required=True, help="a folder that ends in .parquet or .npy")
-    parser.add_argument("--layer", help="its output is taken (default: what goes into the last linear layer)")
+    parser.add_argument(
+        "--layer", help="the layer whose output is written (default: the input of the last linear layer)"
+    )
     parser.add_argument(
         "--which", help="best, last, or a checkpoint's name (default: best, or last without one)"
     )

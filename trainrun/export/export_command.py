@@ -86,18 +86,18 @@ def main(argv: list[str]) -> int:
 
 def parse_export_arguments(argv: list[str]) -> Namespace:
     parser = build_run_parser(
-        "export", "The trained network in other formats, each tried on samples of the run's data."
+        "export",
+        "Writes the trained network in other formats, and checks each with samples of the run's data.",
     )
     add_checkpoint_options(parser)
     parser.add_argument("--to", required=True, help=f"one or more of {', '.join(FORMATS)}, with commas")
-    parser.add_argument("--dynamic", choices=["batch"], help="batch: any number of samples at a time")
-    parser.add_argument(
-        "--merge", action="store_true", help="add LoRA's corrections to the weights they correct"
-    )
+    parser.add_argument("--dynamic", choices=["batch"], help="batch: allow any number of samples per call")
+    parser.add_argument("--merge", action="store_true", help="add LoRA adapters to the weights")
     parser.add_argument("--out", help="a folder (default: RUN_DIR-export, beside the run)")
     parser.add_argument(
-        "--tolerance", type=parse_tolerance, help=f"of the largest output (default: {TOLERANCE:g}, or "
-        f"{TOLERANCE_OF_BYTES:g} where inputs of layers are rounded to bytes)",
+        "--tolerance", type=parse_tolerance,
+        help=f"allowed difference, as a part of the largest output (default: {TOLERANCE:g}, or "
+        f"{TOLERANCE_OF_BYTES:g} if inputs of layers are rounded to bytes)",
     )  # fmt: skip
     return parse_arguments(parser, argv)
 
@@ -106,9 +106,7 @@ def output_folder(text: str | None, run: RunDir) -> Path:
     """Return the folder to write to. Raise ConfigError if it is the run folder or inside it."""
     out = Path(text).expanduser() if text else run.root.with_name(f"{run.root.name}-export")
     if run.root in (out.resolve(), *out.resolve().parents):
-        raise ConfigError(
-            f"--out {text}: lies in the folder of the run, which holds nothing else; name another"
-        )
+        raise ConfigError(f"--out {text}: is inside the folder of the run; choose another folder")
     return out
 
 
@@ -133,7 +131,7 @@ def write_checked(name: str, request: ExportRequest, out: Path, tolerance: float
                 path.replace(final)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--out {out}: cannot write there ({reason}); name another folder") from error
+        raise ConfigError(f"--out {out}: cannot write in it ({reason}); name another folder") from error
     say(f"{name}: {final} ({size}), {result}")
     return {"format": name, "path": final, "checked": result}
 

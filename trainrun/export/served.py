@@ -95,7 +95,9 @@ def output_tensors(output: Any) -> Any:
         return output.logits
     tensors = tuple(list_tensors(output))
     if not tensors:
-        raise ConfigError(f"model: gives a {type(output).__name__} without tensors, which no format can hold")
+        raise ConfigError(
+            f"model: returns a {type(output).__name__} without tensors, which no format can hold"
+        )
     return tensors[0] if len(tensors) == 1 else tensors
 
 

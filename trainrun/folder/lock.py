@@ -79,7 +79,9 @@ def open_locked(path: Path, operation: int, note: Callable[[str], None] = lambda
         fcntl.flock(descriptor, operation)
     except OSError as error:
         if error.errno in NO_LOCKS:
-            note(f"{path.parent}: this file system has no locks; see to it that no other process works there")
+            note(
+                f"{path.parent}: this file system has no locks; make sure that no other process works in this folder"
+            )
             return descriptor
         os.close(descriptor)
         if error.errno in BUSY:
@@ -113,15 +115,15 @@ def build_lock_error(run: RunDir, error: OSError) -> ConfigError:
     if (
         error.errno == errno.ELOOP
     ):  # the folder may be anybody's, and the lock is written before that is asked
-        return ConfigError(f"{run.lock}: is a link, which no lock of ours is; take it away")
+        return ConfigError(f"{run.lock}: is a link, not a lock of trainrun; remove it")
     return build_write_error(run, error)
 
 
 def build_write_error(run: RunDir, error: OSError) -> ConfigError:
     """Return the error for a run folder that is not writable. A resumed run cannot move to another folder."""
     return ConfigError(
-        f"{run.root}: cannot write there ({error.strerror}), and a run goes on in its own folder; make that writable, "
-        f"or begin another run from its newest checkpoint: {shlex.quote(f'ckpt_path={run.root}')}"
+        f"{run.root}: cannot write in it ({error.strerror}), and a run continues in its own folder; make it writable, "
+        f"or start a new run from its newest checkpoint: {shlex.quote(f'ckpt_path={run.root}')}"
     )
 
 
@@ -132,18 +134,23 @@ def _wait_for_lock(
     until, has_warned = time.monotonic() + WAIT_SECONDS, False
     while True:
         if error.errno in NO_LOCKS:
-            note(f"{run.root}: this file system has no locks; see to it that no other process trains there")
+            note(
+                f"{run.root}: this file system has no locks; make sure that no other process trains in this folder"
+            )
             return False
         if error.errno not in BUSY:
             raise build_write_error(run, error) from error
         owner = _read_owner(descriptor)
         if not (patient or _has_owner_exited(owner)) or time.monotonic() > until:
             raise RunBusy(
-                f"{run.root}: {_describe_owner(owner)} trains there; wait until it has ended, or name another folder"
+                f"{run.root}: {_describe_owner(owner)} trains in this folder; wait until it ends, or choose another "
+                "folder"
             )
         if not has_warned:
             has_warned = True
-            note(f"{run.root}: what is left of {_describe_owner(owner)} still saves; waiting for it")
+            note(
+                f"{run.root}: a process that is left of {_describe_owner(owner)} is still saving; waiting for it"
+            )
         time.sleep(POLL_SECONDS)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -220,7 +220,7 @@ def resolve_folder(text: str) -> Path:
 
 def build_folder_error(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"output_dir={folder}: cannot write there ({error.strerror}); name another folder with output_dir=..."
+        f"output_dir={folder}: cannot write in it ({error.strerror}); name another folder with output_dir=..."
     )
 
 
@@ -315,8 +315,8 @@ def read_identity(run: RunDir) -> dict[str, Any]:
         if identity := read_valid_identity(path):
             return identity
     raise ConfigError(
-        f"{run.identity}: {'damaged' if os.path.lexists(run.identity) else 'missing'}, so this is no whole run folder; "
-        f"start the run anew ({shlex.quote(f'ckpt_path={run.root}')} takes over a checkpoint)"
+        f"{run.identity}: {'damaged' if os.path.lexists(run.identity) else 'missing'}, so this run folder is "
+        f"incomplete; start a new run ({shlex.quote(f'ckpt_path={run.root}')} continues from a checkpoint)"
     )
 
 

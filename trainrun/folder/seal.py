@@ -164,7 +164,8 @@ def check_sealed(run: RunDir, trust: bool, way: str = "add --trust, once (in Pyt
         return
     if not trust:
         raise ConfigError(
-            f"{run.root}: may be from somebody else: {why}. A config can name any code, file or server, so nothing of "
+            f"{run.root}: may belong to somebody else: {why}. A config can name any code, file or server, so nothing "
+            "of "
             f"this folder was used. If you trust all of it, {way}"
         )
     try:
@@ -192,6 +193,6 @@ def check_files(root: Path, trust: bool, way: str = "--trust") -> None:
     for name in list_unsealed_parts(RunDir(root))[0]:
         if name in links:
             raise ConfigError(
-                f"{links[name]}: leads out of the run folder, to {links[name].readlink()}; where that is of your own "
+                f"{links[name]}: leads out of the run folder to {links[name].readlink()}; where that is of your own "
                 f"making: {way}"
             )

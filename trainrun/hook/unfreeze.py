@@ -28,7 +28,7 @@ def check_unfreezing(node: Mapping[str, Any]) -> list[str]:
         if (value := node.get(name)) and not node.get("freeze"):
             typed = "true" if value is True else value
             faults.append(
-                f"model.{name}={typed}: is of frozen weights, and there are none; add model.freeze='encoder.*'"
+                f"model.{name}={typed}: applies to frozen weights, but none are frozen; add model.freeze='encoder.*'"
             )
     if (value := node.get("unfreeze_at")) is not None:
         try:

@@ -132,14 +132,11 @@ class VaeHealth:
         task: Any = run.task
         if not isinstance(run.task, HasBound):
             raise ConfigError(
-                f"monitor=vae: watches the code of a VAE, and {type(task).__name__} lacks beta, beta_at(step) or "
+                f"monitor=vae: measures the code of a VAE, but {type(task).__name__} lacks beta, beta_at(step) or "
                 "terms(model, batch); use model=vae task=vae, or leave it out"
             )
         if run.val is None:
-            raise ConfigError(
-                "monitor=vae: looks at samples of the validation data, and there are none; name data.val, or leave "
-                "it out"
-            )
+            raise ConfigError("monitor=vae: needs validation data; set data.val, or leave it out")
         if self._action == "boost_free_bits" and not type(task).__module__.startswith("trainrun.task."):
             raise ConfigError(
                 f"on_collapse=boost_free_bits: raises task.free_bits of task=vae, and {type(task).__name__} is a task "
@@ -337,13 +334,13 @@ def is_collapsed(row: Mapping[str, Any], last_beta: float) -> bool:
 
 
 def describe_collapse(row: Mapping[str, Any]) -> str:
-    """Return `KL 0.02 nats, 0 of 16 dimensions active, codes of other samples cost 0.1 % of the reconstruction, beta
+    """Return `KL 0.02 nats, 0 of 16 dimensions active, codes of other samples add 0.1 % of the reconstruction, beta
     50`.
     """
     parts = [f"KL {row['kl']:.3g} nats", f"{row['active_units']} of {len(row['activity'])} dimensions active"]
     if "gain" in row:
         percent = 100 * row["gain"] / max(row["reconstruction"], 1e-12)
-        parts.append(f"codes of other samples cost {percent:.2g} % of the reconstruction")
+        parts.append(f"codes of other samples add {percent:.2g} % of the reconstruction")
     return ", ".join([*parts, f"beta {row['beta']:.3g}"])
 
 
@@ -356,7 +353,9 @@ def suggest_remedy(task: Any, row: Mapping[str, Any], dropped: float = 0.0) -> s
             f"{spread:.2g}; try task.beta={spread:.1g}"
         )
     if beta > 1:
-        return f"Likely cause: beta {beta:.3g} weighs the KL more than the bound does; try task.beta=1"
+        return (
+            f"Likely cause: beta {beta:.3g} is above 1, the weight of the variational bound; try task.beta=1"
+        )
     if "tokens" in row and getattr(task, "schedule", "") != "constant" and dropped < 1:
         rate = 0.3 if dropped < 0.3 else 1.0 if dropped >= 0.8 else dropped + 0.2
         return (

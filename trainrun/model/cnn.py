@@ -78,5 +78,5 @@ def check_picture_shape(in_shape: Sequence[int]) -> tuple[int, int, int]:
         raise ValueError(f"in_shape={list(in_shape)} must be [channels, height, width]")
     channels, height, width = in_shape
     if min(height, width) < 4:
-        raise ValueError(f"in_shape={list(in_shape)} is too small: pictures of 4 x 4 or more are needed")
+        raise ValueError(f"in_shape={list(in_shape)} is too small: pictures must be 4 x 4 or larger")
     return channels, height, width

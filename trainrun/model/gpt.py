@@ -135,8 +135,10 @@ class Gpt(nn.Module):
         before = next(iter(cache.values()))[0].shape[2] if cache else 0
         if before + length > self.context:
             raise ValueError(
-                f"context={self.context}: a sequence of the data has {before + length} tokens; raise it, or cut a text "
-                f"into blocks of data.train.block_size={self.context} (data.max_sequence_length drops what is behind)"
+                f"context={self.context}: a sequence of the data has {before + length} tokens; increase it, or cut a "
+                "text "
+                f"into blocks of data.train.block_size={self.context} (data.max_sequence_length drops the rest of a "
+                "sequence)"
             )
         x = self.tokens(tokens)
         turn: tuple[Tensor, Tensor] | None = None

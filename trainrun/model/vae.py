@@ -52,7 +52,7 @@ class Vae(nn.Module):
         shape = tuple(in_shape)
         if body == "conv" and (len(shape) != 3 or min(shape[1:]) < 4):
             raise ValueError(
-                f"body=conv: in_shape={list(shape)} is no picture of 4 x 4 or more; use body=mlp"
+                f"body=conv: in_shape={list(shape)} is not a picture of 4 x 4 or more; use body=mlp"
             )
         convolves = body == "conv" or (body == "auto" and len(shape) == 3 and min(shape[1:]) >= SMALLEST_SIDE)
         if not hidden:

@@ -96,7 +96,7 @@ def _parse_line(line: bytes) -> tuple[str, Row]:
     if '"nan"' in text or 'inf"' in text:
         row = parse_non_finite(row)
     if wrong := invalid_field(row):
-        raise ValueError(f"no run writes such a value of {wrong[:40]!r}")
+        raise ValueError(f"a run never writes such a value of {wrong[:40]!r}")
     return text, row
 
 

@@ -56,7 +56,7 @@ def build_optimizer(
     members = list(model.parameters()) if params is None else params
     params = [param for param in members if param.is_floating_point() or param.is_complex()]
     if not any(param.requires_grad for param in model.parameters()):
-        raise PluginError("model: the model has no parameter that wants a gradient; nothing can be trained")
+        raise PluginError("model: no parameter of the model requires a gradient, so nothing can be trained")
     name = getattr(factory, "__name__", type(factory).__name__)
     make_groups = getattr(factory, "parameter_groups", None)  # of Muon, or of a user's own
     if make_groups is not None and not has_all_params:
@@ -116,13 +116,13 @@ def choose_kernel(
     strided = [name for name, p in model.named_parameters() if p in param_set and not is_dense(p)]
     if keywords.get("fused") is True and is_fused_kernel_wrong(factory, params):
         raise PluginError(
-            "optimizer.fused=true: torch's fused SGD of a CPU computes wrong values for 16-bit weights; choose "
+            "optimizer.fused=true: torch's fused SGD of a CPU computes wrong values for 16-bit weights; use "
             "optimizer.fused=null"
         )
     if keywords.get("fused") is True and strided:
         raise PluginError(
             f"optimizer.fused=true: the parameter {strided[0]} is a part of a larger tensor, and torch's fused update "
-            "of a CPU would write to the rest of it; choose optimizer.fused=null"
+            "on a CPU would overwrite the rest; use optimizer.fused=null"
         )
     if strided or not is_fused_kernel_correct(factory, params):
         return keywords
@@ -297,7 +297,7 @@ def optimizer_parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[Te
     strangers = sum(param not in names for param in params)
     if strangers:
         raise CheckpointError(
-            f"optimizer: {strangers} of its {len(params)} tensors are no parameters of the model, "
+            f"optimizer: {strangers} of its {len(params)} tensors are not parameters of the model, "
             "so their state cannot be saved; make them parameters of the model"
         )
     return {param: names[param] for param in params}

@@ -106,7 +106,9 @@ class GroupDivision:
         """
         key, kind = self._rules.key, type(optimizer).__name__
         if len(optimizer.param_groups) != len(self._parts):
-            raise PluginError(f"{key}: {kind} makes other parameter groups of those that it is given")
+            raise PluginError(
+                f"{key}: {kind} changes the parameter groups that it receives; use an optimizer that keeps them"
+            )
         for option, name in (("no_decay", "weight_decay"), ("layer_decay", "lr")):
             if getattr(self._rules, option) not in (None, "none") and name not in optimizer.defaults:
                 raise ConfigError(f"{key}.{option}: {kind} has no {name}; leave it out")
@@ -159,8 +161,8 @@ def match_entries(
         params = {named_params[name] for name in names} & set(trained)
         if not params:
             faults.append(
-                f"{key}={group['params']}: {names[0]} and whatever else it fits is not trained by this optimizer, "
-                "but by another; leave the group out"
+                f"{key}={group['params']}: {names[0]} and other matching parameters belong to another optimizer; "
+                "leave the group out"
             )
         elif all(param in owners for param in params):
             before = owners[next(iter(params))]
@@ -277,14 +279,17 @@ def number_blocks(model: nn.Module, members: Collection[nn.Parameter], key: str)
     length, way_out = max(best.values(), default=0), "name parameters and their rates in groups"
     if length < 2:
         raise ConfigError(
-            f"{key}: the model has no blocks that are numbered (torch.nn.ModuleList, torch.nn.Sequential), which give "
+            f"{key}: the model has no numbered blocks (torch.nn.ModuleList, torch.nn.Sequential), which give "
             f"the depth; {way_out}"
         )
     rivals = [row for row in candidates if row is not best and 2 * max(row.values()) >= length]
     for rival in (next(iter(row)) for row in rivals):
         if not is_inside_block(rival, best):
             raise ConfigError(
-                f"{key}: two rows of layers, from {next(iter(best))} and from {rival} on, so the depth is not clear; "
+                f"{key}: the model has the model has the model has two rows of layers, from {next(iter(best))} and "
+                f"from {rival} on, "
+                "so the depth "
+                "is not clear; "
                 f"{way_out}"
             )
     return best

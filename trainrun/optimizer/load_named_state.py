@@ -74,8 +74,9 @@ def _check_class(optimizer: Optimizer, stored: list[str]) -> None:
     classes = [kind.__name__ for kind in type(optimizer).__mro__]
     if stored[0] not in classes and classes[0] not in stored:
         raise CheckpointError(
-            f"optimizer: the checkpoint has the state of {stored[0][:LONGEST]}, which {classes[0]} cannot go on with; "
-            "use the optimizer of before, or begin a new run with its weights: init_from=RUN_DIR"
+            f"optimizer: the checkpoint has the state of {stored[0][:LONGEST]}, which {classes[0]} cannot continue "
+            "with; "
+            "use the same optimizer, or start a new run with its weights: init_from=RUN_DIR"
         )
 
 
@@ -89,8 +90,8 @@ def _add_groups(params: Mapping[str, Tensor], optimizer: Optimizer, tree: dict[s
 def _check_same_parameters(params: dict[str, Tensor], optimizer: Optimizer, tree: dict[str, Any]) -> None:
     """Raise CheckpointError unless the checkpoint and the optimizer have the same names, shapes and groups."""
     stored = tree["shapes"]
-    faults = [f"{name} is new here" for name in params if name not in stored]
-    faults += [f"{name[:LONGEST]} is not there now" for name in stored if name not in params]
+    faults = [f"{name} is new in the model" for name in params if name not in stored]
+    faults += [f"{name[:LONGEST]} is not in the model now" for name in stored if name not in params]
     for name, shape in stored.items():
         if name in params and read_whole_shape(params[name]) != list(shape):
             faults.append(
@@ -107,7 +108,7 @@ def _check_same_parameters(params: dict[str, Tensor], optimizer: Optimizer, tree
         raise CheckpointError(
             f"optimizer: the state in the checkpoint belongs to other parameters: {shown}"
             + (f"; and {num_more} more" if num_more > 0 else "")
-            + "; its weights alone can begin a new run: init_from=RUN_DIR"
+            + "; to start a new run with its weights: init_from=RUN_DIR"
         )
 
 
@@ -125,8 +126,8 @@ def _check_fields(optimizer: Optimizer, tree: dict[str, Any]) -> None:
             if lacking:
                 raise CheckpointError(
                     f"optimizer: the state of {name[:LONGEST]} in the checkpoint has no {' and no '.join(lacking)}, "
-                    f"which torch.optim.{kind.__name__} needs with these options; go on with those of before, or begin "
-                    "a new run with its weights: init_from=RUN_DIR"
+                    f"which torch.optim.{kind.__name__} needs with these options; continue with the same options, or "
+                    "start a new run with its weights: init_from=RUN_DIR"
                 )
 
 

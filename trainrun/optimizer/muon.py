@@ -97,8 +97,8 @@ class Muon(Optimizer):
         matrices = hidden_matrices(model)
         if not matrices:
             raise PluginError(
-                "optimizer=muon: the model has no hidden matrix (embeddings, the last linear layer and vectors are "
-                "left to AdamW); use optimizer=adamw"
+                "optimizer=muon: the model has no hidden matrix (AdamW updates embeddings, the last linear layer and "
+                "vectors); use optimizer=adamw"
             )
         chosen = set(matrices)
         others = [

@@ -39,10 +39,9 @@ def check_contract(optimizer: Any, name: str, closures: bool) -> None:
         limits = {name: optimizer.param_groups[0][name] for name in ("max_iter", "line_search_fn")}
         if limits != {"max_iter": 1, "line_search_fn": None}:
             raise PluginError(
-                f"optimizer.max_iter={limits['max_iter']}: LBFGS computes the loss again for each further iteration "
-                "and in a line search, which a step over micro-batches cannot offer; use optimizer.max_iter=1 and "
-                "optimizer.line_search_fn=null, which is exact: one iteration a step; or a step of your own that calls "
-                "run.update(closure)"
+                f"optimizer.max_iter={limits['max_iter']}: LBFGS computes the loss several times per step, which the "
+                "default step cannot do; use optimizer.max_iter=1 and optimizer.line_search_fn=null (exact: one "
+                "iteration per step), or a step of your own that calls run.update(closure)"
             )
     elif closure is not None and closure.default is inspect.Parameter.empty:
         raise PluginError(
@@ -152,20 +151,20 @@ def _check_sparse_of_one(
         others = [names[param] for param in named_params if param in dense]
         if kind == "SparseAdam" and others:
             raise PluginError(
-                f"optimizer: SparseAdam updates from sparse gradients alone, and that of {others[0]} is dense; "
+                f"optimizer: SparseAdam needs sparse gradients, but the gradient of {others[0]} is dense; "
                 f"{_describe_sparse_options(names, sparse)}"
             )
         if names_here and kind not in TAKES_SPARSE:
             raise PluginError(
-                f"optimizer: {kind} does not take sparse gradients, as that of {names_here[0]} is; "
+                f"optimizer: {kind} does not accept the sparse gradient of {names_here[0]} is; "
                 f"{_describe_sparse_options(names, sparse)}"
             )
         option = next((option for option in TAKES_SPARSE.get(kind, ()) if group[option]), None)
         if names_here and option is not None:
             off = "false" if option == "nesterov" else "0"
             raise PluginError(
-                f"optimizer.{option}={str(group[option]).lower()}: does not go with sparse gradients, of "
-                f"{names_here[0]}; use optimizer.{option}={off} (or for it alone, in optimizer.groups), or "
+                f"optimizer.{option}={str(group[option]).lower()}: does not work with the sparse gradients of "
+                f"{names_here[0]}; use optimizer.{option}={off} (or only for this parameter, in optimizer.groups), or "
                 "sparse=False in the embedding"
             )
 

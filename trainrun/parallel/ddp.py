@@ -255,8 +255,8 @@ def check_parameters(model: nn.Module, mode: str = "ddp") -> None:
         )
     if any(buffer.layout is not torch.strided for buffer in model.buffers()):
         raise PluginError(
-            f"model: {name} has sparse buffers, which the ranks cannot exchange; keep their indices and values as "
-            "plain buffers, or use parallel=single"
+            f"model: {name} has sparse buffers, which ranks cannot exchange; store indices and values as dense "
+            "buffers, or use parallel=single"
         )
     for module_name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:

@@ -101,8 +101,8 @@ def choose_device(
         accelerator = next(name for name in present if name != "mps" or mode == "single")
     if accelerator not in present:
         raise ConfigError(
-            f"parallel.accelerator={accelerator}: torch {torch.__version__} finds none here; "
-            f"it finds {', '.join(present)}; allowed here: auto, {', '.join(present)}"
+            f"parallel.accelerator={accelerator}: torch {torch.__version__} finds none on this machine, only "
+            f"{', '.join(present)}; allowed here: auto, {', '.join(present)}"
         )
     count = torch.cuda.device_count() if accelerator == "cuda" else 0
     if isinstance(devices, list | tuple):
@@ -138,7 +138,7 @@ def check_device_numbers(listed: list[int], num_gpus: int) -> None:
     """Raise ConfigError if a listed number is not a GPU of this machine."""
     if not num_gpus:
         raise ConfigError(
-            f"parallel.devices={listed}: names GPUs by their numbers, and this run computes on none; say how many, as "
+            f"parallel.devices={listed}: lists GPU numbers, but this run uses no GPU; give a number of ranks, as "
             f"parallel.devices={len(listed)}"
         )
     if wrong := [number for number in listed if number >= num_gpus]:
@@ -213,7 +213,7 @@ def describe_local_ranks_fault(devices: Any, accelerator: str) -> str:
         wanted = len(devices) if isinstance(devices, list | tuple) else int(devices)
         if wanted == local:
             return ""
-        return f"parallel.devices={devices}: {started}; start {wanted} there, or say parallel.devices={local}"
+        return f"parallel.devices={devices}: {started}; start {wanted} there, or use parallel.devices={local}"
     if visible <= local:
         return ""
     return (
@@ -256,11 +256,11 @@ def choose_num_devices(
     if mode == "single":
         if devices not in ("auto", 1):
             raise ConfigError(
-                f"parallel.devices={listed or devices}: parallel=single uses 1; say parallel=ddp for more"
+                f"parallel.devices={listed or devices}: parallel=single uses 1; use parallel=ddp for more"
             )
         return 1, "parallel=single is one process"
     if accelerator == "mps":
-        raise ConfigError(f"parallel.accelerator=mps: works with parallel=single only, not with {mode}")
+        raise ConfigError(f"parallel.accelerator=mps: works only with parallel=single, not with {mode}")
     if accelerator == "cpu":
         num_gpus = 0
     elif num_gpus is None:

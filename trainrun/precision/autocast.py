@@ -114,13 +114,14 @@ def check_model_type(mode: str, model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError if the model cannot be trained in this mode on this device."""
     if mode == "16-mixed" and any(param.is_complex() for param in model.parameters()):
         raise ConfigError(
-            "precision=16-mixed: torch scales no gradients of complex parameters; use precision=bf16-mixed or 32-true"
+            "precision=16-mixed: torch cannot scale gradients of complex parameters; use precision=bf16-mixed or "
+            "32-true"
         )
     half = [param for param in model.parameters() if param.requires_grad and param.dtype is torch.float16]
     if mode == "16-mixed" and half:
         raise ConfigError(
             f"precision=16-mixed: the model makes {format_count(len(half), 'float16 parameter')}, whose gradients "
-            "torch does not scale; use .float() in the model, or precision=bf16-true"
+            "torch cannot scale; use .float() in the model, or precision=bf16-true"
         )
     short = AUTOCAST_TYPES.get(mode)
     has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())

@@ -32,8 +32,8 @@ def step_with_closure(
     """Make an update with a closure. Raise PluginError if the precision cannot check several evaluations."""
     if not isinstance(precision, Update) or precision.scales:
         raise PluginError(
-            "step: an update with a closure computes several gradients, which the loss scale of float16 and optimizers "
-            "by name cannot follow; use precision=32-true or bf16-mixed, and one optimizer"
+            "step: an update with a closure computes several gradients, which does not work with the loss scale of "
+            "float16 or named optimizers; use precision=32-true or bf16-mixed, and one optimizer"
         )
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [param.detach().clone() for param in params]

@@ -25,10 +25,10 @@ from trainrun.task.metrics.directions import guess_direction
 from trainrun.user_code import add_import_paths
 
 ABOUT = (
-    "Trains each racer with the same seeds, in turns, each run in a fresh process. A judge evaluates all of the "
-    "validation data every so many samples, whatever the settings of validation are, and its time is not counted. "
-    "Compares the time until the metric is reached, from the start of the process and without the start, as a ratio of "
-    "geometric means with an interval; and tests whether the ends of the trainings are equivalent."
+    "Trains each racer with the same seeds, in turns, each run in a new process. A judge evaluates all validation "
+    "data at fixed numbers of samples, and its time is not counted. Compares the time until the metric is reached, "
+    "from the start of the process and without the start, as a ratio of "
+    "geometric means with an interval; and tests whether the trainings end equally well."
 )
 GOAL = re.compile(r"(?P<metric>[^\s=<>]+/[^\s=<>]+)\s*(?:(?P<sign><=|>=|=)\s*(?P<value>\S+))?")
 
@@ -70,8 +70,8 @@ def race_parser() -> Parser:
     parser.add_argument("--with", dest="common", metavar="key=value", nargs="+", action="append", default=[],
                         help="settings of all racers")  # fmt: skip
     parser.add_argument("--until", metavar="METRIC=VALUE", default="val/loss",
-                        help="the target, as val/acc=0.91. Without a number a run of the first racer with another seed "
-                        "fixes it before the race (val/loss)")  # fmt: skip
+                        help="the target, as val/acc=0.91. Without a number, a run of the first racer with another "
+                             "seed sets it before the race (val/loss)")  # fmt: skip
     parser.add_argument(
         "--mode", choices=("min", "max"), help="which values are better (by the metric's name)"
     )
@@ -81,9 +81,9 @@ def race_parser() -> Parser:
     parser.add_argument("--margin", type=float, metavar="X",
                         help="ends that differ by less are equal, as 0.01 (1 %% of A's end)")  # fmt: skip
     parser.add_argument("--table", action="store_true",
-                        help="also each difference between A and B, alone on A and left out of B")  # fmt: skip
+                        help="also measure each difference between A and B, alone on A and left out of B")  # fmt: skip
     parser.add_argument("--out", metavar="FOLDER",
-                        help="of the race; runs that are there are not run again (races/DATE/TIME)")  # fmt: skip
+                        help="folder of the race; finished runs in it are not repeated (races/DATE/TIME)")  # fmt: skip
     return parser
 
 
@@ -92,7 +92,7 @@ def read_goal(text: str, mode: str | None) -> RaceGoal:
     match = GOAL.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"--until {text}: is no target; write one as val/acc=0.91, or val/loss to have it fixed by A"
+            f"--until {text}: is not a target; write val/acc=0.91, or val/loss to take the target from racer A"
         )
     metric, sign, value = match["metric"], match["sign"], match["value"]
     if not metric.startswith("val"):

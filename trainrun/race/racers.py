@@ -23,7 +23,7 @@ NO_DIFFERENCE = ("run_name", "seed")
 # Keys of the config that are one difference with all that is below them.
 TOGETHER = ("monitor", "checkpoint", "scheduler", "optimizer", "model", "task", "precision", "data.augment")
 NOT_RACED = {
-    "seed": "the race sets it, see --seeds",
+    "seed": "the race sets the seeds, see --seeds",
     "hydra.run.dir": "the race has a folder for each run, see --out",
     "loop": "a loop of your own cannot be judged; leave it out",
     "ckpt_path": "each run begins anew; use init_from for first weights",

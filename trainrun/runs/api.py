@@ -198,7 +198,7 @@ def train(
     if isinstance(val, Mapping) and not any(hasattr(part, "shape") for part in val.values()):  # not columns
         if wrong := [name for name in val if not (isinstance(name, str) and name.isidentifier())]:
             raise ConfigError(
-                f"trainrun.train(val=...): {wrong[0]!r} is no name of a set; use letters, digits and _"
+                f"trainrun.train(val=...): {wrong[0]!r} is not a valid name of a set; use letters, digits and _"
             )
         named |= {"val": None, **{f"val.{name}": part for name, part in val.items()}}
     objects = {name: value for name, value in named.items() if value is not None}
@@ -210,8 +210,8 @@ def train(
             say(f"note: {note}", file=sys.stderr)
     if objects and composition.config.parallel.mode != "single":
         raise ConfigError(
-            f"trainrun.train({next(iter(objects))}=...): an object is in this process alone, ranks are processes of "
-            "their own; name its class in a file, as model=my_net.Net, or use parallel=single"
+            f"trainrun.train({next(iter(objects))}=...): an object exists only in this process, but ranks are other "
+            "processes; use a class in a file, as model=my_net.Net, or use parallel=single"
         )
     paths = [path for path in sys.path if path]
     # a notebook's own random numbers go on as if nothing had been trained
@@ -269,14 +269,15 @@ def python_object(name: str, about: str) -> Any:
     """
     if name not in GIVEN:
         raise ConfigError(
-            f"{resolve_config_key(name)}: this run was given it from Python ({about}); give the like again, as "
+            f"{resolve_config_key(name)}: this run received it from Python ({about}); pass the same kind of object "
+            "again, as "
             f"trainrun.train(..., {name.partition('.')[0]}=...)"
             + (" or load_model(run_dir, model=...)" if name == "model" else "")
         )
     value, used = GIVEN[name]
     if describe_object(value) != about:
         raise ConfigError(
-            f"{resolve_config_key(name)}: this run was given {about}, and now {describe_object(value)}"
+            f"{resolve_config_key(name)}: this run received {about}, and now {describe_object(value)}"
         )
     if name == "model":
         make_dense(
@@ -305,7 +306,7 @@ def build_object_settings(objects: Mapping[str, Any], words: list[str]) -> list[
         place = resolve_config_key(name)
         if twice := typed_keys & {place.partition(".")[0], place, f"{place}._target_"}:
             raise ConfigError(
-                f"trainrun.train({name}=...): {twice.pop()}= says it too; leave one of them out"
+                f"trainrun.train({name}=...): {twice.pop()}= sets it too; leave one of them out"
             )
         if isinstance(entry, type):
             raise ConfigError(
@@ -313,7 +314,7 @@ def build_object_settings(objects: Mapping[str, Any], words: list[str]) -> list[
             )
         if isinstance(entry, str):
             raise ConfigError(
-                f"trainrun.train({name}={entry!r}): a name is a word, as trainrun.train('{place}={entry}')"
+                f"trainrun.train({name}={entry!r}): pass a name as a setting, trainrun.train('{place}={entry}')"
             )
         if isinstance(entry, tuple) and entry and all(isinstance(part, list) for part in entry):
             raise ConfigError(
@@ -323,8 +324,8 @@ def build_object_settings(objects: Mapping[str, Any], words: list[str]) -> list[
             raise ConfigError(f"trainrun.train(model=...): a {type(entry).__name__} is no torch.nn.Module")
         if isinstance(entry, DataLoader):
             raise ConfigError(
-                f"trainrun.train({name}=...): give the loader's data set, as {name}=loader.dataset, and "
-                f"'data.batch_size={entry.batch_size}'; the order, the workers and the resume are the run's own"
+                f"trainrun.train({name}=...): pass the data set of the loader, {name}=loader.dataset, and "
+                f"'data.batch_size={entry.batch_size}'; order, workers and resume are settings of the run"
             )
         if name != "data" and place.startswith("data.") and "data" not in objects:
             raise ConfigError(f"trainrun.train({name}=...): give data=... too")

@@ -145,7 +145,7 @@ def keep_overrides_if_accepted(run: RunDir, state: TrainState) -> Callable[..., 
             return False
         if state.step == step and before != run.config.read_text(encoding="utf-8"):
             write_text(run.config_before, before)
-            error.args = (f"{error}; the words of this resume are forgotten",)
+            error.args = (f"{error}; the settings of this resume are dropped",)
         return False  # the exception goes on
 
     return end_context

@@ -414,7 +414,8 @@ def check_table_columns(
     if missing:
         guess = suggest_name(missing[0], columns) or "."
         raise DataError(
-            f"{shown}: has no column {', '.join(missing)}, which the training had{guess} It has {join_names(columns)}"
+            f"{shown}: has no column {', '.join(missing)}, which the training data had{guess} It has "
+            f"{join_names(columns)}"
         )
     target = node.get("target") or ()
     known_columns = {*needed, *([target] if isinstance(target, str) else target), node.get("groups")}

@@ -382,8 +382,8 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
         )
     if OF_LOSS.search(str(error)):  # whose first shape was right
         return PluginError(
-            f"task: at step {state.step + 1} {task}.step() gave a loss that is not 0-d; it "
-            f"must be the sum over the batch ({str(error).partition('.')[0]})"
+            f"task: at step {state.step + 1} {task}.step() returned a loss that is not 0-d; it must be the sum over "
+            f"the batch ({str(error).partition('.')[0]})"
         )
     if FRACTIONS.search(str(error)):
         return DataError(
@@ -392,13 +392,13 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
         )
     if "must be Tensor, not dict" in str(error) and is_built_in(run.model):
         return DataError(
-            "data: the inputs are several by name, but the model takes one tensor; name inputs of one kind, as "
+            "data: a sample has several named inputs, but the model takes one tensor; choose inputs of one kind, as "
             "data.train.inputs=[a,b], or use a model whose forward takes the dict"
         )
     if "Expected more than 1 value per channel" in str(error):
         return DataError(
-            f"data: at step {state.step + 1} a batch has one sample, of which a BatchNorm knows nothing; leave such "
-            "a last batch out with data.drop_last=true (also by trainrun resume), or take another data.batch_size"
+            f"data: at step {state.step + 1} a batch has one sample, but BatchNorm needs more than one; leave out "
+            "such a last batch with data.drop_last=true (also at a resume), or use another data.batch_size"
         )
     if WHOLE_INPUTS.search(str(error)):
         return DataError(
@@ -424,7 +424,7 @@ def explain_out_of_memory(run: Components, text: str) -> str:
     batch = run.config.data.batch_size
     accumulate = run.config.trainer.accumulate_grad_batches
     if run.retry.refusal:
-        text += f"; not run again in smaller micro-batches: {run.retry.refusal}"
+        text += f"; not repeated in smaller micro-batches: {run.retry.refusal}"
     if batch == 1 or ONE_SAMPLE in text:
         return f"out of memory with data.batch_size={batch}: {text}. A smaller model, or preset=memory-limited, may fit"
     return (

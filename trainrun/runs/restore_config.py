@@ -175,7 +175,7 @@ def restore_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torc
             lost_name for lost_name in task_state.get("anew", ()) if lost_name.startswith("model: ")
         ):
             say_note(
-                f"{loaded.folder.name} does not hold what changed in {lost}: it is as the model makes it at first"
+                f"{loaded.folder.name} does not contain values that changed in {lost}: they have their initial values"
             )
         load_task_state(loaded.folder.name, task, task_state, device)
 

@@ -90,7 +90,7 @@ def check_modules(run: RunDir, config: RunConfig) -> None:
             continue
         if find_spec(module) is None:
             raise ConfigError(
-                f"{run.root}: names {target}, and there is no module {module} (looked in {Path.cwd()}, PYTHONPATH and "
+                f"{run.root}: names {target}, but there is no module {module} (looked in {Path.cwd()}, PYTHONPATH and "
                 f"what is installed){_describe_origin(run)}"
             )
 
@@ -101,8 +101,8 @@ def _describe_origin(run: RunDir) -> str:
         environment = read_json(run.environment)
         began, command = environment["working_dir"], environment["command"]
         has_folder = any(argument.startswith(("--config-dir", "-cd")) for argument in command)
-        remedy = " with the same --config-dir" if has_folder else f", or PYTHONPATH={began}"
-        return f"; the run began in {began}: call this from there{remedy}"
+        remedy = " with the same --config-dir" if has_folder else f", or set PYTHONPATH={began}"
+        return f"; the run began in {began}: run this command there{remedy}"
     return ""
 
 
@@ -118,9 +118,9 @@ def check_no_foreign_files(run: RunDir) -> None:
     if present and not is_run_folder(run):
         remedy = "name another folder, or take them away"
         if has_ever_saved(run):
-            remedy += f" (ckpt_path={run.root} takes over a checkpoint)"
+            remedy += f" (ckpt_path={run.root} continues from a checkpoint)"
         raise ConfigError(
-            f"output_dir={run.root}: holds {', '.join(present)} and no {run.identity.name}, so no run made it; "
+            f"output_dir={run.root}: contains {', '.join(present)} but no {run.identity.name}, so no run wrote it; "
             + remedy
         )
 
@@ -130,8 +130,8 @@ def check_checkpoint_link(run: RunDir) -> None:
     place = run.checkpoints
     if place.is_symlink() and not place.is_dir():
         raise ConfigError(
-            f"{place}: leads to {place.readlink()}, where no folder is; mount or make it, or take the link away to "
-            "train without what was saved there"
+            f"{place}: leads to {place.readlink()}, which is not a folder; mount or create it, or remove the link to "
+            "train without those files"
         )
 
 
@@ -163,12 +163,12 @@ def load_config_to_continue(run: RunDir, config: RunConfig) -> RunConfig | None:
             for key, old, new in changed[:SHOWN]
         )
         rest = f" and {len(changed) - SHOWN} other values" if len(changed) > SHOWN else ""
-        way = f"{resume} (key=value after it, for what can change on the way)"
+        way = f"{resume} (settings that may change can follow)"
         if "trainrun.runs.api.python_object" in run.config.read_text():  # its objects are in no other process
             way = f"trainrun.train(..., 'ckpt_path={run.root}')"
         raise ConfigError(
-            f"output_dir={run.root}: holds a run already, which has {shown}{rest}; name another folder, or go on with "
-            f"that run: {way}"
+            f"output_dir={run.root}: already contains a run, which has {shown}{rest}; name another folder, or "
+            f"continue that run: {way}"
         )
     if remove_failed_run(run):
         return None
@@ -183,17 +183,15 @@ def check_same_network(run: RunDir, saved: RunConfig, config: RunConfig) -> None
     """
     changed = compare_configs(saved, config)
     faults = [
-        f"{key}={format_value_as_typed(here)}: the run has trained with {format_value_as_typed(there)}, and its "
-        "transforms stay; leave it out, or begin "
-        f"another run with its weights: init_from={run.root}"
+        f"{key}={format_value_as_typed(here)}: the run was trained with {format_value_as_typed(there)}, and its "
+        f"transforms cannot change; leave it out, or start a new run with its weights: init_from={run.root}"
         for key, there, here in changed
         if key.startswith("transform.")
     ]
     if list_committed_steps(run.checkpoints) and not config.checkpoint.adapter_only:
         faults += [
-            f"{key}={format_value_as_typed(here)}: is of the beginning of a run, and this one goes on from a "
-            "checkpoint; leave it out "
-            "or begin another run"
+            f"{key}={format_value_as_typed(here)}: applies only at the start of a run, and this run continues from a "
+            "checkpoint; leave it out, or start a new run"
             for key, _, here in changed
             if here is not None
             and (key.startswith(("init_from", "init.")) or key in ("model.init", "ckpt_path"))
@@ -385,10 +383,10 @@ def _repair_rows(run: RunDir, note: Callable[[str], None]) -> None:
     lines, num_bad = read_valid_lines(run.metrics)
     if num_bad:
         rows = f"{num_bad} of its {len(lines) + num_bad} rows are damaged"
-        _set_aside_with_note(run.metrics, f"{rows}, the others are kept", note)
+        _set_aside_with_note(run.metrics, f"{rows}, the others remain", note)
         write_text(run.metrics, "".join(f"{line}\n" for line in lines), durable=True)
 
 
 def _set_aside_with_note(path: Path, why: str, note: Callable[[str], None]) -> None:
     target = set_aside(path, FileLayer())
-    note(f"{path}: {why}; set aside as {target.name}, the run goes on without it")
+    note(f"{path}: {why}; set aside as {target.name}, the run continues without it")

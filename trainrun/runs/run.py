@@ -157,8 +157,8 @@ def write_config(run: RunDir, config: RunConfig, seal: bool = True) -> None:
             seal_folder(run, files)
         except OSError as error:
             say(
-                f"note: {run.root}: not sealed as yours ({error}): `trainrun resume` and other commands on it will ask "
-                "for --trust; set XDG_STATE_HOME to a folder that can be written and stays",
+                f"note: {run.root}: not marked as yours ({error}): `trainrun resume` and other commands will need "
+                "--trust; set XDG_STATE_HOME to a writable folder that is kept",
                 file=sys.stderr,
             )
     for path, text in files.items():
@@ -289,7 +289,7 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
             saved = load_config(run.effective_config_path, []) if overrides else config
             resume.check_same_network(run, saved, config)
             if config.seed is None:
-                raise ConfigError("seed=null: a run that goes on has a seed; leave this word out")
+                raise ConfigError("seed=null: a resumed run keeps its seed; leave it out")
         resume.restore_config(run)
         if message := resume.describe_finished(run, saved, config):
             return report_finished(message)

@@ -109,7 +109,7 @@ def train_as_rank_zero(run: RunDir, config: RunConfig, order: LaunchSpec) -> int
     parallel = config.parallel
     fault = describe_local_ranks_fault(parallel.devices, parallel.accelerator)
     if parallel.mode == "single":
-        fault = f"parallel={parallel.mode}: this was started as several ranks; use parallel=ddp"
+        fault = f"parallel={parallel.mode}: this command was started as several ranks; use parallel=ddp"
     if fault:
         dismiss_ranks(EXIT_USAGE)
         raise ConfigError(fault)

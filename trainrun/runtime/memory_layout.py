@@ -95,9 +95,9 @@ def make_dense(model: nn.Module) -> None:
             continue
         if isinstance(tensor, nn.Parameter):
             raise PluginError(
-                f"model: several values of the parameter {name} share one place in memory (as after expand), so no "
-                "optimizer can update it; keep the small tensor as the parameter and expand it in the forward, or use "
-                "nn.Parameter(tensor.expand(...).clone()) for values of their own"
+                f"model: several values of the parameter {name} share one memory location (as after expand), so no "
+                "optimizer can update it; make the small tensor the parameter and expand it in the forward, or use "
+                "nn.Parameter(tensor.expand(...).clone())"
             )
         sharing = [
             other
@@ -106,8 +106,8 @@ def make_dense(model: nn.Module) -> None:
         ]
         if sharing:
             raise PluginError(
-                f"model: several values of the buffer {name} share one place in memory (as after expand), which "
-                f"is that of {sharing[0]}, so no checkpoint can be loaded into it; make the view in the forward"
+                f"model: several values of the buffer {name} share one memory location (as after expand), the memory "
+                f"of {sharing[0]}, so no checkpoint can be loaded into it; create the view in the forward"
             )
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, copies.setdefault(tensor, tensor.contiguous()))

@@ -86,8 +86,8 @@ def compute_last_logits(
         logits = extract_output_tensor(model(ids) if cache is None else model(ids, cache=cache))
     if logits.ndim != 3 or logits.shape[:2] != ids.shape:
         raise PluginError(
-            f"model: {tuple(logits.shape)} came out of tokens of shape {tuple(ids.shape)}; a model that writes gives "
-            "logits of every position, (B, T, number of tokens)"
+            f"model: {tuple(logits.shape)} is the output for tokens of shape {tuple(ids.shape)}; a model that "
+            "generates text must return logits for every position, (B, T, number of tokens)"
         )
     return logits[0, -1].to("cpu", torch.float64)
 
@@ -96,7 +96,7 @@ def check_cached_logits(cached: Tensor, whole: Tensor, model: nn.Module) -> None
     if not torch.allclose(cached, whole, rtol=0, atol=NEAR * max(1.0, float(whole.abs().max()))):
         raise PluginError(
             f"model: {type(model).__name__}.forward(tokens, cache=...) gives other logits than without it; the dict "
-            "holds what the calls before left there, and the tokens are new ones: see trainrun/model/gpt.py"
+            "has what earlier calls stored, and the tokens are only the new ones: see trainrun/model/gpt.py"
         )
 
 

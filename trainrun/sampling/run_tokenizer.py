@@ -60,11 +60,11 @@ def _set_tokenizer_file(node: Any, spec: str) -> Any:
 def saved_tokenizer(run: RunDir) -> Path:
     """Return the tokenizer file of a run. Raise ConfigError if it is missing or has changed since the training."""
     if not run.tokenizer.is_file():
-        raise ConfigError(f"{run.tokenizer}: is missing, and this run was trained with it; bring it back")
+        raise ConfigError(f"{run.tokenizer}: is missing, but this run was trained with it; restore it")
     identity = read_identity(run) if run.identity.is_file() else {}  # none of a trial
     digest = _hash_file(run.tokenizer)
     if identity.get(SEAL, digest) != digest:
-        raise ConfigError(f"{run.tokenizer}: is not what this run was trained with; bring that back")
+        raise ConfigError(f"{run.tokenizer}: differs from the file of the training; restore that file")
     return run.tokenizer
 
 

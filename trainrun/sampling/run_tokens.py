@@ -26,7 +26,7 @@ def load_model_tokenizer(config: RunConfig, run_dir: RunDir, key: str) -> Tokens
     of_each_place = task.get("class_dim") == -1  # of a student that is taught at every place of its text
     if getattr(import_target(task["_target_"], "task"), "unit", "") != "tokens" and not of_each_place:
         raise ConfigError(
-            f"{key}: this run has task._target_={task['_target_']}, which writes no text; it takes one with "
+            f"{key}: this run has task._target_={task['_target_']}, which cannot generate text; use a run with "
             "task=language_modeling and data=text"
         )
     return load_data_tokenizer(config, run_dir, key)

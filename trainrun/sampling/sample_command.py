@@ -74,12 +74,12 @@ def main(argv: list[str]) -> int:
 def _build_parser() -> Parser:
     parser = Parser(
         prog="trainrun sample", allow_abbrev=False,
-        description="What a trained language model writes after a prompt, as it is drawn.",
+        description="Prints the text that a trained language model generates after a prompt.",
     )  # fmt: skip
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", help="the folder of a run with task=language_modeling and data=text")
     add("--prompt", help="the text that is continued (default: a new line)")
-    add("--temperature", type=float, default=1.0, help="0: the likeliest token each time (default: 1)")
+    add("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: 1)")
     add("--top-k", type=int, help="draw among the K likeliest tokens (default: among all)")
     add("--max-tokens", type=int, default=256, help="(default: 256)")
     add("--seed", type=int, default=0, help="of the draws (default: 0)")

@@ -88,10 +88,12 @@ def build_schedule(
     """
     if by_epoch and (not builds_scheduler(target) or target is ReduceLROnPlateau):
         plateau = target is ReduceLROnPlateau
-        other = "ReduceLROnPlateau counts validations" if plateau else "this one is given the step"
-        raise ConfigError(
-            f"scheduler.interval=epoch: for schedulers of torch.optim.lr_scheduler, and {other}; leave it out"
+        other = (
+            "does not apply to ReduceLROnPlateau"
+            if plateau
+            else "needs a scheduler of torch.optim.lr_scheduler"
         )
+        raise ConfigError(f"scheduler.interval=epoch: {other}; leave it out")
     name = getattr(target, "__name__", type(target).__name__)
     left = None if total_steps is None else max(total_steps - warmup_steps, 1)
     if by_epoch:
@@ -101,7 +103,9 @@ def build_schedule(
         if builds_scheduler(target):
             made = _check_scheduler(target(optimizer, **keywords), name)
             if isinstance(made, ReduceLROnPlateau) and not validates:
-                raise ConfigError("scheduler=plateau: there is no validation data (data.val) to watch")
+                raise ConfigError(
+                    "scheduler=plateau: there is no validation data; set data.val, or use another scheduler"
+                )
             return Schedule(
                 optimizer, None, warmup_steps, TorchScheduler(made, metric, by_epoch), warmup_start_factor
             )

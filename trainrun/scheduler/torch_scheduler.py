@@ -86,7 +86,7 @@ class TorchScheduler:
         interval = state.get("interval", "step")
         if interval != self._interval:
             raise CheckpointError(
-                f"scheduler.interval={self._interval}: the checkpoint's schedule was counted by {interval}; use "
+                f"scheduler.interval={self._interval}: the schedule in the checkpoint advances by {interval}; use "
                 f"scheduler.interval={interval}"
             )
         wrapped, first, rates = (

@@ -123,11 +123,9 @@ def choose_new_run_folder(text: str | None, source: RunDir, ending: str) -> RunD
     """Return the folder of the new run. Raise ConfigError if it is not empty."""
     folder = resolve_folder(text) if text else source.root.with_name(f"{source.root.name}-{ending}")
     if folder.is_file() or (folder.exists() and any(folder.iterdir())):
-        raise ConfigError(f"--out {folder}: something is there already; name another folder")
+        raise ConfigError(f"--out {folder}: already exists; choose another folder")
     if source.root in folder.parents:
-        raise ConfigError(
-            f"--out {folder}: lies in the folder of the run, which holds nothing else; name another"
-        )
+        raise ConfigError(f"--out {folder}: is inside the folder of the run; choose another folder")
     return RunDir(folder)
 
 

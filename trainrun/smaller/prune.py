@@ -49,7 +49,7 @@ def mask_weights(model: nn.Module, amount: float = 0.5) -> nn.Module:
         raise ValueError("the model has no torch.nn.Linear or convolution with weights of its own")
     sizes = torch.cat([layer.weight.detach().abs().flatten().float() for layer in layers.values()])
     if not (count := int(amount * len(sizes))):
-        raise ValueError(f"is none of {len(sizes)} weights")
+        raise ValueError(f"is less than one of {len(sizes)} weights")
     limit = sizes.kthvalue(count).values
     for layer in layers.values():
         parametrize.register_parametrization(

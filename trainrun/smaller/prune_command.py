@@ -57,11 +57,17 @@ def main(argv: list[str]) -> int:
 
 
 def parse_prune_arguments(argv: list[str]) -> Namespace:
-    parser = build_run_parser("prune", "A new run with a part of the weights, or of the channels, taken out.")
+    parser = build_run_parser(
+        "prune", "Writes a new run without a part of the weights or channels, and compares both runs."
+    )
     add_checkpoint_options(parser)
-    parser.add_argument("--amount", type=float, default=0.5, help="the part that goes, above 0 and below 1")
     parser.add_argument(
-        "--structured", action="store_true", help="whole channels, so that layers become smaller"
+        "--amount", type=float, default=0.5, help="the part that is removed, above 0 and below 1"
+    )
+    parser.add_argument(
+        "--structured",
+        action="store_true",
+        help="remove remove remove whole channels, so that layers become smaller",
     )
     parser.add_argument("--finetune", help="how long the new run trains, as 2epoch or 500step")
     parser.add_argument("--out", help="the folder of the new run (default: RUN_DIR-pruned, beside it)")

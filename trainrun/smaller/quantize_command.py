@@ -22,9 +22,11 @@ CALIBRATION_BATCHES = 16
 
 def main(argv: list[str]) -> int:
     """Write the new run, load it again, and compare the two runs."""
-    parser = build_run_parser("quantize", "A new run whose layers have weights of one byte, for serving.")
+    parser = build_run_parser(
+        "quantize", "Writes a new run whose layers have weights of one byte, for serving."
+    )
     add_checkpoint_options(parser)
-    parser.add_argument("--to", required=True, choices=MODES, help="which numbers are bytes")
+    parser.add_argument("--to", required=True, choices=MODES, help="which values become bytes")
     parser.add_argument("--out", help="the folder of the new run (default: RUN_DIR-TO, beside it)")
     arguments = parse_arguments(parser, argv)
     mode = arguments.to

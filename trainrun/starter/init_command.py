@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
 def build_init_parser() -> Parser:
     parser = Parser(
         prog="trainrun init", allow_abbrev=False,
-        description="Writes a model, data, an experiment, a notebook and a README, which train as they are.",
+        description="Writes a model, data, an experiment, a notebook and a README, ready to train.",
     )  # fmt: skip
     parser.add_argument(
         "dir", metavar="DIR", nargs="?", default=".", help="the folder, which may be new (default: this one)"

@@ -68,8 +68,8 @@ def run_rehearsal(run: Components, batch: Any) -> None:
         owner, fault = type(run.task).__name__, f"changes its attribute {moved[0]}"
     if fault:
         raise PluginError(
-            f"trainer.compile.scope=step: {owner} {fault} as it runs, which a graph would "
-            "freeze; keep it in a tensor (register_buffer), or use trainer.compile.scope=model"
+            f"trainer.compile.scope=step: {owner} {fault} during training, but a graph keeps the first value; keep it "
+            "in a tensor (register_buffer), or use trainer.compile.scope=model"
         )
 
 
@@ -162,7 +162,7 @@ def record_graph(function: Function, inputs: list[Tensor], num_held: int, record
     held, fed = inputs[:num_held], [tensor.clone() for tensor in inputs[num_held:]]
     if len({tensor.device for tensor in inputs}) > 1:
         raise PluginError(
-            "trainer.cuda_graphs=true: the model keeps a tensor on the host, which a recorded step would never change; "
+            "trainer.cuda_graphs=true: the model keeps a tensor on the host, which a recorded step cannot change; "
             "use trainer.cuda_graphs=false"
         )
     copies = [tensor.clone() for tensor in held]

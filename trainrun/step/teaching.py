@@ -106,14 +106,14 @@ def resolve_network(teacher: Any, config: RunConfig, load_run: LoadRun) -> tuple
             return network, trained.precision.mode
         if "." not in teacher:
             raise ConfigError(
-                f"{KEY}={teacher}: no such folder of a run; a target is a path, as my_net.teacher"
+                f"{KEY}={teacher}: no such run folder; a function is written with its module, as my_net.teacher"
             )
         teacher = build_node({TARGET: teacher}, KEY)
     if not isinstance(teacher, nn.Module):
         kind = "null" if teacher is None else f"a {type(teacher).__name__}"
         raise ConfigError(
-            f"{KEY}: is {kind}; it must be a run folder, as outputs/first, or what gives a torch.nn.Module with its "
-            "weights, as my_net.teacher"
+            f"{KEY}: is {kind}; it must be a run folder, as outputs/first, or a function that returns a "
+            "torch.nn.Module with its weights, as my_net.teacher"
         )
     weight = next((p.dtype for p in teacher.parameters()), torch.float32)
     return teacher, str(weight).removeprefix("torch.")
@@ -127,8 +127,8 @@ def check_normalized(trained: RunConfig, config: RunConfig) -> None:
     )
     if of_teacher != of_run:
         raise ConfigError(
-            f"{KEY}: was trained on inputs normalised by {of_teacher or 'nothing'}, and here by {of_run or 'nothing'}; "
-            "give this run the data.augment.normalize of its teacher"
+            f"{KEY}: was trained on inputs normalised by {of_teacher or 'nothing'}, and here by "
+            f"{of_run or 'nothing'}; use the data.augment.normalize of the teacher"
         )
 
 
@@ -145,10 +145,7 @@ def check_tokenizer(trained: RunConfig, config: RunConfig) -> None:
     teacher_tokens, student_tokens = (None if file is None else open_tokenizer(file)[1] for file in files)
     if teacher_tokens != student_tokens:
         way_out = "null" if teacher_tokens is None else files[0]
-        raise ConfigError(
-            f"{KEY}: reads other tokens than this run, whose tokenizer is not the same; set "
-            f"data.train.tokenizer={way_out}"
-        )
+        raise ConfigError(f"{KEY}: uses another tokenizer than this run; set data.train.tokenizer={way_out}")
 
 
 def check_answers(task: Distillation, teacher: Teacher, model: nn.Module, batch: Any) -> None:

@@ -68,7 +68,7 @@ def build_whole_step(
         raise ConfigError(f"{key}: {obstacle}")
     if records and device.type != "cuda":
         raise ConfigError(
-            f"trainer.cuda_graphs=true: only a CUDA device has them, and this run is on {device.type}; "
+            f"trainer.cuda_graphs=true: needs a CUDA device, and this run is on {device.type}; "
             "use trainer.cuda_graphs=false"
         )
     if compiles:
@@ -91,12 +91,12 @@ def describe_task_obstacle(task: Any, informed: bool, off: str = "") -> str:
     name = type(task).__name__
     if not has_count_method(task):
         return (
-            f"needs the count of a batch before its forward, and {name} has no method count(batch); add it, or leave "
-            "this setting out"
+            f"needs the count of a batch before its forward, and {name} has no method count(batch); add the method, "
+            "or leave this setting out"
         )
     if informed or saves_whole_state(task):
-        reason = "takes info, which changes with every step" if informed else "keeps state of its own"
-        return f"{name} {reason}, and a graph would freeze that; use {off}"
+        reason = "takes info, which changes in every step" if informed else "has its own state"
+        return f"{name} {reason}, but a graph keeps the first value; use {off}"
     return ""
 
 
@@ -238,8 +238,8 @@ class WholeStep:
         batch_kind = self._kinds[kind] = BatchKind(full)
         if sum(other_kind.full for other_kind in self._kinds.values()) > MAX_SHAPES:
             raise TrainingError(
-                f"trainer.compile.scope=step: the batches have more than {MAX_SHAPES} shapes, and each is a "
-                "graph; use data.padding=max, or trainer.compile.scope=model"
+                f"trainer.compile.scope=step: the batches have more than {MAX_SHAPES} shapes, and each shape needs "
+                "its own graph; use data.padding=max, or trainer.compile.scope=model"
             )
         return batch_kind
 

@@ -113,8 +113,8 @@ class Sweep:
                     self.save()
                 elif self.has_other_key:
                     raise ConfigError(
-                        f"output_dir={self.folder}: its workers have another key than you, so none can continue the "
-                        f"jobs of the others; copy the key of the first machine to {find_key_path()} here"
+                        f"output_dir={self.folder}: its workers have another key, so they cannot continue each "
+                        f"other's jobs; copy the key of the first machine to {find_key_path()} here"
                     )
             yield
 
@@ -132,8 +132,7 @@ class Sweep:
         searches = [other for other in [*others, call] if identity_of(other)[0] == "optuna"]
         if others and searches:
             raise ConfigError(
-                f"output_dir={self.folder}: holds a sweep with other words, which sweep=optuna cannot share; "
-                "name another folder"
+                f"output_dir={self.folder}: contains a sweep with other settings; choose another folder"
             )
         self.calls = [*others, call]
         if options.kind == "optuna":
@@ -374,7 +373,7 @@ def calls_to_resume(folder: Path, trust: bool) -> list[list[str]]:
     calls = sweep.calls
     if not trust and sign_overrides(calls) != sweep.seal:
         raise ConfigError(
-            f"{folder}: may be from somebody else: you did not write its {SWEEP_FILE}. Its words can name any code; "
+            f"{folder}: may belong to somebody else: you did not write its {SWEEP_FILE}. Its words can name any code; "
             "if you trust them, add --trust"
         )
     if any("***" in word for words in calls for word in words):

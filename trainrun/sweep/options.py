@@ -130,24 +130,26 @@ def check_combinations(options: SweepOptions, given: Collection[str]) -> list[st
             if name in given:
                 value = getattr(options, name)
                 faults.append(
-                    f"sweep.{name}={value}: is of sweep=random and sweep=optuna; a grid has all its points"
+                    f"sweep.{name}={value}: applies to sweep=random and sweep=optuna; a grid always runs all its points"
                 )
     if options.kind != "optuna" and "sampler" in given:
-        faults.append(f"sweep.sampler={options.sampler}: is of sweep=optuna; add that, or leave it out")
+        faults.append(
+            f"sweep.sampler={options.sampler}: applies to sweep=optuna; add sweep=optuna, or leave it out"
+        )
     if options.pruner == "none" and "resource" in given:
-        faults.append(f"sweep.resource={options.resource}: is of a pruner; add sweep.pruner=asha")
+        faults.append(f"sweep.resource={options.resource}: needs a pruner; add sweep.pruner=asha")
     if options.pruner != "none" and len(options.objective) > 1:
         faults.append(
-            f"sweep.pruner={options.pruner}: takes one objective; leave the others or the pruner out"
+            f"sweep.pruner={options.pruner}: works with one objective; leave out the others or the pruner"
         )
     elif options.pruner != "none" and any("/" not in name for name in options.objective):
         faults.append(
-            f"sweep.pruner={options.pruner}: sweep.objective={options.objective[0]} is no metric of the validation"
+            f"sweep.pruner={options.pruner}: sweep.objective={options.objective[0]} is not a metric of the validation"
         )
     if options.storage and options.kind != "optuna" and options.pruner == "none":
         faults.append("sweep.storage: is of sweep=optuna and of pruners; leave it out")
     if len(options.objective) > 1 and options.sampler == "cmaes":
-        faults.append("sweep.sampler=cmaes: takes one objective; use nsga2 or tpe for several")
+        faults.append("sweep.sampler=cmaes: works with one objective; use nsga2 or tpe for several")
     return faults
 
 

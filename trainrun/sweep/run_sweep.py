@@ -84,7 +84,7 @@ def check_sweep(prepared: CommandLine, sweep_words: list[str]) -> tuple[list[str
     named = [prepared.own[key] for key in OWN_KEYS if key in prepared.own]
     if len(named) > 1:
         raise ConfigError(
-            f"output_dir={named[0]} and hydra.sweep.dir={named[1]}: two folders for one sweep; leave one out"
+            f"output_dir={named[0]} and hydra.sweep.dir={named[1]}: two folders for one sweep; leave one of them out"
         )
     check_words([words])
     return words, Path(named[0]) if named else None
@@ -125,7 +125,7 @@ def replace_options(words: list[str], options: list[str]) -> list[str]:
         key = word.partition("=")[0]
         if key in POINT_KEYS:
             raise ConfigError(
-                f"{word}: makes other points; a sweep goes on with its own. Give all its words again"
+                f"{word}: would choose other points, but a sweep continues with its own points. Repeat all its settings"
             )
         if not (is_grid and key == "sweep.trials"):
             values[key] = word
@@ -217,7 +217,7 @@ def check_validation(words: Sequence[str], options: SweepOptions) -> None:
     config = compose_run(list(words)).config
     if config.trainer.limit_val_batches == 0 or not (validation_nodes(config.data) or config.data.folds):
         raise ConfigError(
-            f"sweep.pruner={options.pruner}: compares validations, and the jobs have none; set data.val"
+            f"sweep.pruner={options.pruner}: compares validations, but the jobs have no validation data; set data.val"
         )
 
 
@@ -377,7 +377,7 @@ def join_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]:
     """Open a sweep and work on it inside the block. If no job of a new sweep has started, its folder is removed."""
     is_new = folder is None or not folder.exists()
     if folder is not None and is_run_folder(RunDir(folder)):
-        raise ConfigError(f"output_dir={folder}: holds a run already; name another folder for the sweep")
+        raise ConfigError(f"output_dir={folder}: already contains a run; name another folder for the sweep")
     sweep = open_sweep(calls, folder)
     try:
         with sweep.work():

@@ -128,7 +128,7 @@ def parse_dimensions(words: Sequence[str]) -> list[Dimension]:
         earlier = [choice for dimension in dimensions for choice in dimension.values_to_check]
         if condition and not Dimension(setting, choices, None, condition).applies_to(earlier):
             raise ConfigError(
-                f"{word}: {condition} is no value of an earlier word of the sweep; name one, as "
+                f"{word}: {condition} is not a value of an earlier setting of the sweep; name one, as "
                 f"model=mlp,cnn 'model=mlp: {setting}'"
             )
         dimensions.append(Dimension(setting, choices, interval, condition))
@@ -193,7 +193,7 @@ def iterate_points(dimensions: Sequence[Dimension], row: tuple[str, ...] = ()) -
         yield from iterate_points(others, row)
     elif first.interval is not None:
         raise ConfigError(
-            f"{first.word}: a grid takes values, as {first.key}=0.1,0.2; an interval is for random points: add "
+            f"{first.word}: a grid needs values, as {first.key}=0.1,0.2; for random points in an interval add "
             "sweep=random sweep.trials=20"
         )
     else:
@@ -340,12 +340,12 @@ def parse_choices(word: str) -> list[str]:
     except HydraException as error:
         raise ConfigError(explain_unparsable_override(word)) from error
     if not values:
-        raise ConfigError(f"{word}: holds no value")
+        raise ConfigError(f"{word}: has no values")
     if len(set(mask_arguments(values))) < len(set(values)):
         key = override.get_key_element()
         raise ConfigError(
-            f"{key}=***: values of a secret would stand in the names of folders and in tables; put them into the "
-            f"environment, as '{key}=${{oc.env:FIRST}},${{oc.env:SECOND}}'"
+            f"{key}=***: values of a secret would appear in names of folders and in tables; put them into environment "
+            f"variables, as '{key}=${{oc.env:FIRST}},${{oc.env:SECOND}}'"
         )
     return list(dict.fromkeys(values))  # equal ones make one job
 
@@ -365,7 +365,7 @@ def expand_glob(word: str, override: Override) -> list[str]:
     names = list_options(group, [*find_user_conf_dirs([], Path.cwd()), find_conf_dir()])
     chosen = [name for name in pattern.filter(names) if name != CUSTOM]
     if not chosen:
-        raise ConfigError(f"{word}: names no option of a group; write values, as {group}=one,two")
+        raise ConfigError(f"{word}: matches no option of a group; write the values, as {group}=one,two")
     return [f"{override.get_key_element()}={name}" for name in chosen]
 
 

@@ -65,7 +65,7 @@ def split_inputs_and_optional_target(batch: Any) -> tuple[Any, Tensor | None]:
     raise DataError(
         f"data: a batch is {describe_form(batch)}; this task reads (inputs, target), ((a, b), target) for several "
         "inputs, "
-        f"or a dict with {' | '.join(TARGET_KEYS)} and the inputs; or name your own task: task._target_=..."
+        f"or a dict with {' | '.join(TARGET_KEYS)} and the inputs; or use a task of your own: task._target_=..."
     )
 
 
@@ -138,17 +138,16 @@ def describe_form(value: Any) -> str:
 def build_dimension_error(output: Tensor, needed: str) -> PluginError:
     """Return the error for an output with too few dimensions in a batch that is not the first one."""
     return PluginError(
-        f"model: the output has shape {tuple(output.shape)}, but the task needs {needed}. squeeze() drops the "
-        "dimension of the samples where a batch has one: name the dimension that goes, as .squeeze(-1), or leave "
-        "such a last batch out with data.drop_last=true"
+        f"model: the output has shape {tuple(output.shape)}, but the task needs {needed}. If a batch has one sample, "
+        "squeeze() removes its dimension too: use .squeeze(-1), or leave out such a last batch with data.drop_last=true"
     )
 
 
 def check_target_type(logits: Tensor, target: Tensor) -> None:
     if target.ndim == 1 and logits.shape[1:].numel() == 1:
         raise PluginError(
-            f"model: the output has shape {tuple(logits.shape)}, one number a sample: choose task=multilabel for two "
-            "classes 0 and 1, task=regression for real numbers, or let the model give one number a class"
+            f"model: the output has shape {tuple(logits.shape)}, one number per sample: use task=multilabel for two "
+            "classes 0 and 1, task=regression for real numbers, or let the model return one number per class"
         )
     if target.is_floating_point() or target.is_complex():
         raise DataError(

@@ -71,8 +71,8 @@ class Classification:
     ) -> None:
         if loss is not None and label_smoothing:
             raise ConfigError(
-                f"task.label_smoothing={label_smoothing}: has no effect on task.loss; set it there, as "
-                "task.loss.label_smoothing, or leave task.loss out"
+                f"task.label_smoothing={label_smoothing}: has no effect on task.loss; use task.loss.label_smoothing, "
+                "or leave task.loss out"
             )
         ignored = IGNORED if ignore_index is None else ignore_index
         ignored_by_loss = getattr(loss, "ignore_index", ignored)
@@ -193,7 +193,11 @@ class Classification:
         except IndexError as error:
             if "Target" not in str(error):  # "Target 9 is out of bounds.": found on a CPU; a GPU asserts
                 raise
-            none = "; of targets (B,) none is ignored, so leave such samples out" if target.ndim == 1 else ""
+            none = (
+                "; targets of shape (B,) cannot be ignored, so leave such samples out"
+                if target.ndim == 1
+                else ""
+            )
             raise DataError(f"data: {error} The model gives {logits.shape[1]} classes{none}") from error
         if loss.ndim:
             return loss.sum()
@@ -242,13 +246,13 @@ def check_logit_shapes(logits: Tensor, target: Tensor) -> None:
         return
     if logits.shape == target.shape and logits.ndim == 2:
         raise PluginError(
-            f"data: the targets have one number for each of {target.shape[1]} classes and are {target.dtype}; choose "
-            "task=multilabel for several labels of a sample, or give one class a sample"
+            f"data: the targets have one number for each of {target.shape[1]} classes and are {target.dtype}; use "
+            "task=multilabel for several labels per sample, or give one class per sample"
         )
     if logits.ndim == target.ndim == 2 and (target.shape[1] == 1 or target.dtype is torch.uint8):
         raise DataError(
-            f"data: the targets have shape {tuple(target.shape)}, but a class is one whole number a sample: give "
-            "them the shape (N,), as y[:, 0], and the words of records as numbers"
+            f"data: the targets have shape {tuple(target.shape)}, but a class is one whole number per sample; use the "
+            "shape (N,), as y[:, 0], and numbers for words of records"
         )
     needed = ", ".join([str(target.shape[0]), "number of classes", *map(str, target.shape[1:])])
     raise PluginError(

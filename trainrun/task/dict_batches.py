@@ -90,8 +90,7 @@ def _assign_named_inputs(
     names, *_ = inspect_forward(find_forward(model))
     raise PluginError(
         f"model: {type(unwrap_model(model)).__name__}.forward has the arguments {', '.join(names[1:]) or 'none'}, "
-        "and a "
-        f"batch has {', '.join(map(str, inputs))}; give both the same names, or call the field of the inputs "
+        f"but a batch has {', '.join(map(str, inputs))}; give both the same names, or name the field of the inputs "
         f"{INPUT_KEYS[0]}"
     )
 
@@ -129,8 +128,9 @@ def describe_misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception)
         argument_names, _, _ = inspect_forward(type(model).forward)
         if {"labels", "decoder_input_ids"} <= set(argument_names):
             return (
-                f"model: {type(model).__name__} failed without its labels, from which it makes decoder_input_ids "
-                f"({type(error).__name__}: {message}); use its own loss, task=model_loss, or let the data give those"
+                f"model: {type(model).__name__} failed without its labels, which it needs for decoder_input_ids "
+                f"({type(error).__name__}: {message}); use its own loss, task=model_loss, or add decoder_input_ids to "
+                "the data"
             )
     missing = MISSING_ARGUMENT.search(message) if isinstance(error, TypeError) else None
     if missing and missing[1] in (
@@ -141,7 +141,7 @@ def describe_misfit(model: nn.Module, inputs: Any, batch: Any, error: Exception)
             f"the inputs {', '.join(map(str, inputs))}" if isinstance(inputs, Mapping) else "other inputs"
         )
         return (
-            f"model: {type(model).__name__}.forward also needs {missing[2]}, and a batch has {present}. Give the data "
+            f"model: {type(model).__name__}.forward also needs {missing[2]}, but a batch has {present}. Give the data "
             "fields of these names, or ((a, b), target) with as many inputs as forward needs"
         )
     if not type(model).__module__.startswith("trainrun.model.") or not isinstance(inputs, Tensor):

@@ -182,8 +182,8 @@ class Distillation:
         """Raise ConfigError if the teacher is not the one of the earlier session."""
         if self.mark and state["teacher"] != self.mark:
             raise ConfigError(
-                "task.teacher: its weights are not those that the run began with; bring them back, or begin a new run "
-                "with init_from=..."
+                "task.teacher: its weights differ from those at the start of the run; restore them, or start a new "
+                "run with init_from=..."
             )
 
 
@@ -230,5 +230,5 @@ def measure_distance(student: Tensor, teacher: Tensor, key: str) -> Tensor:
         return (maps[0] - maps[1]).square().sum(1)
     raise ConfigError(
         f"{key}: the student's output is {tuple(student.shape)}, the teacher's {tuple(teacher.shape)}; choose layers "
-        "of one shape, or of pictures of one size"
+        "with outputs of the same shape, or feature maps of the same size"
     )

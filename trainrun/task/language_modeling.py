@@ -57,8 +57,8 @@ class LanguageModeling:
         """Raise ConfigError if the loss must be computed in chunks and the model does not support it."""
         if isinstance(self.loss_chunks, int) and self.loss_chunks > 1 and find_last_layer(model) is None:
             raise ConfigError(
-                f"task.loss_chunks={self.loss_chunks}: needs a model whose forward takes return_states=True and then "
-                "gives (B, T, width), what its attribute `head`, a torch.nn.Linear, makes the logits of; "
+                f"task.loss_chunks={self.loss_chunks}: needs a model whose forward accepts return_states=True and "
+                "returns (B, T, width), and whose attribute `head` (a torch.nn.Linear) computes the logits; "
                 f"{explain_no_last_layer(model)}. Use task.loss_chunks=1"
             )
 
@@ -135,8 +135,8 @@ def split_tokens_and_target(batch: Any, shift_labels: bool = False) -> tuple[Ten
         )
     if target is not None and target.ndim != 2:
         raise DataError(
-            f"data: the targets have shape {tuple(target.shape)}, but task=language_modeling needs a token for each "
-            "place, (B, T); for one class a sample choose task=classification"
+            f"data: the targets have shape {tuple(target.shape)}, but task=language_modeling needs one token per "
+            "position, (B, T); for one class per sample use task=classification"
         )
     if target is not None and not shift_labels:
         return tokens, target.long()
@@ -197,8 +197,8 @@ def check_shifted(tokens: Tensor, target: Tensor) -> None:
     copies = bool(real.any()) and torch.equal(target[real], tokens[real].long())
     if copies and not torch.equal(tokens[:, 1:], tokens[:, :-1]):
         raise DataError(
-            "data: the targets of task=language_modeling are the tokens themselves, not the next ones; for labels as "
-            "transformers has them write task.shift_labels=true (or false, if copies are to be learnt)"
+            "data: the targets of task=language_modeling are the tokens themselves, not the next ones; for unshifted "
+            "labels, as in transformers, use task.shift_labels=true (or false, to train on copies)"
         )
 
 
@@ -215,6 +215,6 @@ def check_range(target: Tensor, vocabulary: int) -> None:
     real = target[target != IGNORED]
     if real.numel() and not 0 <= int(real.min()) <= int(real.max()) < vocabulary:
         raise DataError(
-            f"data: the tokens lie between {int(real.min())} and {int(real.max())}, but the model knows "
-            f"{vocabulary}; give it the vocabulary of the data (model.vocab_size)"
+            f"data: the tokens lie between {int(real.min())} and {int(real.max())}, but the model has {vocabulary}; "
+            "give it the vocabulary of the data (model.vocab_size)"
         )

@@ -32,8 +32,8 @@ def disable_reduction(loss: Any) -> Any:
         )
     if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
         raise PluginError(
-            f"task.loss: {type(loss).__name__} has parameters of its own, which the optimizer would not see; "
-            "put them into the model, or write a task of your own (task._target_=...)"
+            f"task.loss: {type(loss).__name__} has parameters of its own, which the optimizer would not train; move "
+            "them into the model, or write a task of your own (task._target_=...)"
         )
     takes = list_arguments(loss)
     if is_summed(loss):
@@ -58,8 +58,8 @@ def list_arguments(loss: Any) -> Mapping[str, Any]:
         signature.bind(None, None)
     except TypeError as error:
         raise PluginError(
-            f"task.loss: {read_loss_name(loss)} is called with (output, target): {error}; for another call write a "
-            "task of your own (task._target_=...)"
+            f"task.loss: {read_loss_name(loss)} is called with (output, target): {error}; if it needs other "
+            "arguments, write a task of your own (task._target_=...)"
         ) from error
     return signature.parameters
 
@@ -79,17 +79,17 @@ def build_mean_loss_error(loss: Any) -> PluginError:
     """Return the error for a loss whose single number may be a mean."""
     name = read_loss_name(loss)
     return PluginError(
-        f"task.loss: {name} gives one number, which may be a mean; trainrun adds up sums over micro-batches "
-        "and ranks, and divides once. Return one number per item (task.loss.reduction=none, where it takes that), or "
-        f'the sum, and say so with an attribute: {name}.reduction = "sum". A mean over a whole batch, as of Dice, is '
-        "for a task of your own: StepOutput(loss_mean=loss, count=...)"
+        f"task.loss: {name} returns one number, which may be a mean, but trainrun needs a sum over the batch. "
+        "Return one number per item (task.loss.reduction=none, if it has this argument). Or return the sum, and set "
+        f'{name}.reduction = "sum". For a mean over a whole batch, such as Dice, write a task with '
+        "StepOutput(loss_mean=loss, count=...)"
     )
 
 
 def check_class_weights(weights: Any, loss: Any) -> Tensor:
     """Return the class weights as float32 (C,). Raise ConfigError if they are invalid, or if there is a custom loss."""
     if loss is not None:
-        raise ConfigError("task.class_weights: has no effect on task.loss; give the loss its weights there")
+        raise ConfigError("task.class_weights: has no effect on task.loss; set the weights in task.loss")
     if not weights or not fits_kind(weights, list[NotNegative]) or not any(weights):
         raise ConfigError(
             f"task.class_weights={weights}: must be numbers, 0 or more and not all 0, one for each class"
@@ -111,11 +111,11 @@ def compute_balanced_weights(counts: Sequence[int]) -> list[float]:
     key = "task.class_weights=balanced"
     if not counts:
         raise ConfigError(
-            f"{key}: the training data has no class for each sample in memory to count; give one number a class"
+            f"{key}: the training data has no classes in memory that could be counted; give one number per class"
         )
     if absent := [str(number) for number, count in enumerate(counts) if not count]:
         raise ConfigError(
-            f"{key}: no training sample has class {', '.join(absent[:8])}; give one number a class"
+            f"{key}: no training sample has class {', '.join(absent[:8])}; give one number per class"
         )
     return [sum(counts) / (len(counts) * count) for count in counts]
 
@@ -127,13 +127,13 @@ def check_soft(logits: Tensor, target: Tensor) -> None:
     if target.shape != logits.shape or target.ndim != 2:
         raise PluginError(
             f"model: the output has shape {tuple(logits.shape)}, but soft targets have shape {tuple(target.shape)}; "
-            "both must be (B, number of classes); a table of classes takes data.train.target_dtype=class"
+            "both must be (B, number of classes); for classes in a table use data.train.target_dtype=class"
         )
     if bool((target < 0).any()) or float((target.sum(1) - 1).abs().max()) > 0.01:
         way_out = "task=multilabel" if bool(((target >= 0) & (target <= 1)).all()) else "task=regression"
         raise DataError(
-            f"data: the targets are {target.dtype}, but no probabilities of classes: task=classification needs "
-            f"rows of numbers from 0 that add up to 1; choose {way_out}"
+            f"data: the targets are {target.dtype}, but not probabilities: task=classification needs rows of numbers, "
+            f"0 or more, that add up to 1; use {way_out}"
         )
 
 
@@ -143,7 +143,7 @@ def compute_soft_target_step(task: Any, logits: Tensor, target: Tensor) -> StepO
         check_soft(logits, target)
         if task.ignore_index is not None and task.ignore_index >= 0:  # torch refuses it too
             raise ConfigError(
-                f"task.ignore_index={task.ignore_index}: soft targets have nothing to ignore; set "
+                f"task.ignore_index={task.ignore_index}: soft targets cannot be ignored; set "
                 f"task.ignore_index={IGNORED}"
             )
         if task.metrics is not None:
@@ -167,9 +167,9 @@ def build_range_error(lowest: int, highest: int, num_classes: int, ignored: int 
     """
     wrong, way = highest if highest >= num_classes else lowest, ""
     if ignored is not None and wrong == IGNORED:
-        way = f"; where a random crop put {wrong} into a map of classes: data.augment.crop.ignored={ignored}"
+        way = f"; if a random crop added {wrong}, use data.augment.crop.ignored={ignored}"
     elif ignored is not None:
-        way = f"; where {wrong} marks what counts nothing: task.ignore_index={wrong}"
+        way = f"; if {wrong} marks ignored targets, use task.ignore_index={wrong}"
     return DataError(
         f"data: the targets of the first batch lie between {lowest} and {highest}, but the model gives "
         f"{num_classes} classes, 0 to {num_classes - 1}; correct the labels, or the model's last layer{way}"

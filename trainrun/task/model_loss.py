@@ -28,7 +28,7 @@ from trainrun.tensors import HALF_TYPES
 LEAST_LENGTH = 3  # of a row that tells rules apart
 TOLERANCE, TOLERANCE_16_BITS = 1e-5, 1e-3  # of a mean; rules differ by more wherever rows differ
 RULES = ("samples", "labels", "next_labels")
-WAY_OUT = "say what it is the mean of, as task.count=samples, labels (those that are not -100) or next_labels (without "
+WAY_OUT = "set what the loss is a mean of: task.count=samples, labels (except -100) or next_labels (without "
 WAY_OUT += "the first of each row), or write a task of your own (trainrun help tasks)"
 
 
@@ -52,8 +52,8 @@ class ModelLoss:
         """
         if not isinstance(batch, Mapping):
             raise DataError(
-                f"data: a batch is {describe_form(batch)}; task=model_loss passes a dict by the names of the "
-                "model's forward"
+                f"data: a batch is {describe_form(batch)}; task=model_loss needs a dict whose fields are arguments of "
+                "the model's forward"
             )
         if self.rule == "auto":
             self.rule = detect_loss_rule(unwrap_model(model), batch)
@@ -69,8 +69,7 @@ def compute_model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         raise PluginError(
             f"model: {type(unwrap_model(model)).__name__} was given {', '.join(keywords) or 'nothing'} of a batch with "
             f"{', '.join(map(str, batch))}, and returned {describe_form(output)} without a .loss of one number; "
-            "name the "
-            "fields as its forward does, or choose another task"
+            "name the fields like the arguments of its forward, or use another task"
         )
     return loss.reshape(())
 
@@ -122,8 +121,8 @@ def detect_loss_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
         )
     if fitting == ["labels"] and labels is not None and has_inputs_as_labels(batch, labels[1]):
         raise DataError(
-            f"data: {labels[0]} are the tokens of the inputs, and {type(model).__name__} does not shift them: it would "
-            "learn to copy; give other labels, or task.count=labels if that is meant"
+            f"data: {labels[0]} are the tokens of the inputs, and {type(model).__name__} does not shift them: so it "
+            "would learn to copy; use other labels, or task.count=labels if this is right"
         )
     return fitting[0]
 
@@ -139,13 +138,13 @@ def build_probe(batch: Mapping[str, Any], labels: tuple[str, Tensor] | None) -> 
     if labels is None or labels[1].ndim < 2:
         if next(len(value) for value in batch.values() if isinstance(value, Tensor)) < 2:
             raise PluginError(
-                f"task.count=auto: the first batch has one row, and two are compared; {WAY_OUT}"
+                f"task.count=auto: the first batch has only one row, but two are needed; {WAY_OUT}"
             )
         return copy_batch_rows(batch, [0, 1])
     key, pair = labels[0], copy_batch_rows(batch, [0, 0])
     real = labels[1][labels[1] != IGNORED]
     if labels[1].shape[1] < LEAST_LENGTH or not len(real):
-        raise PluginError(f"task.count=auto: the first batch has too few labels to find out; {WAY_OUT}")
+        raise PluginError(f"task.count=auto: the first batch has too few labels to find this out; {WAY_OUT}")
     pair[key] = torch.where(pair[key] == IGNORED, real[0], pair[key])
     pair[key][0, 2:] = IGNORED
     return pair

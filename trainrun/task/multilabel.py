@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PADDED = (
     "data: the labels of samples differ in number and were padded, but task=multilabel needs as many for each; for a "
-    "label at each position choose task=classification, with two classes and whole numbers"
+    "label per position use task=classification with two classes"
 )
 
 
@@ -137,9 +137,9 @@ def check_multilabel(logits: Tensor, target: Tensor, weights: Tensor | None) -> 
         )
     if logits.shape != target.shape:
         raise PluginError(
-            f"model: the output has shape {tuple(logits.shape)}, but task=multilabel needs that of the "
-            f"targets, {tuple(target.shape)}; our models take model.num_classes={target.shape[-1]}; where the targets "
-            "are one class a sample, use task=classification"
+            f"model: the output has shape {tuple(logits.shape)}, but task=multilabel needs the shape of the targets, "
+            f"{tuple(target.shape)}; built-in models take model.num_classes={target.shape[-1]}. For one "
+            "class per sample, use task=classification"
         )
     if bool((target < 0).any()) or bool((target > 1).any()):
         if bool((target == IGNORED).any()):

@@ -107,8 +107,9 @@ class Regression:
         if target.shape[1] != self.width:  # the first batch, or lengths of their own
             self.width = target.shape[1]
             if bool(padding.any()):
-                raise DataError("data: a target is -100, and whole numbers of lengths of their own are padded with "
-                                "that; give task=regression floats")  # fmt: skip
+                raise DataError(
+                    "data: a target is -100, which is also the padding of whole numbers; use floats for task=regression"
+                )
         return target, None
 
     def _sequence_step(self, output: Tensor, target: Tensor, weight: Tensor) -> StepOutput:
@@ -167,7 +168,7 @@ def build_shape_error(output: Tensor, target: Tensor) -> PluginError:
     if wanted == (*output_shape, 1):
         hint = "end the model with .unsqueeze(-1), or give targets of shape (B,)"
     elif len(output_shape) == len(wanted) == 2:
-        hint = f"make the two equal; trainrun's own models take model.num_classes={wanted[1]}"
+        hint = f"make the two equal; built-in models take model.num_classes={wanted[1]}"
     elif len(output_shape) == 2 and len(wanted) == 1:
         hint = "one number a sample is wanted; where the targets are classes, use task=classification"
     return PluginError(

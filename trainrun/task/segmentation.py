@@ -63,7 +63,7 @@ class Segmentation:
             raise DataError(
                 f"data: the targets are {describe_form(target)} of {target.dtype}; task=segmentation needs a "
                 "whole number "
-                "for each pixel, (B, H, W); for one class a picture choose task=classification"
+                "for each pixel, (B, H, W); for one class per picture use task=classification"
             )
         return self._pixels.step(model, batch)
 

@@ -68,10 +68,9 @@ class Vae:
     ) -> None:
         if (beta_schedule == "constant") != (beta_steps is None):
             raise ConfigError(
-                f"task.beta_schedule={beta_schedule}: needs task.beta_steps=..., the updates that the annealing takes"
+                f"task.beta_schedule={beta_schedule}: needs task.beta_steps=..., the number of updates of the annealing"
                 if beta_steps is None
-                else f"task.beta_steps={beta_steps}: task.beta_schedule=constant has none; add "
-                "task.beta_schedule=linear"
+                else f"task.beta_steps={beta_steps}: has no effect with task.beta_schedule=constant; use linear"
             )
         if beta_schedule == "cyclical" and beta_cycles > (beta_steps or 0):
             raise ConfigError(f"task.beta_cycles={beta_cycles}: must be at most task.beta_steps={beta_steps}")
@@ -228,7 +227,7 @@ def check_noise_is_there(model: nn.Module, batch: Any) -> None:
     noise = inspect.signature(forward).parameters.get("noise")
     if noise is not None and noise.default is noise.empty:
         raise ConfigError(
-            f"data.augment.noise.size=null: {forward.__qualname__} needs noise; say how many numbers it draws for a "
+            f"data.augment.noise.size=null: {forward.__qualname__} needs noise; set the number of noise values per "
             "sample, as data.augment.noise.size=16"
         )
 
@@ -240,8 +239,7 @@ def check_noise(batch: Any, mean: Tensor) -> None:
     noise = batch_fields(batch).get("noise")
     if noise is not None and noise.shape[1] == 1 != mean.shape[1]:
         raise ConfigError(
-            f"data.augment.noise.size=1: the code of the model has {mean.shape[1]} dimensions; give it "
-            "that number"
+            f"data.augment.noise.size=1: the code of the model has {mean.shape[1]} dimensions; use this number"
         )
 
 
@@ -254,12 +252,13 @@ def check_token_output(output: Any, tokens: Tensor) -> None:
         shapes = ", ".join(str(tuple(x.shape)) for x in output) if fits else describe_form(output)
         raise PluginError(
             f"model: gives {shapes} for tokens {tuple(tokens.shape)}; task=vae needs (logits (B, T, vocabulary), mean, "
-            "log_var), as model=sequence_vae gives; or task.likelihood=gaussian for whole numbers that are no tokens"
+            "log_var), as model=sequence_vae gives; or use task.likelihood=gaussian for whole numbers that are not "
+            "tokens"
         )
     most = int(tokens.max())
     if most >= output[0].shape[2]:
         raise DataError(
-            f"data: has token {most}, and the model knows {output[0].shape[2]}; see model.vocab_size"
+            f"data: has token {most}, but the model has {output[0].shape[2]}; see model.vocab_size"
         )
 
 

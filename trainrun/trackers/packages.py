@@ -11,5 +11,6 @@ def require_package(package: str, extra: str) -> None:
     """Raise ConfigError, with the extra to install, if the package is missing."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(
-            f"monitor.tracker={extra}: needs a package that is not there ({package}): pip install 'trainrun[{extra}]'"
+            f"monitor.tracker={extra}: needs a package that is not installed ({package}): pip install "
+            f"'trainrun[{extra}]'"
         )

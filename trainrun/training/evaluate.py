@@ -149,8 +149,8 @@ def compute_sums(
         if WITHOUT_GRAPH not in str(error):
             raise
         raise PluginError(
-            f"task: {type(run.task).__name__}.step() differentiates in a validation, where torch records no gradients; "
-            "compute what it differentiates inside `with torch.enable_grad():`"
+            f"task: {type(run.task).__name__}.step() computes a gradient in a validation, where torch records none; "
+            "put the computation inside `with torch.enable_grad():`"
         ) from error
     check_metric_names(out.sums, run.task)
     rows = {name: values.detach().cpu() for name, values in getattr(out, "rows", {}).items()}

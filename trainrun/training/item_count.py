@@ -42,7 +42,7 @@ class CountedAfter:
         if out.count is None:
             raise PluginError(
                 f"task: {type(self._task).__name__} has no method count(batch), and its step() gave no count=; "
-                "the loss is divided by one of them"
+                "one of them is needed to divide the loss"
             )
         return out.count
 

@@ -37,7 +37,7 @@ def build_own_step(node: Mapping[str, Any]) -> Any:
     if not callable(own_step):
         raise PluginError(
             f"step._target_={node['_target_']}: must be a function (run, micro_batches) -> StepReport, or a class "
-            "whose objects are called so"
+            "whose objects are callable like that"
         )
     check_state_methods(own_step, "step")
     check_state(own_step, "step")
@@ -68,7 +68,7 @@ class OwnStep:
                 got = f"losses as a {type(report.losses).__name__} and items={report.items!r}"
             raise PluginError(
                 f"step: {self._name} gave {got}; it must return trainrun.interfaces.StepReport(losses, items) with "
-                "a list of the summed loss of each micro-batch and the number of items that they are over"
+                "a list of the summed loss of each micro-batch and the number of items that they are summed over"
             )
         report.losses = [torch.as_tensor(loss).detach() for loss in report.losses]  # loss.item() too
         if report.agreed is NOT_AGREED:

@@ -346,7 +346,7 @@ def check_hook(key: str, hook: Any) -> None:
             f"{key}: {kind}.{wrong[0]} is never called; did you mean {near}? A hook has {', '.join(METHODS)}"
         )
     if not named:
-        raise PluginError(f"{key}: {kind} has none of the methods of a hook: {', '.join(METHODS)}")
+        raise PluginError(f"{key}: {kind} has no method of a hook: {', '.join(METHODS)}")
     for name in named:
         try:
             inspect.signature(getattr(hook, name)).bind(*METHODS[name])

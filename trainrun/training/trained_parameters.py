@@ -45,9 +45,9 @@ class TrainedParameters:
         names = [name for name in self.list_without_optimizer() if named[name] in added]
         if names:
             raise PluginError(
-                f"model: no optimizer has {format_short_list(names)}, because the model got them after the optimizer "
-                "was built. Make such parameters in __init__ or in a transform (nn.LazyLinear gets its size before the "
-                "first step), or copy new values into the parameters that are there"
+                f"model: no optimizer has {format_short_list(names)}, because they were created after the optimizer. "
+                "Create parameters in __init__ or in a transform, or copy new values into existing parameters "
+                "(nn.LazyLinear gets its size before the first step)"
             )
         present = set(self._held.parameters())
         for param in self._known - present:

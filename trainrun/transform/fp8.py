@@ -29,8 +29,8 @@ def fp8_linear(model: nn.Module, device: torch.device, compiled: bool = False) -
     """
     if device.type != "cuda":
         raise RuntimeError(
-            f"{KEY}: this run is on {device.type}, and only NVIDIA GPUs from Ada and Hopper on have products "
-            f"of 8-bit floats; {WITHOUT}, or parallel.accelerator=cuda where there is one"
+            f"{KEY}: this run is on {device.type}, but 8-bit products need an NVIDIA GPU, Ada, Hopper or newer; "
+            f"{WITHOUT}, or parallel.accelerator=cuda"
         )
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST:

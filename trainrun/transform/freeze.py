@@ -30,7 +30,7 @@ class FrozenParameters:
         self.sizes = {name: param.numel() for param, name in chosen.items() if param.requires_grad}
         if sum(param.requires_grad for param in model.parameters()) == len(self.sizes) > 0:
             raise ValueError(
-                f"model.freeze={patterns}: freezes all that is trained; leave out what shall learn"
+                f"model.freeze={patterns}: freezes every trainable parameter; leave out the parameters to train"
             )
         self.norms = frozen_norms(model, patterns, set(names)) if norms else []
         if norms and not self.norms:

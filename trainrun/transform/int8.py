@@ -37,7 +37,7 @@ STORED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *RECURRENT)
 KERNEL_TYPES = {"int8-weight-only": (), "int8-dynamic": (nn.Linear, *RECURRENT),
                 "int8-static": (nn.Linear, nn.Conv2d, *RECURRENT)}  # fmt: skip
 NOT_TRAINED = (
-    "transform.int8: bytes are not trained; go on with the run that this one was made from, and quantize that"
+    "transform.int8: quantized weights cannot be trained; continue the original run, and quantize it again"
 )
 
 

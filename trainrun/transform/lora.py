@@ -81,7 +81,7 @@ def lora(
         for name, layer in model.named_modules()
         if type(layer) is nn.Linear and used[id(layer.weight)] == 1
     }
-    for name in match_names(layers, target, "target", "linear layer with weights of its own"):
+    for name in match_names(layers, target, "target", "linear layer with its own weights"):
         model = _replace_layer(model, name, LoraLinear(layers[name], rank, alpha, dropout))
     for param in others:  # a bias beside its layer's matrices too
         param.requires_grad_(True)

@@ -67,8 +67,8 @@ def check_resume(trials: Trials) -> Certificate:
     text = f"stopped at step {stop_step} of {steps}, every bit the same"
     if differences and is_on_gpu(trials.config) and not is_repeatable(trials, uninterrupted, max_steps):
         raise NotApplicable(
-            "a run without a stop does not repeat either: kernels of this GPU add up in any order; "
-            "trainer.deterministic=true takes others"
+            "two runs without a stop differ too, because this GPU adds numbers in any order; use "
+            "trainer.deterministic=true"
         )
     if differences:
         text = f"stopped at step {stop_step} of {steps}; different: {', '.join(differences[:4])}"

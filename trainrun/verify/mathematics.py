@@ -37,19 +37,19 @@ BOUND = 1e-9  # of a weight, in float64
 UPDATES = 3  # the first makes the optimizer's state
 UPDATE_BOUND = 1e-3  # of a change of a weight, in float32: Adam divides tiny gradients by their size
 MODE = "in float64, without dropout and batch statistics"  # which depend on the parts
-NO_DOUBLES = "the trial in float64 on a CPU does not run"
+NO_DOUBLES = "the trial in float64 on a CPU failed"
 
 
 def check_accumulation(trials: Trials) -> Certificate:
     """Check that two micro-batches of 4 samples, four of 2 and one of 8 give the same weights after two steps."""
-    text = f"1, 2 and 4 micro-batches a step give the same weights, {MODE}"
+    text = f"1, 2 and 4 micro-batches per step give the same weights, {MODE}"
     return certify_difference("accumulation", _difference_between_batch_sizes(trials, 2), BOUND, text)
 
 
 def check_partial_window(trials: Trials) -> Certificate:
     """Check that the samples of a shorter last step of an epoch have the same weight as the others."""
     worst = _difference_between_batch_sizes(trials, 3, samples=2 * 4 * MICRO + 2 * MICRO)
-    text = f"a last window of half the size does not depend on its parts, {MODE}"
+    text = f"a short last step does not depend on the number of its micro-batches, {MODE}"
     return certify_difference("partial window", worst, BOUND, text)
 
 
@@ -70,7 +70,7 @@ def check_learning_rates(trials: Trials) -> Certificate:
     moved = sum(a != b for a, b in zip(*traces, strict=True)) if len(traces[0]) == len(traces[1]) else 3
     state = FAIL if moved else PASS
     return Certificate(
-        "learning rate", state, f"{moved} of 3", "steps whose rate depends on the accumulation"
+        "learning rate", state, f"{moved} of 3", "steps have another learning rate with gradient accumulation"
     )
 
 
@@ -82,7 +82,7 @@ def check_ranks(trials: Trials) -> Certificate:
         "ranks",
         largest_difference(weights_of_one, weights_of_two),
         BOUND,
-        f"two ranks give the weights of one, {MODE}",
+        f"two ranks give the same weights as one, {MODE}",
     )
 
 
@@ -126,7 +126,7 @@ def check_sums(components: Components, batch: Any) -> Certificate:
         total, items = _compute_step(components, batch, training)
         of_halves = [_compute_step(components, half, training) for half in halves]
         if items != sum(count for _, count in of_halves):
-            text = "the task's count of a batch is not that of its halves"
+            text = "the task's count of a batch is not the sum over its halves"
             return Certificate("sum of losses", FAIL, f"{items}", text)
         differences.append(abs(total - sum(loss for loss, _ in of_halves)) / max(abs(total), 1e-12))
     return certify_difference(
@@ -227,7 +227,7 @@ def check_all_parameters_change(
         else "all parameters that can be trained change"
     )
     if idle:
-        text += f"; without effect on the loss, so no fault: {', '.join(idle[:5])}"
+        text += f"; without effect on the loss (no fault): {', '.join(idle[:5])}"
     return Certificate("parameters", FAIL if unchanged else PASS, f"{len(unchanged)} of {len(before)}", text)
 
 
@@ -261,7 +261,7 @@ def check_update(components: Components, batch: Any) -> Certificate:
         name: _as_contiguous(copies[p]) - before[name] for name, p in model.named_parameters()
     }
     updates = {name: _as_contiguous(param) - before[name] for name, param in model.named_parameters()}
-    text = f"{UPDATES} updates are those of torch's plain loops on contiguous copies, in float32"
+    text = f"{UPDATES} updates are the same as with contiguous copies of the parameters, in float32"
     return certify_difference("update", largest_difference(expected_updates, updates), UPDATE_BOUND, text)
 
 

@@ -43,7 +43,7 @@ class FirstSamples:
         columns = find_columns(source, "data")
         self._about, self._samples = source, source if columns is None else columns
         if not hasattr(type(self._samples), "__len__"):
-            raise DataError("data: its samples have no numbers, so the first ones cannot be taken")
+            raise DataError("data: its samples cannot be read by number")
         self._count = min(count, len(self._samples))
 
     def __len__(self) -> int:

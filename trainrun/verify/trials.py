@@ -133,7 +133,7 @@ class Trials:
         self._progress(about)
         config = change(trial_config(self.config))
         if faults := check_config(config):
-            raise NotApplicable(f"it is another run than that of these words: {faults[0]}")
+            raise NotApplicable(f"these settings cannot be used in a trial: {faults[0]}")
         hydra_settings = {"hydra.run.dir": str(self.folder / secrets.token_hex(4))}
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -203,7 +203,7 @@ def trial_config(config: RunConfig) -> RunConfig:
     """
     for key in ("step", "loop"):
         if getattr(config, key):
-            raise ConfigError(f"{key}: is your own, so there is nothing to compare it with; leave it out")
+            raise ConfigError(f"{key}: your own code has nothing to compare with; leave it out")
     silent = ("verbose", "progress_bar", "hardware", "plots")
     return replace_values(config, {
         **{f"monitor.{name}": False for name in silent},

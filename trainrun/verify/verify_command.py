@@ -12,10 +12,9 @@ from trainrun.output import redraw_line, report_result, say
 
 USAGE = """usage: trainrun verify [group=option ...] [key=value ...]
 
-Takes the words of a run and checks on short trials of it, in a temporary folder: micro-batches, ranks and
-engines change nothing, a resume is bit for bit, evaluation counts every sample once, padding does not
-matter, every parameter changes, mixed precision drifts less than a bound. What must only differ in rounding is computed
-in float64 on a CPU, in evaluation mode; its line says so. Exit code 1 on a failure.
+Checks in short trials, in a temporary folder, that these settings are trained exactly. Micro-batches, ranks, engines,
+resumes and padding must not change results, evaluation counts every sample once, and every parameter changes.
+Results that may differ in rounding are computed in float64 on a CPU, in evaluation mode. Exit code 1 on a failure.
 """
 
 

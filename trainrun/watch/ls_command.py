@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--filter", metavar="TEST", action="append", default=[],
-        help="as 'lr<1e-3', state=done or 'val/acc>0.9'; may come several times",
+        help="as 'lr<1e-3', state=done or 'val/acc>0.9'; may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--html", action="store_true", help=f"write {PAGE} into the folder, with links to the reports"

@@ -21,14 +21,14 @@ def main(argv: list[str]) -> int:
     """Show the run until it ends. Return 0 if it ended normally, 1 if it failed or its process died."""
     parser = Parser(
         prog="trainrun watch", allow_abbrev=False,
-        description="Follows a run or a sweep through its folder: state, step, losses, phases, devices. On a pipe "
-        "it prints lines. Ends with the run: 0, or 1 where that failed or died.",
+        description="Follows a run or a sweep through its folder: state, step, losses, phases, devices. On a pipe it "
+                    "prints lines. Ends with the run. Exit code 1 if the run failed or its process no longer exists.",
     )  # fmt: skip
     parser.add_argument(
         "folders", metavar="RUN_OR_SWEEP", nargs="+",
-        help="the folder of a run or a sweep; several runs are a table, and what is no run is skipped",
+        help="the folder of a run or a sweep; several runs are shown as a table; other folders are skipped",
     )  # fmt: skip
-    parser.add_argument("--every", metavar="TIME", default="1s", help="between looks (default: 1s)")
+    parser.add_argument("--every", metavar="TIME", default="1s", help="time between updates (default: 1s)")
     add_trust_option(parser)
     words = parser.parse_args(argv)
     try:
@@ -60,8 +60,8 @@ def main(argv: list[str]) -> int:
     report_result(ended=view.ended)
     if view.ended == "dead":
         say(
-            "dead: nobody trains there any more, and the run did not end; go on with: "
-            f"trainrun resume {words.folders[0]}",
+            "dead: nobody trains there any more, and the run did not end; continue with: trainrun resume "
+            f"{words.folders[0]}",
             file=sys.stderr,
         )
     return EXIT_FAILED if view.ended in ("failed", "dead") else EXIT_DONE

@@ -105,8 +105,8 @@ def test_samples_unlike_the_first(spec, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
-        (lambda: os.urandom(8), "is another one each time"),
-        (lambda: random.random(), "is another one each time"),
+        (lambda: os.urandom(8), "differs each time"),
+        (lambda: random.random(), "differs each time"),
         (lambda: random.random() * 0, "random numbers are drawn"),
         (lambda: np.random.rand() * 0, "random numbers are drawn"),
         (lambda: torch.rand(()).item() * 0, "random numbers are drawn"),

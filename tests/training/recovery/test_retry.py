@@ -182,7 +182,7 @@ def test_gradients_of_the_failed_attempt_are_gone() -> None:
     torch.testing.assert_close(model.weight.grad[0], sum(batch.data.sum(0) for batch in windows(2)))
     assert len(told) == 1
     assert told[0].startswith("out of memory (DefaultCPUAllocator: can't allocate memory")
-    assert "cut in 4, 2 samples at a time" in told[0]
+    assert "split into 4, 2 samples at a time" in told[0]
     assert retry.run(windows(1, rows=5), failing(3, len)) == [1, 1, 2, 1]  # and told no more
     assert len(told) == 1
 

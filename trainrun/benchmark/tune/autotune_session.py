@@ -51,9 +51,9 @@ def preset_path(name: str, working_dir: Path) -> Path:
     """Return the path of a preset. Raise ConfigError if a file with that name was not written by `autotune`."""
     path = working_dir / "conf" / "preset" / f"{name}.yaml"
     if not re.fullmatch(r"[\w-]+", name):
-        raise ConfigError(f"--name {name}: a preset is named with letters, digits, - and _")
+        raise ConfigError(f"--name {name}: a name of a preset has only letters, digits, - and _")
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
-        raise ConfigError(f"{path}: is not one that trainrun autotune wrote; give another with --name")
+        raise ConfigError(f"{path}: was not written by trainrun autotune; choose another name with --name")
     return path
 
 

@@ -44,9 +44,7 @@ class RandomCrop:
         places = draws.integers("place", 0, 2 * self.padding + 1, n=2)
         target = get_target_map(batch, images)
         if target is not None and (target.is_floating_point() or target.ndim != 3):
-            raise DataError(
-                "has nothing to fill a map of numbers with; leave it out, or give classes (B, H, W)"
-            )
+            raise DataError("cannot fill a map of real numbers; leave it out, or use classes (B, H, W)")
         if target is not None:  # what comes in from outside counts nothing
             moved = cut_out(target[:, None].long() - self.ignored, places, self.padding)[:, 0] + self.ignored
             batch = replace_target(batch, moved)

@@ -62,8 +62,8 @@ def get_target(batch: Any) -> Tensor:
     """
     if isinstance(batch, Mapping) and len(several := [key for key in TARGET_KEYS if key in batch]) > 1:
         raise DataError(
-            f"mixes the target, and this batch has {len(several)} fields that may be it: {', '.join(several)}; "
-            f"leave out or rename all but one (the loss reads {several[0]})"
+            f"mixes the target, and this batch has {len(several)} possible target fields: {', '.join(several)}; "
+            f"remove or rename all but one (the loss reads {several[0]})"
         )
     place = find_target_key(batch)
     target = None if place is None else batch[place]

@@ -28,7 +28,7 @@ def _build_named(key: str, node: Any) -> NamedAugmentation:
         raise ConfigError(*[f"{key}.{fault}" for fault in error.faults]) from error
     if not callable(built):
         raise PluginError(
-            f"{key}: gives a {type(built).__name__}, which cannot be called as augmentation(batch, draws); name "
+            f"{key}: returns a {type(built).__name__}, which cannot be called as augmentation(batch, draws); name "
             f"a class of such objects, as {key}._target_=trainrun.data.augment.flip.RandomFlip"
         )
     return NamedAugmentation(key, built, getattr(built, "random", True))

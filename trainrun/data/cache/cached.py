@@ -84,7 +84,9 @@ def open_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
         return source
     where = f"data.cache={wanted.text}: {key}"
     if isinstance(source, IterableDataset):
-        raise DataError(f"{where} is {name_kind(source)}, whose samples have no numbers; use data.cache=none")
+        raise DataError(
+            f"{where} is {name_kind(source)}, whose samples cannot be read by number; use data.cache=none"
+        )
     indexed = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     readable_source = indexed and not isinstance(source, type | str | bytes)
     if not readable_source or find_columns(source, key) is not None or not len(source):

@@ -19,8 +19,10 @@ from trainrun.runtime.child_process import report_progress
 from trainrun.user_code import format_error_with_line
 
 NUM_PROBES = 9
-RANDOM = ("and a cache would keep one draw for ever; move what is random to data.transform, which comes after the "
-          "cache, or use data.cache=none")  # fmt: skip
+RANDOM = (
+    "so a cache would repeat one random sample; move random code to data.transform, which runs after the cache, or use "
+    "data.cache=none"
+)
 
 
 class SampleDigest(NamedTuple):
@@ -61,7 +63,7 @@ def probe_samples(source: Any, where: str) -> Probe:
         except Exception as error:
             if isinstance(error, NotKept) and not looks:
                 raise DataError(
-                    f"{where}: sample {row} holds {error}, which no cache can keep; allowed: CPU tensors, arrays, "
+                    f"{where}: sample {row} holds {error}, which a cache cannot store; allowed: CPU tensors, arrays, "
                     "numbers, str and bytes in tuples, lists and dicts; convert it in __getitem__, or use "
                     "data.cache=none"
                 ) from error
@@ -116,7 +118,7 @@ def explain_randomness(read: Callable[[], Any], row: int, look: SampleDigest | N
     look = _digest_sample(read()) if look is None else look
     before = read_generator_states()
     if _digest_sample(read()).digest != look.digest:
-        return f"sample {row} is another one each time it is read"
+        return f"sample {row} differs each time it is read"
     return "" if read_generator_states() == before else f"random numbers are drawn while sample {row} is read"
 
 

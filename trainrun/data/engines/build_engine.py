@@ -49,13 +49,14 @@ CHANGES = (
 )
 
 GOES_ON = (
-    "goes on from one epoch to the next in the main process, and its samples depend on it. A loader worker, or a "
+    "continues from one epoch to the next in the main process, and its samples depend on it. A loader worker, or a "
     "resume, begins with the initial value: use data.num_workers=1, set it in __iter__, or give the class state_dict() "
     "and load_state_dict(state)"
 )
 
 SAME_SAMPLES = (
-    "goes on from one epoch to the next, but a loader worker begins each epoch with the initial value: every epoch has "
+    "continues from one epoch to the next, but a loader worker begins each epoch with the initial value: every epoch "
+    "has "
     "the same samples. For others in each epoch (from an endless source or a random generator of its own), give the "
     "class set_epoch(epoch)"
 )
@@ -193,7 +194,7 @@ def _choose_iterable_workers(source: Any, options: StreamOptions) -> tuple[int, 
     if number == "auto":
         number, reason = 0, name_kind(source)
         if continues:
-            number, reason = 1, f"{name_kind(source)} that goes on from epoch to epoch"
+            number, reason = 1, f"{name_kind(source)} that continues from epoch to epoch"
         elif continues is None and can_fork_safely():
             number, reason = 1, f"{name_kind(source)} that is slow to read"
     if number == 0 and continues is not False:
@@ -239,6 +240,6 @@ def _count_batches(plan: Plan, length: int | None, options: StreamOptions) -> in
     if isinstance(options.limit, int):
         return options.limit
     raise DataError(
-        f"{limit_key(options)}={options.limit}: {options.key} has no length that a fraction could be "
-        "taken of; give a number of batches"
+        f"{limit_key(options)}={options.limit}: {options.key} has no length, so a fraction is not possible; use a "
+        "number of batches"
     )

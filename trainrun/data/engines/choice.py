@@ -141,14 +141,15 @@ def _check_threads(prepared: PreparedStream) -> Choice:
     unsafe = [part for part in list_parts(prepared.dataset) if not is_thread_safe(part)]
     if unsafe:
         raise DataError(
-            f"{setting}: {name_of(unsafe[0])} ({options.key}) does not say `thread_safe = True`; use "
-            "data.engine=workers, or give the class this attribute if several threads may read it at once"
+            f"{setting}: {name_of(unsafe[0])} ({options.key}) has no attribute `thread_safe = True`; use "
+            "data.engine=workers, or add the attribute if several threads may read it at once"
         )
     draws = {} if prepared.look is None else prepared.look.draws
     for place, generators in draws.items():
         raise DataError(
-            f"{setting}: {place} of {options.key} draws from the global generator of {' and '.join(generators)}, which "
-            "the training beside it draws from too; give it a parameter `generator` (a torch.Generator, seeded for "
+            f"{setting}: {place} of {options.key} draws from the global generator of {' and '.join(generators)}, "
+            "which the training also uses at the same time; give it a parameter `generator` (a torch.Generator, "
+            "seeded for "
             "each sample) and draw from that, or use data.engine=workers"
         )
     vain = describe_unused(options, "num_workers")

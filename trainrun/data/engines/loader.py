@@ -171,7 +171,7 @@ class LoaderBatches:
         shown = ", ".join(map(str, indices[:MOST_NAMED])) + (
             f" and {num_unnamed} more" if num_unnamed > 0 else ""
         )
-        return f"on their way were the samples {shown or 'of no batch'}"
+        return f"samples in progress: {shown or 'none'}"
 
     def _start_again(self, error: WorkerDied) -> None:
         if self._restarts == MOST_RESTARTS:

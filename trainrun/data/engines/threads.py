@@ -148,8 +148,9 @@ class ThreadBatches:
         seconds = self._options.timeout_seconds
         if not wait([task[1]], seconds or None).done:
             raise DataError(
-                f"data.worker_timeout_seconds={seconds:g}: {self._options.key} gave no batch for that long; raise it "
-                "(0 waits for ever), or see with data.num_workers=0 where reading hangs"
+                f"data.worker_timeout_seconds={seconds:g}: {self._options.key} gave no batch for that long; increase "
+                "it "
+                "(0: no limit), or see with data.num_workers=0 where reading hangs"
             )
 
     def close(self) -> None:

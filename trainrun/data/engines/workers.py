@@ -186,7 +186,7 @@ class LoaderWorkers:
                 if limit.has_passed:
                     raise WorkerLate(
                         f"data.worker_timeout_seconds={limit.seconds:g}: {self._key} gave no batch for that "
-                        "long (where its workers stand is above); raise it (0 waits for ever)"
+                        "long (the stacks of its workers are above); increase it (0: no limit)"
                     ) from error
                 if "DataLoader timed out" not in str(error):
                     self._raise_if_dead(error, NOTICE_SECONDS)

@@ -85,7 +85,7 @@ def build_group_plan(shares: Array, sizes: Array, members: Array | None, told: s
 
 def draw_classes_equally(source: Any) -> Drawn:
     """Draw every class of the training data equally often."""
-    labels, way = find_class_labels(source), "name weights instead: data.sampling=weighted data.weights=..."
+    labels, way = find_class_labels(source), "use weights instead: data.sampling=weighted data.weights=..."
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
         why = "has no labels in memory" if labels is None else "has no single class for each sample"
         advice = (
@@ -120,7 +120,7 @@ def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Ten
         )
     if len(weights) != number:
         raise DataError(f"data.weights={where}: holds {len(weights):,} weights, and data.train {number:,} samples; "
-                        "give one a sample, in the order of the training part")  # fmt: skip
+                        "give one per sample, in the order of the training part")  # fmt: skip
     weights = weights.astype(np.float64)
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
@@ -130,7 +130,7 @@ def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Ten
     if rows is not None:
         weights = weights[rows.numpy()]
     if not weights.any():
-        raise DataError(f"data.weights={where}: all weights are 0; one at least must be more")
+        raise DataError(f"data.weights={where}: all weights are 0; at least one must be greater")
     text = (
         f"data.sampling=weighted: in an epoch of {len(weights):,} a sample comes up to "
         f"{weights.max() / weights.mean():.3g} times on average; {int((weights == 0).sum()):,} never"
@@ -141,7 +141,7 @@ def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Ten
 def draw_by_shares(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
     """Draw named sources in these shares, which need not add up to 1. sizes: the number of samples of each source."""
     if empty := [name for name, size in sizes.items() if not size]:
-        raise DataError(f"data.mix: data.train.{empty[0]} has no samples to take a share of; leave it out")
+        raise DataError(f"data.mix: data.train.{empty[0]} is empty; leave it out")
     number, total = sum(sizes.values()), sum(shares.values())
     parts = {name: share / total * number for name, share in shares.items()}
     each = (f"{name} {part / number:.3g} ({part / sizes[name]:.3g} times)" for name, part in parts.items())
@@ -177,8 +177,10 @@ def find_weights(named: Mapping[str, Any], given: Any) -> tuple[Array, str]:
         return columns[0] if len(columns) == 1 else np.concatenate([np.ravel(one) for one in columns]), given
     path = Path(given).expanduser()
     if not path.is_file():
-        raise DataError(f"data.weights={given}: data.train has no column or attribute, and there is no file, of this "
-                        "name; name one, or a .npy file or a text file of one number a line")  # fmt: skip
+        raise DataError(
+            f"data.weights={given}: data.train has no column or attribute of this name, and there is no such file; "
+            "name one, or a .npy file, or a text file with one number per line"
+        )
     try:
         return np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(
             path, ndmin=1

@@ -97,7 +97,7 @@ def divide_into_fold(
     number = check_has_length(source, "data.train", f"data.folds={folds}")
     if folds > number:
         raise DataError(
-            f"data.folds={folds}: data.train has {number} samples; at most so many folds are possible"
+            f"data.folds={folds}: data.train has {number} samples; at most this many folds are possible"
         )
     order = compute_epoch_order(number, 0, 0, True).numpy()
     if groups is not None:
@@ -181,7 +181,8 @@ def join_sources(sources: Mapping[str, Any], key: str) -> Any:
         if classes != named[first]:
             raise DataError(
                 f"{key}.{name}: its classes ({', '.join(classes[:4])}, ...) are not those of {key}.{first} "
-                f"({', '.join(named[first][:4])}, ...): one number would mean two things; give them one list of classes"
+                f"({', '.join(named[first][:4])}, ...): the same number would mean different classes; give both the "
+                "same list of classes"
             )
     columns_of = {name: find_columns(member, f"{key}.{name}") for name, member in sources.items()}
     columns = [member for member in columns_of.values() if member is not None]

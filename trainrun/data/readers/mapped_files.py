@@ -44,7 +44,7 @@ def open_mapped(file: str) -> Mapped:
     try:
         array: Mapped = np.load(file, mmap_mode="c", allow_pickle=False).view(Mapped)
     except FileNotFoundError as error:
-        raise DataError(f"{file}: is gone; start again") from error
+        raise DataError(f"{file}: was removed; start again") from error
     return array
 
 
@@ -140,6 +140,6 @@ def check_lengths(mappings: Iterable[MappedFile]) -> None:
             continue
         if size < mapping.end:
             raise DataError(
-                f"{mapping.name}: was shortened to {size} bytes while it was read (it had {mapping.end}); bring it "
-                "back, or start again"
+                f"{mapping.name}: was shortened to {size} bytes while it was read (it had {mapping.end}); restore it, "
+                "or start again"
             )

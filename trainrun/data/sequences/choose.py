@@ -134,12 +134,12 @@ def _plan_iterable(source: Any, base: Plan, options: StreamOptions) -> SequenceP
     if options.padding in COMPOSED or options.truncate in ("drop", "split"):
         name = "padding" if options.padding in COMPOSED else "truncate"
         raise DataError(
-            f"data.{name}={getattr(options, name)}: {options.key} is an IterableDataset, whose lengths are not "
-            "known beforehand; use data.padding=longest or max, and data.truncate=left or right"
+            f"data.{name}={getattr(options, name)}: {options.key} is an IterableDataset, whose lengths are not known "
+            "in advance; use data.padding=longest or max, and data.truncate=left or right"
         )
     if options.padding == "max" and size is None:
         raise DataError(
-            f"data.padding=max: {options.key} is an IterableDataset; say data.max_sequence_length"
+            f"data.padding=max: {options.key} is an IterableDataset; set data.max_sequence_length"
         )
     return SequencePlan(source, base, _choose_padding(Measured(), options, size), "")
 
@@ -174,7 +174,7 @@ def _refuse_generators(source: Any, key: str) -> None:
             getattr(part, "__getitems__", None), "generators"
         ):
             raise DataError(
-                f"data.truncate=split: samples of {key} are drawn anew each time ({type(part).__name__} takes a "
+                f"data.truncate=split: samples of {key} change each time they are read ({type(part).__name__} takes a "
                 "generator); use data.truncate=right, left or drop"
             )
 
@@ -238,7 +238,7 @@ def _plan(base: Plan, lengths: Array | None, widest: int | None, options: Stream
     if widths.max() > options.max_tokens:
         raise DataError(
             f"data.max_tokens={options.max_tokens}: {options.key} has a sample of {widths.max()} positions, "
-            "which no batch can hold; raise it, or cut with data.max_sequence_length"
+            "which no batch can hold; increase it, or cut with data.max_sequence_length"
         )
     budget = options.max_tokens * base.world_size
     return BudgetPlan(base, form_budget_batches(lengths, widths, budget, base.seed, base.shuffle))
@@ -270,6 +270,6 @@ def _check_alike(source: Any, found: Measured, base: Plan, options: StreamOption
     real = list_real_targets(list_fields(source[0])) if isinstance(source, Columns) else found.real_targets
     for name in real:
         raise DataError(  # no float says `there is no target here`
-            f"data.padding=pack: {name} of {options.key} holds floats, which cannot be told from padding; "
+            f"data.padding=pack: {name} of {options.key} holds floats, which cannot be distinguished from padding; "
             "use data.padding=bucket"
         )

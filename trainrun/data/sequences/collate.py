@@ -265,7 +265,7 @@ def check_same_fields(rows: list[Fields]) -> None:
     for row in rows:
         if row.keys() != rows[0].keys():
             some = ", ".join(sorted(row.keys() ^ rows[0].keys())[:3])
-            raise ValueError(f"its samples have unlike structures: {some} is not in each of them")
+            raise ValueError(f"its samples have different structures: {some} is not in every sample")
 
 
 def pack_like_samples(samples: list[Any], columns: Fields, beside: Fields) -> Any:

@@ -53,4 +53,4 @@ class SweepLocks:
             self._folder.mkdir(parents=True, exist_ok=True)
             return open_locked(self._folder / name, operation, note)
         except OSError as error:
-            raise ConfigError(f"{self._folder}: cannot write there ({error.strerror})") from error
+            raise ConfigError(f"{self._folder}: cannot write in it ({error.strerror})") from error

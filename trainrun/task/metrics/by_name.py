@@ -49,7 +49,7 @@ def split_metric_names(
     names, own_metrics = [metrics] if isinstance(metrics, str) else metrics, None
     if not (isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)):
         names, objects = split_metrics(metrics)
-        own_metrics = TorchMetrics(objects, f"{given}, as task={task} gives them")
+        own_metrics = TorchMetrics(objects, f"{given}, as task={task} passes them")
     for name in names:
         is_top = "top5" in known and isinstance(name, str) and re.fullmatch(r"top[1-9]\d*", name)
         if name not in known and not is_top:

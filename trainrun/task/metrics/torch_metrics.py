@@ -41,11 +41,11 @@ def split_metrics(metrics: Any) -> tuple[list[Any], dict[str, Any]]:
                     f"task.metrics.{name}._target_=torchmetrics.classification.MulticlassCohenKappa"
                 )
             if name in objects or name in TAKEN or not re.fullmatch(r"\w+", name):
-                raise ConfigError(f"task.metrics.{name}: is no free name; give another")
+                raise ConfigError(f"task.metrics.{name}: cannot be used as a name; choose another")
             objects[name] = metric
     if twice := [name for name in names if name in objects]:
         raise ConfigError(
-            f"task.metrics: two are named {twice[0]}; name one, as task.metrics='[{{mine: {{_target_: ...}}}}]'"
+            f"task.metrics: two metrics are named {twice[0]}; name one, as task.metrics='[{{mine: {{_target_: ...}}}}]'"
         )
     return names, objects
 
@@ -87,7 +87,7 @@ class TorchMetrics:
                     raise ConfigError(
                         f"task.metrics.{name}: {type(metric).__name__} does not take {self._given}: "
                         f"{read_first_line(error)}; "
-                        "choose a metric for these"
+                        "choose another metric"
                     ) from error
                 with suppress(
                     ArithmeticError, IndexError, RuntimeError, ValueError
@@ -201,6 +201,6 @@ def flatten_metric(name: str, value: Any) -> dict[str, float]:
             else {name: float(value)}
         )
     raise PluginError(
-        f"task.metrics.{name}: gives a {type(value).__name__} (a curve, a matrix), and a metric is a number, or one a "
-        "class; choose another"
+        f"task.metrics.{name}: returns a {type(value).__name__} (a curve, a matrix), but a metric must be one number, "
+        "or one per class; choose another"
     )

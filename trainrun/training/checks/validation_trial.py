@@ -142,5 +142,5 @@ def validate_after_step(run: Components, state: TrainState) -> str:
         evaluate_one_batch(run)
     except Exception as error:
         message = str(error) if isinstance(error, TrainrunError) else format_error_with_line(error)
-        return f"task: the first validation would fail: {message}"
+        return f"task: a validation fails: {message}"
     return ""

@@ -82,11 +82,11 @@ class NonfiniteStepHandler:
         reason = failure or "a gradient was NaN or infinite"
         if state.rollbacks >= MAX_ROLLBACKS:
             raise TrainingError(
-                f"step {state.step}: {reason}. The run went back to a checkpoint {MAX_ROLLBACKS} times already. "
+                f"step {state.step}: {reason}. The run returned to a checkpoint {MAX_ROLLBACKS} times already. "
                 f"Lower optimizer.lr or set trainer.gradient_clip_val=1. {about}"
             )
         self._note(
-            f"step {state.step}: {reason}. The run goes back to the newest checkpoint and skips the data up to this "
+            f"step {state.step}: {reason}. The run returns to the newest checkpoint and skips the data up to this "
             f"step ({state.rollbacks + 1} of at most {MAX_ROLLBACKS} times). {about}"
         )
         raise RollBack(state)

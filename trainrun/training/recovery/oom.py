@@ -152,7 +152,7 @@ class OomRetry:
             self._prepare_smaller(window, fault)
             result, fault = self._try_window(window, compute)
         self.note(
-            f"out of memory ({last}): from here on every micro-batch is cut in {self.pieces}, "
+            f"out of memory ({last}): from now on every micro-batch is split into {self.pieces}, "
             f"{format_count(-(-count_most_rows(window) // self.pieces), 'sample')} at a time, with the same global "
             "batch and the "
             "same gradient (trainer.out_of_memory)"
@@ -180,7 +180,7 @@ class OomRetry:
                 raise torch.OutOfMemoryError(f"{fault}; a batch of the validation is not cut: {reason}")
             self._val_pieces *= 2
             self.note(
-                f"out of memory in a validation ({fault}): from here on its batches are cut in {self._val_pieces}; "
+                f"out of memory in a validation ({fault}): from now on its batches are split into {self._val_pieces}; "
                 "data.val_batch_size sets their size"
             )
 
@@ -244,7 +244,7 @@ class OomRetry:
         free_memory(self.parallel.device)
         reason = self._buffers.restore() or self._random_states.restore() or self._explain_no_split(window)
         if reason:
-            raise torch.OutOfMemoryError(f"{fault}; not run again in smaller micro-batches: {reason}")
+            raise torch.OutOfMemoryError(f"{fault}; not repeated in smaller micro-batches: {reason}")
         self.pieces *= 2
 
     def _explain_no_split(self, window: list[MicroBatch]) -> str:

@@ -53,7 +53,7 @@ def load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str
 def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[str, Any] | None) -> TrainState:
     if longer := allocate_buffers(run.model, shared["model"], run.parallel.device):
         run.monitors.note(
-            f"checkpoint {place}: longer than the model makes them at first: {', '.join(longer)}"
+            f"checkpoint {place}: buffers that are longer than in a new model: {', '.join(longer)}"
         )
     live = run.held.state_dict()
     if run.base is not None:
@@ -88,8 +88,8 @@ def _load_tree(run: Components, place: str, shared: dict[str, Any], own: dict[st
         run.monitors.note(problem)
     if anew := task_state.get("anew"):
         run.monitors.note(
-            f"checkpoint {place} does not hold what changed in {', '.join(anew)}: that begins anew, so this may not be "
-            "the run that never stopped, if its results depend on it"
+            f"checkpoint {place} does not contain values that changed in {', '.join(anew)}. They start again, so "
+            "results may differ from those of an uninterrupted run"
         )
     run.task_calls.unsaved_before = list(task_state.get("anew", ()))
     run.hooks.load_state_dict(place, {**shared, **(own or {})}.get("hooks", {}))
@@ -126,15 +126,15 @@ def convert_position(run: Components, place: str, shared: dict[str, Any]) -> int
     if shared["train"]["batches"] and then["num_samples"] != now["num_samples"]:
         raise CheckpointError(
             f"checkpoint {place}: saved in the middle of an epoch of {then['num_samples']} samples, and data.train "
-            f"has {now['num_samples']} now; use the same data, or its weights alone: init_from=RUN_DIR"
+            f"has {now['num_samples']} now; use the same data, or start a new run with its weights: init_from=RUN_DIR"
         )
     before, by = then.get("by", {}), now["by"]
     other = [f"{key}={before[key]} (now {by[key]})" for key in by if before.get(key, by[key]) != by[key]]
     if shared["train"]["batches"] and other:
         changes = ", ".join(other).replace("'", "")
         raise CheckpointError(
-            f"checkpoint {place}: saved in the middle of an epoch with {changes}: samples of it would come again or "
-            "never; go on as before, or begin with these weights alone: init_from=RUN_DIR"
+            f"checkpoint {place}: saved in the middle of an epoch with {changes}: so samples would be repeated or "
+            "lost; use the same settings as before, or start a new run with these weights: init_from=RUN_DIR"
         )
     parts = then.get("parts", 1)
     if shared["train"]["batches"] and parts != now["parts"]:
@@ -176,9 +176,9 @@ def check_classes(place: str, shared: Mapping[str, Any], names: Sequence[str]) -
     )
     then, now = (", ".join(some[first : first + MOST_CLASSES]) or "no more" for some in (before, names))
     raise CheckpointError(
-        f"checkpoint {place}: was trained on other classes than this data has: number {first} and up were {then}; now "
-        f"{now}. Give the data of before, or data.train.val_path=... for new samples of the same classes; a new run "
-        "can begin with these weights alone: init_from=RUN_DIR"
+        f"checkpoint {place}: was trained on other classes: from number {first} on they were {then}, and are now "
+        f"{now}. Use the same data, or data.train.val_path=... for new samples of the same classes. To start a new "
+        "run with these weights: init_from=RUN_DIR"
     )
 
 
@@ -200,8 +200,8 @@ def check_task_state(place: str, task: Any, kept: Mapping[str, Any]) -> None:
     name = type(task).__name__
     if "state" in kept and not isinstance(task, KeepsState):
         raise CheckpointError(
-            f"checkpoint {place}: holds the state of a task, and {name} has no load_state_dict(state); use "
-            "the task of before"
+            f"checkpoint {place}: holds the state of a task, and {name} has no load_state_dict(state); use the same "
+            "task"
         )
 
 

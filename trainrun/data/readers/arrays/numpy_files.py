@@ -61,7 +61,9 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_frac
             return _load_arrays(path, place, names, mapped)
         if is_plain_file(place, f"data.path={path}"):
             return _load_members(path, place, names)
-        raise DataError(f"data.path={path}: no such place; allowed: an .npz file, or a folder of .npy files")
+        raise DataError(
+            f"data.path={path}: no such file or folder; allowed: an .npz file, or a folder of .npy files"
+        )
 
     def build(split: str) -> Arrays | ReaderDataset | None:
         check_split(split, SPLITS)

@@ -215,7 +215,9 @@ def _open_environment(path: str, size: int) -> Any:
 def _find_data_file(path: Path, setting: str) -> Path:
     is_plain_file(path, setting)
     if not path.exists():
-        raise DataError(f"{setting}: no such place; allowed: an LMDB environment, a folder or a file")
+        raise DataError(
+            f"{setting}: no such file or folder; allowed: an LMDB environment, a folder or a file"
+        )
     if path.is_dir() and not (path / DATA_FILE).is_file():
         raise DataError(f"{setting}: no {DATA_FILE} in this folder, so it is not an LMDB environment")
     return path / DATA_FILE if path.is_dir() else path

@@ -31,7 +31,7 @@ ROWS_AT_ONCE, CELLS_AT_ONCE = 2**16, 2**22
 LEAST_BYTES = 8  # of a cell: a number, or where a word or list begins
 JSON_BLOCK_BYTES = 2**24
 JSON_ROWS = (
-    'write an object a row, as {"x": [0.5, 1], "y": 0}, one in each line or all in one array, and name their parts by '
+    'write one object per row, as {"x": [0.5, 1], "y": 0}, one per line or all in one array, and name their parts by '
     "data.train.columns=[x,y]; or save arrays as .npz or CSV"
 )
 
