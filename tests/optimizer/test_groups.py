@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -279,23 +280,23 @@ def test_a_group_may_be_of_frozen_parameters_which_are_trained_later() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factory", "groups", "more", "message"),
+    ("factory", "groups", "more", "key"),
     [
-        (AdamW, [{"params": "layer.4.*", "lr": 1.0}], {},
-         r"optimizer\.groups\[0\]\.params=layer\.4\.\*: fits no name in the model; did you mean layers\.4\."),
+        (AdamW, [{"params": "layer.4.*", "lr": 1.0}], {}, "optimizer.groups[0].params=layer.4.*: "),
         (AdamW, [{"params": "*", "lr": 1.0}, {"params": "layers.4.*", "lr": 2.0}], {},
-         r"groups\[1\]\.params=layers\.4\.\*: an earlier group has each .*\(optimizer\.groups\[0\]\)"),
-        (AdamW, [{"params": "*", "betas": [0.9, 1.5]}], {}, r"optimizer\.groups\[0\]: Invalid beta parameter"),
-        (Rprop, [], {"no_decay": "auto"}, r"optimizer\.no_decay: Rprop has no weight_decay; leave it out"),
-        (torch.optim.LBFGS, [{"params": "layers.4.*", "lr": 1.0}], {}, "doesn't support per-parameter options"),
+         "optimizer.groups[1].params=layers.4.*: "),
+        (AdamW, [{"params": "*", "betas": [0.9, 1.5]}], {}, "optimizer.groups[0]: Invalid beta parameter"),
+        (Rprop, [], {"no_decay": "auto"}, "optimizer.no_decay: "),
+        (torch.optim.LBFGS, [{"params": "layers.4.*", "lr": 1.0}], {}, "per-parameter options"),
         (lambda params, lr=0.1, boost=1.0: SGD(params, lr=lr * boost), [{"params": "*", "boost": 2.0}], {},
-         r"optimizer\.groups\[0\]\.boost: SGD has one for all parameters; a group may have lr, momentum"),
+         "optimizer.groups[0].boost: "),
     ],
+    ids=["no name matches", "earlier group matches", "wrong value", "no such option", "no groups", "option of all"],
 )  # fmt: skip
 def test_groups_that_do_nothing_are_refused_in_one_line(
-    factory: Callable[..., Optimizer], groups: list[dict[str, Any]], more: dict[str, Any], message: str
+    factory: Callable[..., Optimizer], groups: list[dict[str, Any]], more: dict[str, Any], key: str
 ) -> None:
-    with pytest.raises((ConfigError, PluginError), match=message):
+    with pytest.raises((ConfigError, PluginError), match=re.escape(key)):
         build_optimizer(factory, {}, frozen(), rules=GroupRules("optimizer", groups, **more))
 
 

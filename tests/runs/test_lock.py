@@ -70,7 +70,7 @@ def test_the_second_is_told_who_is_first_and_kill_9_frees_the_folder(
     process = holder(run, "print('there', flush=True); time.sleep(60)")
     began = time.monotonic()
     with (
-        pytest.raises(RunBusy, match=rf"process {process.pid} on \S+ trains in this folder") as caught,
+        pytest.raises(RunBusy, match=rf"process {process.pid} on ") as caught,
         lock_run_folder(run),
     ):
         pass
@@ -106,7 +106,7 @@ def test_a_rank_holds_the_lock_of_its_launcher(run: RunDir) -> None:
     kill(process)
     with lock_run_folder(run, note=lambda text: (told.append(text), go.touch())):  # waits for the rank
         pass
-    assert [f"what is left of process {process.pid}" in text for text in told] == [True]
+    assert [f"process {process.pid} " in text for text in told] == [True]
 
 
 def test_no_file_of_the_lock_stays_open(run: RunDir) -> None:

@@ -150,7 +150,7 @@ def test_rollback_passes_over_the_data_since_the_checkpoint_and_is_exact(
     whole = rolled_back(project, "whole")
     bad = [int(path.name[5:]) for path in sorted((whole / "nonfinite").iterdir())]
     state = last(whole)
-    assert "back to the newest checkpoint" in capsys.readouterr().out
+    assert "to the newest checkpoint" in capsys.readouterr().out
     assert len(bad) == state["train"]["rollbacks"] >= 1
     assert is_finite(state)
     assert state["train"]["skipped_steps"] == 0

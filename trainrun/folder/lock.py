@@ -148,9 +148,7 @@ def _wait_for_lock(
             )
         if not has_warned:
             has_warned = True
-            note(
-                f"{run.root}: a process that is left of {_describe_owner(owner)} is still saving; waiting for it"
-            )
+            note(f"{run.root}: a rank of {_describe_owner(owner)} is still saving; waiting for it to exit")
         time.sleep(POLL_SECONDS)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -286,11 +286,8 @@ def number_blocks(model: nn.Module, members: Collection[nn.Parameter], key: str)
     for rival in (next(iter(row)) for row in rivals):
         if not is_inside_block(rival, best):
             raise ConfigError(
-                f"{key}: the model has the model has the model has two rows of layers, from {next(iter(best))} and "
-                f"from {rival} on, "
-                "so the depth "
-                "is not clear; "
-                f"{way_out}"
+                f"{key}: the model has two rows of layers, from {next(iter(best))} and from {rival} on, so the depth "
+                f"is not clear; {way_out}"
             )
     return best
 

@@ -75,8 +75,7 @@ def _check_class(optimizer: Optimizer, stored: list[str]) -> None:
     if stored[0] not in classes and classes[0] not in stored:
         raise CheckpointError(
             f"optimizer: the checkpoint has the state of {stored[0][:LONGEST]}, which {classes[0]} cannot continue "
-            "with; "
-            "use the same optimizer, or start a new run with its weights: init_from=RUN_DIR"
+            "with; use the same optimizer, or start a new run with its weights: init_from=RUN_DIR"
         )
 
 

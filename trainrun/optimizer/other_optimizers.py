@@ -156,7 +156,7 @@ def _check_sparse_of_one(
             )
         if names_here and kind not in TAKES_SPARSE:
             raise PluginError(
-                f"optimizer: {kind} does not accept the sparse gradient of {names_here[0]} is; "
+                f"optimizer: {kind} does not accept the sparse gradient of {names_here[0]}; "
                 f"{_describe_sparse_options(names, sparse)}"
             )
         option = next((option for option in TAKES_SPARSE.get(kind, ()) if group[option]), None)

@@ -67,7 +67,7 @@ def parse_prune_arguments(argv: list[str]) -> Namespace:
     parser.add_argument(
         "--structured",
         action="store_true",
-        help="remove remove remove whole channels, so that layers become smaller",
+        help="remove whole channels, so that layers become smaller",
     )
     parser.add_argument("--finetune", help="how long the new run trains, as 2epoch or 500step")
     parser.add_argument("--out", help="the folder of the new run (default: RUN_DIR-pruned, beside it)")

@@ -133,7 +133,7 @@ def convert_position(run: Components, place: str, shared: dict[str, Any]) -> int
     if shared["train"]["batches"] and other:
         changes = ", ".join(other).replace("'", "")
         raise CheckpointError(
-            f"checkpoint {place}: saved in the middle of an epoch with {changes}: so samples would be repeated or "
+            f"checkpoint {place}: saved in the middle of an epoch with {changes}, so samples would be repeated or "
             "lost; use the same settings as before, or start a new run with these weights: init_from=RUN_DIR"
         )
     parts = then.get("parts", 1)
