@@ -209,7 +209,7 @@ DATA: list[Row] = [
         (file_with("a.tfrecord", "no file"), ["data=tfrecord", "data.path=a.tfrecord"], "a.tfrecord"),
         (file_with("a.tar", "no file"), ["data=webdataset", "data.path=a.tar"], "a.tar"),
         (file_with("train-images-idx3-ubyte", "no"), ["data=idx", "data.path=."], "idx"),
-        (file_with("out", "a file"), ["output_dir=out/run"], "output_dir=out/run"),
+        (file_with("out", "a file"), ["output_dir=out/run"], "output_dir="),
         (file_with("w.safetensors", "no"), ["init_from=w.safetensors"], "w.safetensors"),
         (
             file_with("w.safetensors", (99).to_bytes(8, "little") + b"{}"),
