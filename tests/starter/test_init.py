@@ -88,7 +88,38 @@ def test_the_scripts_of_the_manual_are_mapped_to_their_settings(kind: str) -> No
         ("lightning", "EarlyStopping(monitor='val_loss', patience=2)",
          "trainer.early_stopping=true trainer.early_stopping.monitor=val/loss trainer.early_stopping.patience=2"),
         ("hf", "TrainingArguments(num_train_epochs=2, bf16=True, warmup_steps=10, seed=3)",
-         "trainer.max_epochs=2 precision=bf16-mixed scheduler.warmup_steps=10 seed=3"),
+         "trainer.max_epochs=2 precision=bf16-mixed scheduler.warmup_steps=10 seed=3 data.batch_size=8 "
+         "optimizer.lr=5e-05 scheduler=linear trainer.gradient_clip_val=1.0 optimizer.weight_decay=0.0"),
+        ("hf", "TrainingArguments(max_steps=9, per_device_train_batch_size=4, learning_rate=1, max_grad_norm=2, "
+         "lr_scheduler_type='constant', weight_decay=3)",
+         "trainer.max_steps=9 data.batch_size=4 optimizer.lr=1 trainer.gradient_clip_val=2 scheduler=constant "
+         "optimizer.weight_decay=3"),
+        ("hf", "class Mine(torch.nn.Module):\n    pass", "model=mine.Mine task=model_loss"),
+        ("lightning", "stop = EarlyStopping('val_loss', 0.1, 2)",
+         "trainer.early_stopping=true trainer.early_stopping.monitor=val/loss trainer.early_stopping.min_delta=0.1 "
+         "trainer.early_stopping.patience=2"),
+        ("lightning", "class Lit(LightningModule):\n  def configure_optimizers(self):\n"
+         "    return torch.optim.AdamW(self.parameters(), 1e-4)", "optimizer=adamw optimizer.lr=0.0001"),
+        ("lightning", "class Lit(LightningModule):\n  def configure_optimizers(self):\n"
+         "    return torch.optim.lr_scheduler.StepLR(opt, 30)",
+         "scheduler=step scheduler.step_size=30 scheduler.interval=epoch"),
+        ("lightning", "s = torch.optim.lr_scheduler.StepLR(opt, 30)\nd = {'interval': 'step'}",
+         "scheduler=step scheduler.step_size=30"),
+        ("loop", "accelerator = Accelerator(mixed_precision='bf16', gradient_accumulation_steps=4)",
+         "precision=bf16 trainer.accumulate_grad_batches=4"),
+        ("loop", "s = torch.optim.lr_scheduler.StepLR(opt, 30)\nfor epoch in range(3):\n"
+         "  for x in rows:\n    pass\n  s.step()",
+         "scheduler=step scheduler.step_size=30 scheduler.interval=epoch trainer.max_epochs=3"),
+        ("loop", "s = torch.optim.lr_scheduler.StepLR(opt, 30)\nfor epoch in range(3):\n"
+         "  for x in rows:\n    s.step()", "scheduler=step scheduler.step_size=30 trainer.max_epochs=3"),
+        ("loop", "for rows in torch.randperm(99).split(12):\n  pass", "data.batch_size=12"),
+        ("loop", "opt = torch.optim.SGD(net.parameters(), 0.1)",
+         "optimizer=sgd optimizer.momentum=0.0 optimizer.lr=0.1"),
+        ("loop", "opt = torch.optim.SGD(net.parameters(), 0.1, 0.5)",
+         "optimizer=sgd optimizer.momentum=0.5 optimizer.lr=0.1"),
+        ("loop", "s = torch.optim.lr_scheduler.ReduceLROnPlateau(opt)", "scheduler=plateau scheduler.patience=10"),
+        ("loop", "loader = DataLoader(rows, 9, True)", "data.batch_size=9 data.shuffle=true"),
+        ("loop", "loss = F.cross_entropy(net(x), y, ignore_index=-1)", "task=classification task.ignore_index=-1"),
         ("loop", "opt = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)",
          "optimizer=sgd optimizer.momentum=0.9 optimizer.lr=0.1"),
         ("loop", "opt = torch.optim.RMSprop(net.parameters(), lr=0.1)",
@@ -96,7 +127,8 @@ def test_the_scripts_of_the_manual_are_mapped_to_their_settings(kind: str) -> No
         ("loop", "RATE = 0.25\nopt = optim.Adam(net.parameters(), lr=RATE)", "optimizer=adam optimizer.lr=0.25"),
         ("loop", "with torch.autocast('cuda', dtype=torch.bfloat16):\n    pass", "precision=bf16-mixed"),
         ("loop", "val_loader = DataLoader(rows, batch_size=9)", "data.val_batch_size=9"),
-        ("loop", "loader = DataLoader(rows, batch_size=9, num_workers=2)", "data.batch_size=9 data.num_workers=2"),
+        ("loop", "loader = DataLoader(rows, batch_size=9, num_workers=2)",
+         "data.batch_size=9 data.shuffle=false data.num_workers=2"),
         ("loop", "loss = nn.CrossEntropyLoss(label_smoothing=0.1)", "task=classification task.label_smoothing=0.1"),
         ("loop", "class Net(nn.Module):\n    def __init__(self): pass\nnet = Net(width=3)",
          "model=mine.Net model.width=3"),
@@ -123,6 +155,33 @@ def test_a_line_that_is_not_understood_is_listed(line: str, named: str) -> None:
     assert [number for number, _ in mapping.unknown] == [1]
     assert named in mapping.unknown[0][1]
     assert mapping.settings == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "named"),
+    [
+        ("loop", "from nets import Net\nnet = Net(128)", "name its arguments 128"),
+        ("loop", "class Net(nn.Module):\n    pass\nnet = Net(**sizes)", "name its arguments **sizes"),
+        ("loop", "loss = F.cross_entropy(net(x), y, weight=w)", "weight=w"),
+        ("loop", "loss = F.cross_entropy(net(x), y) + penalty(net)", "penalty(...)"),
+        ("loop", "torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, norm_type=1)", "norm_type=1"),
+        ("loop", "opt = torch.optim.AdamW([{'params': few, 'lr': 1}], lr=1)", "optimizer.groups"),
+        ("loop", "opt = torch.optim.SGD(net.parameters(), rate)", "optimizer.lr=rate"),
+        ("loop", "for p in net.parameters():\n  p.data.clamp_(-1, 1)\nx.backward()", "for p in"),
+        ("lightning", "Trainer(max_epochs=2, logger=WandbLogger())", "WandbLogger(...)"),
+        ("lightning", "Trainer(max_epochs=2, callbacks=[Mine()])", "Mine(...)"),
+        ("hf", "trainer = Trainer(model, args, compute_metrics=f1)", "compute_metrics=f1"),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_line_that_is_not_understood_is_listed(kind: str, line: str, named: str) -> None:
+    mapping = map_script(line, kind, "mine")
+    assert mapping.known
+    assert named in "\n".join(text for _, text in mapping.unknown)
+
+
+def test_the_command_of_a_mapping_can_be_pasted() -> None:
+    mapping = map_script("TrainingArguments(output_dir='my runs', run_name='a b')", "hf", "mine")
+    assert {"output_dir=my runs", "run_name=a b"} <= set(shlex.split(mapping.command))
 
 
 def test_from_writes_a_page_and_refuses_what_is_no_script(workdir: Path) -> None:

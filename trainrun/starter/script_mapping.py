@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from trainrun.config.schema import settings
 ARGUMENT_CALLS = {  # whose arguments are settings, by the kind of the script
     "lightning": ("Trainer",),
     "hf": ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig"),
-    "loop": (),
+    "loop": ("Accelerator",),
 }
 KINDS = tuple(ARGUMENT_CALLS)
 SEEDS = ("manual_seed", "seed_everything", "set_seed")
@@ -36,15 +37,60 @@ LOSSES = {
     **dict.fromkeys(("binary_cross_entropy_with_logits", "BCEWithLogitsLoss"), "multilabel"),
 }
 DONE = {  # what every run does
-    **dict.fromkeys(("zero_grad", "backward", "step", "update", "unscale_", "scale"), "done in every step"),
+    **dict.fromkeys(
+        ("zero_grad", "backward", "step", "update", "unscale_", "scale", "accumulate"), "done in every step"
+    ),
     **dict.fromkeys(("train", "eval", "no_grad", "inference_mode", "evaluate"), "done in every validation"),
-    **dict.fromkeys(("to", "cuda", "is_available", "device"), "done: a GPU is used if there is one"),
+    **dict.fromkeys(
+        ("to", "cuda", "is_available", "device", "prepare"), "done: a GPU is used if there is one"
+    ),
     **dict.fromkeys(("log", "log_dict", "print", "item", "format"), "done: losses and metrics are logged"),
-    **dict.fromkeys(("save", "save_model"), "done: the best and the last state are saved"),
+    **dict.fromkeys(("save", "save_model", "save_state"), "done: the best and the last state are saved"),
     **dict.fromkeys(("fit", "Trainer"), "the command itself"),
     **dict.fromkeys(("GradScaler",), "done with precision=16-mixed"),
     **dict.fromkeys(("save_hyperparameters", "__init__", "super"), "left out"),
 }
+OF_A_RATE = ("params", "lr", "betas", "eps", "weight_decay")
+POSITIONS = {  # the names of positional arguments, by call
+    **dict.fromkeys(SEEDS, ("seed",)),
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax"), OF_A_RATE),
+    "SGD": ("params", "lr", "momentum", "dampening", "weight_decay"),
+    "CosineAnnealingLR": ("optimizer", "T_max"),
+    "StepLR": ("optimizer", "step_size", "gamma"),
+    "MultiStepLR": ("optimizer", "milestones", "gamma"),
+    "ExponentialLR": ("optimizer", "gamma"),
+    "DataLoader": ("dataset", "batch_size", "shuffle"),
+    "Trainer": ("model", "args", "data_collator", "train_dataset", "eval_dataset"),
+    "EarlyStopping": ("monitor", "min_delta", "patience"),
+    "ModelCheckpoint": ("dirpath", "filename", "monitor"),
+    "clip_grad_norm_": ("parameters", "max_norm"),
+    "clip_grad_value_": ("parameters", "clip_value"),
+    **{name: ("input", "target") for name in LOSSES if name.islower()},
+}
+HF_DEFAULTS = {
+    "num_train_epochs": 3, "per_device_train_batch_size": 8, "learning_rate": 5e-5, "lr_scheduler_type": "linear",
+    "max_grad_norm": 1.0, "weight_decay": 0.0,
+}  # fmt: skip
+DEFAULTS: dict[str, dict[str, Any]] = {  # of arguments whose settings have another default, by call
+    "SGD": {"momentum": 0.0},
+    "CosineAnnealingWarmRestarts": {"T_mult": 1},
+    "ReduceLROnPlateau": {"patience": 10},
+    "DataLoader": {"batch_size": 1, "shuffle": False},
+    **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments"), HF_DEFAULTS),
+    "SFTConfig": {**HF_DEFAULTS, "learning_rate": 2e-5},
+}
+OF_TASKS = ("task.label_smoothing", "task.ignore_index")
+# Arguments that need no setting, and those of the Hugging Face Trainer.
+IMPLIED = ("dataset", "optimizer", "parameters", "input", "target", "T_max", "total_steps")
+OBJECTS = ("model", "args", "train_dataset", "eval_dataset", "processing_class", "tokenizer")
+COUNTED_BY_EPOCH = ("step", "multistep", "exponential", "cosine_restarts")  # that have scheduler.interval
+NAMELESS = ("autocast", "compile", "DistributedDataParallel", *DONE)  # positional arguments need no names
+NO_BATCHES = ("parameters", "named_parameters", "modules", "named_modules", "children", "items", "keys")
+QUIET = ("log", "log_dict", "print", "DataLoader", "fit")  # calls whose arguments may hold any other call
+HARMLESS = {  # calls that change nothing in a line whose other calls are known
+    "forward", "parameters", "named_parameters", "state_dict", "range", "enumerate", "len", "zip", "list",
+    "tuple", "dict", "next", "iter", "float", "int", "str", "long", "tqdm",
+}  # fmt: skip
 NETWORKS = {"Module", "PreTrainedModel"}
 DATASETS = ("Dataset", "IterableDataset")
 HELD_OUT = ("val", "test", "eval", "dev")
@@ -60,7 +106,7 @@ class Mapping:
 
     @property
     def command(self) -> str:
-        return " ".join(["trainrun", *(f"{key}={value}" for key, value in self.settings.items())])
+        return shlex.join(["trainrun", *(f"{key}={value}" for key, value in self.settings.items())])
 
 
 def map_script(text: str, kind: str, module: str) -> Mapping:
@@ -84,6 +130,10 @@ class ScriptReader:
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         self.imported = {alias.name: node.module or "" for node in imports for alias in node.names}
         self.known_groups = list_groups([find_conf_dir()])
+        self.models, self.schedules = {"model", "net", "self"}, set[str]()  # names of variables
+        self.is_counted_by_step = kind != "lightning" or bool(
+            re.search("interval.{1,5}step", ast.unparse(tree))
+        )
 
     def iterate_statements(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
         """Yield the statements that need a line in the mapping; networks and imports are left out."""
@@ -125,17 +175,34 @@ class ScriptReader:
             yield from self.explain_class(statement)
         elif isinstance(statement, ast.For):
             yield from self.explain_loop(statement)
-        elif isinstance(statement, ast.Return) and self.kind == "lightning":
+        elif isinstance(statement, ast.Return) and self.kind == "lightning" and not list_calls(statement):
             yield "the result is used by the run", False
         else:
-            for call in list_calls(statement):
-                yield from self.explain_call(call, find_assigned_name(statement))
+            yield from self.explain_calls(list_calls(statement), find_assigned_name(statement))
+
+    def explain_calls(self, calls: list[ast.Call], target: str) -> Iterator[tuple[str, bool]]:
+        """Yield the meanings of the calls of a line. If one of them is known, the unknown ones are faults."""
+        meanings = [(call, list(self.explain_call(call, target))) for call in calls]
+        inside = {
+            id(node) for call in calls if find_call_name(call) in QUIET for node in list_arguments(call)
+        }
+        is_known = any(own for _, own in meanings)
+        for call, own in meanings:
+            yield from own
+            name = find_call_name(call)
+            if own and (nameless := list_nameless_arguments(call)):
+                yield f"{name}: name its arguments {', '.join(nameless)}", True
+            if is_known and not own and id(call) not in inside and name not in HARMLESS | self.models:
+                hints = load_replacement_hints()
+                yield f"{name}: {format_replacement_hint(name)}" if name in hints else f"{name}(...)", True
 
     def explain_class(self, statement: ast.ClassDef) -> Iterator[tuple[str, bool]]:
         bases = {find_call_name(base) for base in statement.bases}
         path = f"{self.module}.{statement.name}"
         if statement.name in self.networks:
             yield self.add_setting("model", path), False
+            if self.kind == "hf":  # its Trainer takes the loss from the network
+                yield self.add_setting("task", "model_loss"), False
         elif bases & set(DATASETS):
             yield f"data.train={path}, with its arguments as data.train.NAME=VALUE", False
         elif "LightningModule" in bases:
@@ -154,32 +221,41 @@ class ScriptReader:
         ):
             count = self.read_constant(call.args[-1])
             yield (self.add_setting("trainer.max_epochs", count), False) if count else ("no constant", True)
-        elif isinstance(statement.target, ast.Tuple | ast.Name):
+            steps = {ast.unparse(child) for child in statement.body}
+            if any(f"{name}.step()" in steps for name in self.schedules):
+                yield from self.count_schedule_by_epoch()
+        elif isinstance(statement.target, ast.Tuple | ast.Name) and find_call_name(call) not in NO_BATCHES:
             yield "done: the batches of the data", False
+            if isinstance(call, ast.Call) and find_call_name(call) == "split":
+                yield self.add_setting("data.batch_size", self.read_constant(call.args[0])), False
+
+    def count_schedule_by_epoch(self) -> Iterator[tuple[str, bool]]:
+        """Yield the setting for a schedule that counts epochs, if its option has this setting."""
+        if self.mapping.settings.get("scheduler") in COUNTED_BY_EPOCH:
+            yield self.add_setting("scheduler.interval", "epoch"), False
 
     def explain_call(self, call: ast.Call, target: str) -> Iterator[tuple[str, bool]]:
-        """Yield the meanings of a call; nothing for an unknown one."""
+        """Yield the meanings of a call and of each argument; nothing for an unknown call."""
         name = find_call_name(call)
-        named = {word.arg: word.value for word in call.keywords if word.arg}
-        first = self.read_constant(call.args[-1]) if call.args else None
+        named = name_arguments(call)
         if name in ARGUMENT_CALLS[self.kind]:
             yield from self.explain_arguments(named)
+        elif name == "Trainer":
+            yield DONE[name], False
+            yield from self.explain_arguments({key: named[key] for key in named if key not in OBJECTS})
         elif name == "DataLoader":
             yield from self.explain_loader(named, target)
-        elif name in SEEDS and first is not None:
-            yield self.add_setting("seed", first), False
+        elif name in SEEDS:
+            yield from self.explain_values({"seed": named.get("seed")})
         elif name in LOSSES:
             yield self.add_setting("task", LOSSES[name]), False
-            yield from self.explain_arguments({key: named[key] for key in named if key == "label_smoothing"})
+            yield from self.explain_prefixed_arguments("task", named)
         elif name in ("clip_grad_norm_", "clip_grad_value_"):
-            value = self.read_constant(named.get("max_norm", named.get("clip_value", call.args[-1])))
-            yield (
-                (self.add_setting("trainer.gradient_clip_val", value), False)
-                if value
-                else ("no constant", True)
-            )
+            value = named.pop("clip_value" if name == "clip_grad_value_" else "max_norm", None)
+            yield from self.explain_values({"trainer.gradient_clip_val": value})
             if name == "clip_grad_value_":
                 yield self.add_setting("trainer.gradient_clip_algorithm", "value"), False
+            yield from self.explain_prefixed_arguments("", named)
         elif name == "autocast":
             is_bfloat16 = any("bfloat16" in ast.unparse(value) for value in [*call.args, *named.values()])
             yield self.add_setting("precision", "bf16-mixed" if is_bfloat16 else "16-mixed"), False
@@ -187,9 +263,11 @@ class ScriptReader:
             yield self.add_setting("trainer.early_stopping", "true"), False
             yield from self.explain_prefixed_arguments("trainer.early_stopping", named)
         elif name == "ModelCheckpoint":
+            yield DONE["save"], False
             yield from self.explain_prefixed_arguments("checkpoint", named)
         elif name == "compile":
             yield self.add_setting("trainer.compile", "true"), False
+            yield from self.explain_prefixed_arguments("trainer.compile", named)
         elif name == "DistributedDataParallel":
             yield self.add_setting("parallel", "ddp"), False
         elif name in self.networks or (
@@ -197,13 +275,16 @@ class ScriptReader:
         ):
             yield self.add_setting("model", f"{self.imported.get(name, self.module)}.{name}"), False
             yield from self.explain_prefixed_arguments("model", named)
-        elif is_in_module(call, "optim") or name in ("AdamW", "Adam", "SGD"):
-            yield from self.explain_optimizer(call, name, named)
+            self.models.add(target.rpartition(".")[2])
+        elif is_optimizer(call):
+            yield from self.explain_optimizer(call, name, named, target)
+        elif name == "train" and self.kind == "hf":
+            yield DONE["Trainer"], False
         elif name in DONE:
             yield DONE[name], False
 
     def explain_optimizer(
-        self, call: ast.Call, name: str, named: dict[str, ast.expr]
+        self, call: ast.Call, name: str, named: dict[str, ast.expr], target: str
     ) -> Iterator[tuple[str, bool]]:
         """Yield the settings for an optimizer or a schedule of torch."""
         if is_in_module(call, "lr_scheduler"):
@@ -214,35 +295,29 @@ class ScriptReader:
                 yield f"{name}: see trainrun help training", True
                 return
             yield self.add_setting("scheduler", schedules[name.lower()]), False
-            kept = {
-                key: value for key, value in named.items() if key not in ("T_max", "total_steps", "optimizer")
-            }
-            yield from self.explain_prefixed_arguments("scheduler", kept)
-            if call.args[2:] or (call.args[1:] and name != "CosineAnnealingLR"):
-                yield f"{name}: name the arguments, as scheduler.KEY=VALUE", True
+            yield from self.explain_prefixed_arguments("scheduler", named)
+            self.schedules.add(target)
+            if not self.is_counted_by_step:
+                yield from self.count_schedule_by_epoch()
             return
         if name.lower() in list_options("optimizer", [find_conf_dir()]):
             yield self.add_setting("optimizer", name.lower()), False
         else:
             yield self.add_setting("optimizer._target_", f"torch.optim.{name}"), False
-        yield from self.explain_prefixed_arguments(
-            "optimizer", {key: named[key] for key in named if key != "params"}
-        )
-        if call.args[1:]:
-            yield from self.explain_prefixed_arguments("optimizer", {"lr": call.args[1]})
+        groups = named.pop("params", None)
+        yield from self.explain_prefixed_arguments("optimizer", named)
+        if groups is not None and find_call_name(groups) != "parameters":
+            yield f"{ast.unparse(groups)}: write optimizer.groups, see trainrun help training", True
 
     def explain_loader(self, named: dict[str, ast.expr], target: str) -> Iterator[tuple[str, bool]]:
         """Yield the settings for a DataLoader. One with held-out data sets data.val_batch_size."""
         if any(word in target.lower() for word in HELD_OUT):
-            sizes = {"data.val_batch_size": named["batch_size"]} if "batch_size" in named else {}
-            for key, value in sizes.items():
-                yield self.add_setting(key, self.read_constant(value)), False
             yield "data.val: the data set of this loader", False
+            if "batch_size" in named:
+                yield from self.explain_values({"data.val_batch_size": named["batch_size"]})
             return
         yield "data.train: the data set of this loader", False
-        yield from self.explain_prefixed_arguments(
-            "data", {key: value for key, value in named.items() if key != "dataset"}
-        )
+        yield from self.explain_prefixed_arguments("data", named)
 
     def explain_arguments(self, named: dict[str, ast.expr]) -> Iterator[tuple[str, bool]]:
         """Yield the settings for another trainer's arguments, translated as on the command line."""
@@ -270,20 +345,29 @@ class ScriptReader:
                 yield name, True
 
     def explain_object(self, name: str, node: ast.expr) -> Iterator[tuple[str, bool]]:
-        """Yield the meaning of an argument whose value is not a constant, such as a list of callbacks."""
+        """Yield the meaning of an argument whose value is not a constant. Calls in it are explained by themselves."""
         if not any(isinstance(child, ast.Call) for child in ast.walk(node)):
             yield f"{name}={ast.unparse(node)}", True
 
     def explain_prefixed_arguments(
         self, section: str, named: dict[str, ast.expr]
     ) -> Iterator[tuple[str, bool]]:
-        for name, node in named.items():
-            value, key = self.read_constant(node), f"{section}.{name}"
-            is_known = key in settings() or section in ("optimizer", "scheduler", "model")
-            if value is None or not is_known:
-                yield f"{name}={ast.unparse(node)}", True
+        """Yield a setting for each argument. section: of the settings; "" if no argument has one."""
+        for name in [name for name in named if name not in IMPLIED]:
+            key = f"{section}.{name}"
+            if key in settings() or key in OF_TASKS or section in ("optimizer", "scheduler", "model"):
+                yield from self.explain_values({key: named[name]})
             else:
+                yield f"{name}={ast.unparse(named[name])}", True
+
+    def explain_values(self, nodes: dict[str, ast.expr | None]) -> Iterator[tuple[str, bool]]:
+        """Yield the settings whose values are constants, and as faults those whose values are not. nodes: by key."""
+        for key, node in nodes.items():
+            value = None if node is None else self.read_constant(node)
+            if value is not None:
                 yield self.add_setting(key, value), False
+            else:
+                yield f"{key}={'' if node is None else ast.unparse(node)}", True
 
     def add_setting(self, key: str, value: Any) -> str:
         """Record the first value of a setting. Return the setting as it is typed."""
@@ -317,6 +401,39 @@ def list_calls(statement: ast.stmt) -> list[ast.Call]:
     elif isinstance(statement, ast.If | ast.While):
         parts = [statement.test]
     return [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)]
+
+
+def list_arguments(call: ast.Call) -> list[ast.AST]:
+    """Return all nodes of the arguments of a call."""
+    arguments = [*call.args, *(word.value for word in call.keywords)]
+    return [node for argument in arguments for node in ast.walk(argument)]
+
+
+def name_arguments(call: ast.Call) -> dict[str, ast.expr]:
+    """Return the arguments of a call by name, with the defaults that differ from those of the settings."""
+    named = dict(zip(list_argument_names(call), call.args, strict=False))
+    named |= {word.arg: word.value for word in call.keywords if word.arg}
+    defaults = DEFAULTS.get(find_call_name(call), {})
+    unused = {"num_train_epochs"} if "max_steps" in named else set[str]()
+    return {name: ast.Constant(defaults[name]) for name in defaults if name not in unused} | named
+
+
+def list_argument_names(call: ast.Call) -> tuple[str, ...]:
+    """Return the names of the positional arguments of a call, as far as they are known."""
+    others = ("optimizer",) if is_in_module(call, "lr_scheduler") else ("params", "lr")
+    return POSITIONS.get(find_call_name(call), others if is_optimizer(call) else ())
+
+
+def list_nameless_arguments(call: ast.Call) -> list[str]:
+    """Return the arguments of a call that cannot become settings because their names are unknown."""
+    values = call.args[len(list_argument_names(call)) :]
+    nameless = [] if find_call_name(call) in NAMELESS else list(map(ast.unparse, values))
+    return nameless + [f"**{ast.unparse(word.value)}" for word in call.keywords if word.arg is None]
+
+
+def is_optimizer(call: ast.Call) -> bool:
+    """Return whether a call builds an optimizer or a schedule of torch."""
+    return is_in_module(call, "optim") or find_call_name(call) in ("AdamW", "Adam", "SGD")
 
 
 def is_in_module(call: ast.Call, module: str) -> bool:
