@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from trainrun.checkpoint.load import read_checkpoint
 from trainrun.cli.main import main
 from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.folder.status import read_status
+from trainrun.runs.failures import explain_os_error
 
 WORDS = [
     "model.hidden=[8]", "trainer.max_steps=4", "checkpoint.every_n_train_steps=2", "checkpoint.keep_last=3",
@@ -42,6 +45,15 @@ def run(whole: Path, workdir: Path) -> Path:
     status = json.loads((workdir / "run" / "status.json").read_text()) | {"state": "running"}
     (workdir / "run" / "status.json").write_text(json.dumps(status))
     return workdir / "run"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])
+def test_the_command_to_go_on_quotes_its_folder(tmp_path: Path, number: int) -> None:
+    run = RunDir(tmp_path / "my run")
+    run.identity.parent.mkdir()
+    run.identity.touch()
+    fault = explain_os_error(run, OSError(number, os.strerror(number), "/there"))
+    assert str(fault).endswith(f"trainrun resume '{run.root}'")
 
 
 def flip(path: Path) -> None:

@@ -65,7 +65,9 @@ def test_a_run_whose_process_is_gone_is_dead(tmp_path: Path, capsys: pytest.Capt
     ("words", "names"),
     [
         (["--sort", "val/acc"], ["b", "c", "a"]),  # the best first
+        (["--sort", "best"], ["b", "c", "a"]),
         (["--sort", "lr"], ["a", "b", "c"]),
+        (["--sort", "model.width"], ["c", "a", "b"]),  # numbers, although they were typed
         (["--sort", "name"], ["a", "b", "c"]),
         (["--filter", "lr<0.03"], ["b", "a"]),
         (["--filter", "val/acc>=0.7", "--filter", "optimizer.lr!=0.02"], ["c"]),
@@ -79,7 +81,9 @@ def test_rows_are_sorted_and_filtered(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], names: list[str]
 ) -> None:
     for name, rate, value, time in (("a", 0.01, 0.5, 1e9), ("b", 0.02, 0.9, 2e9), ("c", 0.03, 0.7, 3e9)):
+        width = {"a": "64", "b": "1e2", "c": "9"}[name]
         words_of = ("model=cnn", "hydra.run.dir=/x") if name == "b" else ("model=mlp",)
+        words_of += (f"model.width={width}",)
         make(tmp_path / name, words_of, value=value, time=time, config={"optimizer": {"lr": rate}})
     rows = listed(capsys, str(tmp_path), *words)
     assert [row[0] for row in rows[1:]] == names if names else rows[0][:2] == ["no", "run"]

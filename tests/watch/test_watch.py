@@ -110,12 +110,14 @@ def test_it_ends_with_the_run(
 def test_a_start_that_was_killed_is_dead_and_a_wrong_pause_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.yaml").touch()
-    write_json(tmp_path / ".lock", {"pid": 2**30, "host": socket.gethostname()})
-    assert main(["watch", str(tmp_path), "--every", "2"]) == 1
-    assert f"trainrun resume {tmp_path}" in capsys.readouterr().err
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    write_json(folder / ".lock", {"pid": 2**30, "host": socket.gethostname()})
+    assert main(["watch", str(folder), "--every", "2"]) == 1
+    assert f"trainrun resume '{folder}'" in capsys.readouterr().err
     for text in ("0s", "x", "0"):
-        assert main(["watch", str(tmp_path), "--every", text]) == 2
+        assert main(["watch", str(folder), "--every", text]) == 2
         assert f"--every {text}: must be seconds" in capsys.readouterr().err
 
 

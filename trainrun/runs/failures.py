@@ -91,12 +91,12 @@ def explain_os_error(run: RunDir, error: Exception) -> Exception:
             return gone
     if isinstance(error, TrainrunError):
         return error
+    again = f"trainrun resume {shlex.quote(str(run.root))}"
     if not isinstance(error, OSError) or error.errno not in FULL:
         text = describe_system_error(error)
         kind = TrainrunError if isinstance(error, OSError) and error.errno in OF_NAMES else TrainingError
-        return kind(f"{text}; where that is mended: trainrun resume {run.root}") if text else error
+        return kind(f"{text}; where that is mended: {again}") if text else error
     place = error.filename or run.root
-    again = f"trainrun resume {shlex.quote(str(run.root))}"
     return SaveError(f"{place}: {error.strerror}; {FULL[error.errno]}, then: {again}")
 
 

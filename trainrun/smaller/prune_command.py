@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from typing import Any, NamedTuple
 
@@ -85,7 +86,7 @@ def prune_model(source: SourceRun, arguments: Namespace) -> PrunedModel:
     except ValueError as error:
         way_out = ""
         if any(isinstance(layer, LoraLinear) for layer in model.modules()):
-            merge = f"trainrun export {arguments.run_dir} --to huggingface --merge"
+            merge = f"trainrun export {shlex.quote(arguments.run_dir)} --to huggingface --merge"
             way_out = f"; or merge LoRA first: {merge}, and init_from that"
         raise ConfigError(f"--amount {amount:g}: {error}{way_out}") from error
 

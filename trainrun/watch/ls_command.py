@@ -30,7 +30,7 @@ from trainrun.plots import page
 from trainrun.plots.compare import differing_keys
 from trainrun.plots.history import flatten_dict, read_config
 from trainrun.sweep.jobs import load_sweep
-from trainrun.sweep.results import short_numbers
+from trainrun.sweep.results import parse_number, short_numbers
 from trainrun.sweep.sweep_page import PAGE as PAGE_OF_SWEEP
 from trainrun.watch.screen import settings_by_key
 
@@ -244,14 +244,20 @@ def sort_by_key(listed: list[ListedRun], key: str) -> list[ListedRun]:
     """Return the rows sorted by a key; rows without a value come last. Raise ConfigError if no row has one."""
     if key == "age":
         return sorted(listed, key=lambda one: -one.changed)
-    valued = [(value, one) for one in listed if (value := one.read_value(key)) is not None]
-    if listed and not valued:
+    values = [one.read_value(key) for one in listed]
+    rows = [(str(value), one) for value, one in zip(values, listed, strict=True) if value is not None]
+    if listed and not rows:
         raise ConfigError(f"--sort {key}: no run here has it; a metric is known where runs are judged by it")
-    falls = any(one.status.get("monitor") == key and one.status.get("mode") == "max" for one in listed)
-    numeric = all(isinstance(value, (int, float)) for value, _ in valued)
-    ordered = sorted(valued, key=lambda pair: pair[0] if numeric else str(pair[0]), reverse=falls)
-    valued_ids = {id(one) for _, one in ordered}
-    return [one for _, one in ordered] + [one for one in listed if id(one) not in valued_ids]
+    is_numeric = all(parse_number(text) is not None for text, _ in rows)
+
+    def place(row: tuple[str, ListedRun]) -> tuple[float, str]:
+        text, status = row[0], row[1].status
+        is_largest_first = key in ("best", status.get("monitor")) and status.get("mode") == "max"
+        number = (parse_number(text) or 0.0) * (-1 if is_largest_first else 1)
+        return (number, "") if is_numeric else (0.0, text)
+
+    without = [one for value, one in zip(values, listed, strict=True) if value is None]
+    return [one for _, one in sorted(rows, key=place)] + without
 
 
 def table_rows(listed: list[ListedRun]) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
     if view.ended == "dead":
         say(
             "dead: nobody trains there any more, and the run did not end; continue with: trainrun resume "
-            f"{words.folders[0]}",
+            f"{shlex.quote(words.folders[0])}",
             file=sys.stderr,
         )
     return EXIT_FAILED if view.ended in ("failed", "dead") else EXIT_DONE
