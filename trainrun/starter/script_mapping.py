@@ -184,13 +184,13 @@ class ScriptReader:
         """Yield the meanings of the calls of a line. If one of them is known, the unknown ones are faults."""
         meanings = [(call, list(self.explain_call(call, target))) for call in calls]
         inside = {
-            id(node) for call in calls if find_call_name(call) in QUIET for node in list_arguments(call)
+            id(node) for call in calls if find_call_name(call) in QUIET for node in walk_arguments(call)
         }
         is_known = any(own for _, own in meanings)
         for call, own in meanings:
             yield from own
             name = find_call_name(call)
-            if own and (nameless := list_nameless_arguments(call)):
+            if own and (nameless := find_nameless_arguments(call)):
                 yield f"{name}: name its arguments {', '.join(nameless)}", True
             if is_known and not own and id(call) not in inside and name not in HARMLESS | self.models:
                 hints = load_replacement_hints()
@@ -403,7 +403,7 @@ def list_calls(statement: ast.stmt) -> list[ast.Call]:
     return [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)]
 
 
-def list_arguments(call: ast.Call) -> list[ast.AST]:
+def walk_arguments(call: ast.Call) -> list[ast.AST]:
     """Return all nodes of the arguments of a call."""
     arguments = [*call.args, *(word.value for word in call.keywords)]
     return [node for argument in arguments for node in ast.walk(argument)]
@@ -411,22 +411,22 @@ def list_arguments(call: ast.Call) -> list[ast.AST]:
 
 def name_arguments(call: ast.Call) -> dict[str, ast.expr]:
     """Return the arguments of a call by name, with the defaults that differ from those of the settings."""
-    named = dict(zip(list_argument_names(call), call.args, strict=False))
+    named = dict(zip(find_argument_names(call), call.args, strict=False))
     named |= {word.arg: word.value for word in call.keywords if word.arg}
     defaults = DEFAULTS.get(find_call_name(call), {})
     unused = {"num_train_epochs"} if "max_steps" in named else set[str]()
     return {name: ast.Constant(defaults[name]) for name in defaults if name not in unused} | named
 
 
-def list_argument_names(call: ast.Call) -> tuple[str, ...]:
+def find_argument_names(call: ast.Call) -> tuple[str, ...]:
     """Return the names of the positional arguments of a call, as far as they are known."""
     others = ("optimizer",) if is_in_module(call, "lr_scheduler") else ("params", "lr")
     return POSITIONS.get(find_call_name(call), others if is_optimizer(call) else ())
 
 
-def list_nameless_arguments(call: ast.Call) -> list[str]:
+def find_nameless_arguments(call: ast.Call) -> list[str]:
     """Return the arguments of a call that cannot become settings because their names are unknown."""
-    values = call.args[len(list_argument_names(call)) :]
+    values = call.args[len(find_argument_names(call)) :]
     nameless = [] if find_call_name(call) in NAMELESS else list(map(ast.unparse, values))
     return nameless + [f"**{ast.unparse(word.value)}" for word in call.keywords if word.arg is None]
 
