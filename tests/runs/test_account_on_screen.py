@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -64,6 +65,15 @@ def test_time_speed_and_bottleneck_are_those_of_the_status(finished: Any) -> Non
     found = status["throughput_limits"]
     assert f"take {format_quantity(found['train_per_second'])}" in bottleneck
     assert re.search(rf"delivers? {format_quantity(found['load_per_second'])}", bottleneck)
+
+
+def test_the_time_line_of_a_resumed_run_is_of_its_session() -> None:
+    summary = {"step": 9, "seconds": 65.0, "ledger": {"start-up": 1.0, "forward": 3.0}}
+    lines = end_lines(summary, replace(FACTS, seconds_before=62.0))
+    time = next(line for line in lines if line.startswith("  time"))
+    assert time.endswith(
+        "3.0 s of training (1:05 with earlier sessions); 4.0 s in all: forward 75 %, start-up 25 %"
+    )
 
 
 def test_bottleneck_line_shows_measured_rates_in_the_unit_of_the_items() -> None:

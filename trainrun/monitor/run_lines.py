@@ -106,7 +106,7 @@ def end_lines(summary: Mapping[str, Any], facts: RunFacts | None) -> list[str]:
         best = f"{summary.get('monitor')} {format_number(summary['value'])}"
         lines.append(format_entry("best", best + (f" at step {at:,}" if at is not None else "")))
     if "seconds" in summary:
-        lines.append(format_entry("time", time_line(summary)))
+        lines.append(format_entry("time", time_line(summary, facts)))
     if summary.get("mfu"):
         lines.append(format_entry("compute", compute_line(summary)))
     if summary.get("throughput_limits"):
@@ -128,18 +128,24 @@ def end_lines(summary: Mapping[str, Any], facts: RunFacts | None) -> list[str]:
     return lines
 
 
-def time_line(summary: Mapping[str, Any]) -> str:
-    """Return `1:05 of training at 5.9k samples/s; 1:15 in all: start-up 8 %, plots 5 %`, largest shares first."""
-    text, speed = f"{format_duration(summary['seconds'])} of training", find_throughput(summary)
+def time_line(summary: Mapping[str, Any], facts: RunFacts | None) -> str:
+    """Return `1:05 of training at 5.9k samples/s; 1:15 in all: start-up 8 %, plots 5 %`, largest shares first.
+
+    All of it is of this session. A resumed run also has the time of training with its earlier sessions.
+    """
+    seconds, before = summary["seconds"], 0.0 if facts is None else facts.seconds_before
+    text, speed = f"{format_duration(seconds - before)} of training", find_throughput(summary)
     if speed is not None:
         text += f" at {format_quantity(speed[0])} {speed[1]}"
-    seconds: Mapping[str, float] = summary.get("ledger") or {}
-    if not seconds:
+    if before:
+        text += f" ({format_duration(seconds)} with earlier sessions)"
+    ledger: Mapping[str, float] = summary.get("ledger") or {}
+    if not ledger:
         return text
-    total = sum(seconds.values()) or 1.0
-    order = sorted(seconds, key=lambda name: -seconds[name])
-    named = [name for name in order if seconds[name] >= LEAST_SHARE * total][:MOST_PARTS]
-    parts = ", ".join(f"{name} {100 * seconds[name] / total:.0f} %" for name in named)
+    total = sum(ledger.values()) or 1.0
+    order = sorted(ledger, key=lambda name: -ledger[name])
+    named = [name for name in order if ledger[name] >= LEAST_SHARE * total][:MOST_PARTS]
+    parts = ", ".join(f"{name} {100 * ledger[name] / total:.0f} %" for name in named)
     return f"{text}; {format_duration(total)} in all: {parts}"
 
 
