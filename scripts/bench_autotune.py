@@ -31,7 +31,7 @@ from trainrun.benchmark.run_overrides import compose_config, replace_overrides  
 from trainrun.benchmark.tune.autotune_session import tuning_lines  # noqa: E402
 from trainrun.benchmark.tune.tuner import Tuner, Tuning  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.timing.paired import Ratio, StoppingRules, compare_in_turns, ratio_of_processes  # noqa: E402
+from trainrun.timing.paired import Ratio, StoppingRules, compare_in_turns, compute_process_ratio  # noqa: E402
 
 COMMON = ["seed=1", "trainer.max_epochs=1000", "monitor.hardware=false"]
 WORKLOADS = {
@@ -92,7 +92,7 @@ def started_again(first: Sequence[str], second: Sequence[str]) -> Ratio:
             )
             for side in sides:
                 side.close()
-    return ratio_of_processes(groups, 0.99)
+    return compute_process_ratio(groups, 0.99)
 
 
 def planted_faults(names: Sequence[str], budget: float) -> None:

@@ -30,7 +30,7 @@ from bench_kit import machine  # noqa: E402
 
 from trainrun.benchmark.budget import Budget, TimedTurns, find_steps_per_turn  # noqa: E402
 from trainrun.benchmark.diagnose.diagnosis import CLEAR, diagnose  # noqa: E402
-from trainrun.benchmark.diagnose.rounds import turn_to_timed_items  # noqa: E402
+from trainrun.benchmark.diagnose.rounds import build_timed_items  # noqa: E402
 from trainrun.benchmark.diagnose.verdict import reach_verdict  # noqa: E402
 from trainrun.benchmark.run_overrides import (  # noqa: E402
     compose_config,
@@ -40,7 +40,7 @@ from trainrun.benchmark.run_overrides import (  # noqa: E402
 )
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
 from trainrun.precision.autocast import emulates_bfloat16  # noqa: E402
-from trainrun.timing.paired import Ratio, TimedItems, ratio_of_totals, sum_timed_items  # noqa: E402
+from trainrun.timing.paired import Ratio, TimedItems, compute_total_ratio, sum_timed_items  # noqa: E402
 
 PAIRS = 7  # of turns, of the run with the fault and the one without, in one pair of processes
 FEWEST, MOST = 2, 6  # pairs of processes; those that come after the fewest take more turns
@@ -161,7 +161,7 @@ def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
     was diagnosed chose for itself, as threads."""
     pairs: list[tuple[TimedItems, TimedItems]] = []
     for number in range(MOST):
-        if number >= FEWEST and sure(ratio_of_totals(pairs)):
+        if number >= FEWEST and sure(compute_total_ratio(pairs)):
             break
         # Each pair in another order, or all of them read the same batches, with the same number of rare stalls.
         order_of_data = [f"seed={number + 1}"]
@@ -185,14 +185,14 @@ def realised(faulty: list[str], clean: list[str], own: list[str]) -> Ratio:
         pairs.append(
             (sum_timed_items(first_turns), sum_timed_items(second_turns))
         )  # a pair of processes counts once
-    return ratio_of_totals(pairs)
+    return compute_total_ratio(pairs)
 
 
 def pair_of(sides: list[TimedTurns], number: int) -> tuple[TimedItems, TimedItems]:
     """The second comes first in every other pair."""
     turns = [side() for side in (sides if number % 2 == 0 else sides[::-1])]
     first, second = turns if number % 2 == 0 else turns[::-1]
-    return turn_to_timed_items(first), turn_to_timed_items(second)
+    return build_timed_items(first), build_timed_items(second)
 
 
 def sure(gain: Ratio) -> bool:

@@ -33,7 +33,7 @@ from torch.nn import functional
 from trainrun.data.readers.builtin import digits
 from trainrun.model.mlp import Mlp
 from trainrun.seeding import derive_seed
-from trainrun.timing.paired import TimedItems, ratio_of_totals
+from trainrun.timing.paired import TimedItems, compute_total_ratio
 
 
 def hand_written(epochs: int, hidden: list[int], folder: Path, device: str = "cpu") -> bench_kit.Hand:
@@ -139,7 +139,7 @@ def main() -> None:
             ours += one
             theirs += other
     pairs = [(TimedItems(one, 1.0), TimedItems(other, 1.0)) for one, other in zip(theirs, ours, strict=True)]
-    over = ratio_of_totals(pairs).inverse()
+    over = compute_total_ratio(pairs).inverse()
     epochs = statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
     interval = f"{over.low:.3f} to {over.high:.3f}, {len(ours)} pairs of epochs"
     print(f"runner / hand {sum(ours) / sum(theirs):.3f} ({interval}); median epoch {epochs:.3f}")

@@ -95,13 +95,13 @@ def compare_points(folder: Path, fixed: list[str], best: list[str], other: list[
     for point in (best, other):
         run_sweep(folder, [*fixed, *point, seeds])
     points = load_sweep(folder).points()
-    first = point_with(points, [word for word in best if word not in other])
-    second = point_with(points, [word for word in other if word not in best])
-    differences = format_differences(second.differences_from(first))
+    first = build_point_with(points, [word for word in best if word not in other])
+    second = build_point_with(points, [word for word in other if word not in best])
+    differences = format_differences(second.compute_differences(first))
     return f"{differences} beside the grid's best, over {num_seeds} seeds"
 
 
-def point_with(points: list[SweepPoint], words: list[str]) -> SweepPoint:
+def build_point_with(points: list[SweepPoint], words: list[str]) -> SweepPoint:
     settings = [tuple(word.split("=", 1)) for word in words]
     return next(point for point in points if set(settings) <= set(point.settings.items()))
 

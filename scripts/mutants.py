@@ -203,7 +203,8 @@ MUTANTS: Final = (
     Mutant(
         "an export has no augmentations of an evaluation",
         "trainrun/export",
-        "        for key, change, _ in self.changes:\n            first = change((first,), self.draws.named(key))[0]\n",
+        "        for key, change, _ in self.changes:\n"
+        "            first = change((first,), self.draws.derive(key))[0]\n",
         "",
         ("tests/export/test_export.py",),
     ),
@@ -322,8 +323,8 @@ MUTANTS: Final = (
     Mutant(
         "a gradient that is not finite is applied",
         "trainrun/precision",
-        "return math.fsum(any_rank(flag).item() for flag in flags.values()) != 0",
-        "return math.fsum(any_rank(flag).item() for flag in flags.values()) > 1",
+        "return math.fsum(reduce_any(flag).item() for flag in flags.values()) != 0",
+        "return math.fsum(reduce_any(flag).item() for flag in flags.values()) > 1",
         ("tests/precision/test_loss_scaling.py", "tests/precision/test_guarded.py"),
     ),
     Mutant(

@@ -201,8 +201,8 @@ def test_state_is_read_and_written_only_after_a_draw() -> None:
         lambda: tuple(memory),
     )
     state = generator.state()
-    generator.put_back(generator.state())
+    generator.set_state(generator.state())
     assert calls == ["read"]
     memory[0] = 1
-    generator.put_back(state)
+    generator.set_state(state)
     assert (memory, calls[-1]) == ([0], "write")

@@ -65,7 +65,7 @@ CONTRACTS = (
     Contract(
         "samples",
         "A sample depends on the seed, the epoch and its index alone.",
-        "trainrun.data.look:look_at",
+        "trainrun.data.look:inspect_source",
         "before the first step: a child process reads some samples twice",
     ),
     Contract(
@@ -367,7 +367,7 @@ class Precision(Protocol):
         """Unscale, check, clip, update, and clear the gradients, in this order."""
 
     @property
-    def had_gradient(self) -> Collection[Tensor]:
+    def params_with_gradient(self) -> Collection[Tensor]:
         """Return the parameters that have had a gradient at an update so far."""
 
     def reload_optimizer_state(self) -> None:
@@ -381,7 +381,7 @@ class Precision(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Agreed(NamedTuple):
+class StepAgreement(NamedTuple):
     """The result of the exchange between ranks for one step.
 
     items: the mean over ranks of the items of the step.
@@ -394,7 +394,7 @@ class Agreed(NamedTuple):
     validate: bool = False
 
 
-NOT_AGREED = Agreed(-1.0, 0, 0)  # of a step that asked nobody
+NOT_AGREED = StepAgreement(-1.0, 0, 0)  # of a step that asked nobody
 
 
 class TensorShard(NamedTuple):
@@ -433,7 +433,7 @@ class Parallel(Protocol):
     def shares_folder(self) -> bool:
         """Return whether all ranks see the run folder. If not, only rank 0 reads and writes checkpoints."""
 
-    def building_model(self) -> AbstractContextManager[Any]:
+    def model_init_context(self) -> AbstractContextManager[Any]:
         """Return a context in which the model is built, begins with stored weights, and gets its transforms."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -452,7 +452,7 @@ class Parallel(Protocol):
     def grad_norm(self, norm: Tensor) -> Tensor:
         """Return the 2-norm of all gradients (0-d). norm: that of the gradients of this rank after their exchange."""
 
-    def any_rank(self, flag: Tensor) -> Tensor:
+    def reduce_any(self, flag: Tensor) -> Tensor:
         """Set a flag (0-d) in place on this rank if any rank has set it. flag: about this rank's exchanged
         gradients.
         """
@@ -487,7 +487,7 @@ class Parallel(Protocol):
     def explain_error(self, error: RuntimeError) -> TrainrunError | None:
         """Return an error with advice for an error of torch that this backend causes; None for any other."""
 
-    def agree(self, items: int, stop: int, save: int) -> Agreed:
+    def agree(self, items: int, stop: int, save: int) -> StepAgreement:
         """Exchange the state of a step between ranks, on the host, without waiting for the device."""
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
@@ -518,7 +518,7 @@ class Gradients(NamedTuple):
 
     losses: list[Tensor]
     items: int
-    agreed: Agreed
+    agreed: StepAgreement
     sums: dict[str, Tensor]
 
 
@@ -547,7 +547,7 @@ class StepReport:
 
     losses: list[Tensor]
     items: int
-    agreed: Agreed = NOT_AGREED
+    agreed: StepAgreement = NOT_AGREED
     sums: dict[str, Tensor] = field(default_factory=dict)
     grad: GradReport = field(default_factory=lambda: GradReport(None, False))
 

@@ -38,7 +38,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Lasts:
+class DurationLimits:
     """A text that is a duration in one of some units, such as `2epoch`."""
 
     units: tuple[str, ...] = ("step", "epoch", "sample", "token")
@@ -60,7 +60,7 @@ PositiveFraction = Annotated[float, Limits(above=0, at_most=1)]
 BelowOne = Annotated[float, Limits(at_least=0, below=1)]
 Steps = Annotated[float, Limits(at_least=1)]  # also as 1e3
 Rates = NotNegative | list[NotNegative]  # an optimizer may have several groups of parameters
-Lasting = Annotated[str, Lasts()]
+Lasting = Annotated[str, DurationLimits()]
 Auto = Literal["auto"]
 NumberType = Literal["float32", "float64", "int64", "uint8"]  # of inputs
 TargetType = Literal["auto", "class", "int64", "float32", "float64"]
@@ -88,7 +88,7 @@ def fits_kind(value: Any, kind: Any) -> bool:
     if origin in (Union, UnionType):
         return any(fits_kind(value, part) for part in inner)
     if origin is Annotated:
-        limits = [limit for limit in inner[1:] if isinstance(limit, Limits | Lasts)]
+        limits = [limit for limit in inner[1:] if isinstance(limit, Limits | DurationLimits)]
         return fits_kind(value, inner[0]) and all(limit.allow(value) for limit in limits)
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in inner)

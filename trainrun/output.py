@@ -98,7 +98,7 @@ def report_result(**values: Any) -> None:
     RESULT.update(values)
 
 
-def say_note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a note to standard error."""
     say(f"note: {text}", file=sys.stderr, flush=True)
 

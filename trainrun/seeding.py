@@ -91,7 +91,7 @@ class Generator(Protocol):
 
     def state(self) -> Any: ...
 
-    def put_back(self, state: Any) -> None: ...
+    def set_state(self, state: Any) -> None: ...
 
 
 class TorchGenerator:
@@ -107,7 +107,7 @@ class TorchGenerator:
             self._newest = state
         return self._newest
 
-    def put_back(self, state: torch.Tensor) -> None:
+    def set_state(self, state: torch.Tensor) -> None:
         self._generator.set_state(state)
 
 
@@ -136,7 +136,7 @@ class GlobalGenerator:
             self._newest = mark, self._read()
         return self._newest[1]
 
-    def put_back(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
         """Restore a state that `state` returned."""
         mark, newest = self._newest
         if newest is not state or self.mark() != mark:
@@ -205,8 +205,8 @@ def restore_random_state() -> Iterator[None]:
     try:
         yield
     finally:
-        PYTHON_GENERATOR.put_back(python)
-        NUMPY_GENERATOR.put_back(of_numpy)
+        PYTHON_GENERATOR.set_state(python)
+        NUMPY_GENERATOR.set_state(of_numpy)
         torch.default_generator.set_state(cpu)
         set_cuda_states(cuda)
 

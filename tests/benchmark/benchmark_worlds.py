@@ -126,7 +126,7 @@ class Run:
         self.world.now += seconds * (1 + warm / steps)
         return Turn(seconds, steps, steps * self.batch, 0.5 * seconds, 10**8, phases, costs.compiled)
 
-    def ask(self, message: Any, limit: float | None = None) -> Turn:
+    def request(self, message: Any, limit: float | None = None) -> Turn:
         costs = self.world.costs
         if isinstance(message, Load):
             items = message.batches * self.batch

@@ -21,7 +21,7 @@ from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination, WhatIf
 from trainrun.benchmark.diagnose.diagnosis_report import diagnosis_lines, write_diagnosis
 from trainrun.benchmark.diagnose.rounds import Rounds
 from trainrun.benchmark.diagnose.verdict import CAUSES, reach_verdict
-from trainrun.benchmark.remedies import EFFECTS, REMEDIES, Remedy, remedies_for
+from trainrun.benchmark.remedies import EFFECTS, REMEDIES, Remedy, find_remedies
 from trainrun.benchmark.run_overrides import compose_config, replace_overrides
 from trainrun.benchmark.worker_messages import RunInfo, Save, Turn
 from trainrun.cli.main import main
@@ -148,7 +148,7 @@ def test_remedies_that_change_less_come_first() -> None:
     diagnosis = found(("optimizer.fused=false", "checkpoint.async_save=false"))
     for name in CAUSES:
         what_if = WhatIf(name, Ratio(2.0, 1.9, 2.1, 9), "", "trainer.num_threads=1")
-        effects = [EFFECTS.index(remedy.effect) for remedy in remedies_for(what_if, diagnosis)]
+        effects = [EFFECTS.index(remedy.effect) for remedy in find_remedies(what_if, diagnosis)]
         assert effects == sorted(effects), name
 
 
@@ -216,7 +216,7 @@ def test_cost_of_checkpoints_is_that_of_one_over_the_steps_between_two(
         assert isinstance(message, Save)
         return Turn(next(saves), 0, 0.0)
 
-    examined._base = cast(Any, SimpleNamespace(info=replace(INFO, val_every=None), ask=ask))
+    examined._base = cast(Any, SimpleNamespace(info=replace(INFO, val_every=None), request=ask))
     costs = examined._measure_rare_costs(0.02, None)
     assert costs.get("checkpoint", 0.0) == pytest.approx(3.0 / every)
 

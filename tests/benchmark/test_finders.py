@@ -70,7 +70,7 @@ def test_noise_is_no_divergence(workdir: Path) -> None:
     ]
     words += ["data.train._target_=rows.rows", "data.val=null", "data.batch_size=1"]
     with WorkerPool() as pool:
-        found = pool.start(compose_config(words)).ask(RateRange(1e-7, 1e-6, 100))
+        found = pool.start(compose_config(words)).request(RateRange(1e-7, 1e-6, 100))
     assert not found.diverged
     assert max(found.losses[6:]) > 4 * min(found.losses)
 
@@ -107,7 +107,7 @@ def test_a_range_test_is_put_back_and_ends_where_it_diverges(workdir: Path) -> N
              "optimizer.groups=[{params: '*bias', lr: 1e-3}]"]  # fmt: skip
     with WorkerPool() as pool:
         worker = pool.start(compose_config(words))
-        first, second = (worker.ask(RateRange(1e-3, 1e9, 40)) for _ in range(2))
+        first, second = (worker.request(RateRange(1e-3, 1e9, 40)) for _ in range(2))
     assert first.diverged
     assert len(first.rates) < 40
     assert first.losses[0] == pytest.approx(second.losses[0], rel=1e-4)

@@ -49,8 +49,8 @@ def test_a_round_ends_with_the_time() -> None:
 def test_what_the_account_of_time_says_of_the_base() -> None:
     own = Turn(1.0, 10, 10, phases={"data": 0.5, "logging": 0.2, "forward": 0.3})
     rounds = taken(2, lambda: own, b=side(10))
-    assert rounds.ratio_of_phase(DATA).value == pytest.approx(2.0)
-    assert rounds.ratio_of_phase(LOGGING).value == pytest.approx(1.25)
+    assert rounds.compute_phase_ratio(DATA).value == pytest.approx(2.0)
+    assert rounds.compute_phase_ratio(LOGGING).value == pytest.approx(1.25)
 
 
 def stalling(around: float, stalls: Iterator[float]) -> Callable[[], Turn]:

@@ -60,9 +60,9 @@ def test_a_turn_ends_with_its_time_but_not_without_a_step(worker: WorkerProcess)
 
 def test_a_run_does_not_end_while_it_is_measured(worker: WorkerProcess) -> None:
     assert worker.train(3 * 45 * 2).steps == 270  # two epochs of 45 steps is what was asked for
-    assert worker.ask(Load(50)).items > 49 * 21
-    worker.ask(Validate())
-    worker.ask(Save())
+    assert worker.request(Load(50)).items > 49 * 21
+    worker.request(Validate())
+    worker.request(Save())
     assert worker.train(2).steps == 2
 
 
@@ -87,8 +87,8 @@ def test_only_due_checkpoints_are_saved(pool: WorkerPool) -> None:
     assert saved() == ["step-00000004"]
     saving.train(1, 0, "saving")
     assert len(saved()) == 2
-    saving.ask(Save())
-    saving.ask(Save())
+    saving.request(Save())
+    saving.request(Save())
     assert len(saved()) == 4
 
 

@@ -14,7 +14,12 @@ import pytest
 import torch
 from approved import refused
 
-from trainrun.checkpoint.load import Incompatible, read_checkpoint, read_manifest, resolve_checkpoint
+from trainrun.checkpoint.load import (
+    IncompatibleCheckpoint,
+    read_checkpoint,
+    read_manifest,
+    resolve_checkpoint,
+)
 from trainrun.checkpoint.save import format_json
 from trainrun.errors import CheckpointError
 from trainrun.folder.run_folder import RunDir
@@ -126,10 +131,10 @@ def test_what_others_put_beside_the_files_is_no_damage_and_is_never_opened(
 
 
 def test_another_run_and_a_newer_format_are_no_damage(saved: Path) -> None:
-    with refused(Incompatible):
+    with refused(IncompatibleCheckpoint):
         read_checkpoint(saved, run_id="run-2")
     reseal(saved, lambda value: value.update(format=3, unheard_of=1))
-    with refused(Incompatible):
+    with refused(IncompatibleCheckpoint):
         read_checkpoint(saved)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainrun.checkpoint.load import Incompatible
+from trainrun.checkpoint.load import IncompatibleCheckpoint
 from trainrun.errors import CheckpointError, SaveError
 from trainrun.train_state import SAVE_NOW
 
@@ -130,7 +130,7 @@ def test_a_rank_that_does_not_see_the_folder_sets_nothing_aside(
         ).keep.load_latest()
 
     found = ranks(2, work)
-    assert [type(one) for one in found] == [Incompatible] * 2
+    assert [type(one) for one in found] == [IncompatibleCheckpoint] * 2
     assert "rank 1: " in str(found[0])
     assert "all ranks need this folder" in str(found[1])
     assert sorted(folder.iterdir()) == before

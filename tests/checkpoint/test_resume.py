@@ -12,7 +12,7 @@ import pytest
 import torch
 from approved import refused
 
-from trainrun.checkpoint.load import Incompatible, read_checkpoint, resolve_checkpoint
+from trainrun.checkpoint.load import IncompatibleCheckpoint, read_checkpoint, resolve_checkpoint
 from trainrun.errors import CheckpointError
 from trainrun.train_state import SAVE_NOW
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_read_just_now_is_not_damaged(
     wanted = number
     for _ in range(2):
         with pytest.raises(
-            Incompatible, match=rf"step-00000003.*cannot be read now \({os.strerror(number)}\)"
+            IncompatibleCheckpoint, match=rf"step-00000003.*cannot be read now \({os.strerror(number)}\)"
         ):
             make_run().keep.load_latest()
     assert run.steps() == [1, 2, 3]
@@ -101,7 +101,7 @@ def test_never_silently_from_zero(run: Any, make_run: MakeRun) -> None:
 def test_a_sound_one_of_another_run_is_refused_and_left_alone(run: Any, make_run: MakeRun) -> None:
     again = make_run()
     again.keep._run_id = "run-2"
-    with pytest.raises(Incompatible):
+    with pytest.raises(IncompatibleCheckpoint):
         again.keep.load_latest()
     assert again.steps() == [1, 2, 3]
 

@@ -34,5 +34,5 @@ def test_a_copy_holds_the_values_of_now_and_is_the_same_file(
     for tensor in tensors.values():
         tensor.zero_()
     assert all(torch.equal(taken[name], tensor) for name, tensor in wanted.items())
-    keep.give_back(taken)
+    keep.release_tensors(taken)
     assert all(not tensor.any() for tensor in keep.take(tensors).tensors.values())

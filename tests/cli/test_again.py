@@ -119,7 +119,7 @@ def test_another_class_gets_no_arguments_of_the_one_before(
 def test_losses_are_compared_where_they_are_means_of_the_same_steps() -> None:
     def history(**losses: float) -> Any:
         rows = [{"step": int(name[1:]), "train/loss": value} for name, value in losses.items()]
-        return SimpleNamespace(rows_of_kind=lambda kind: rows if kind == "train" else [])
+        return SimpleNamespace(find_rows=lambda kind: rows if kind == "train" else [])
 
     resumed = {"whole": history(s4=1.0, s8=2.0, s12=3.0), "resumed": history(s4=1.0, s5=1.1, s8=1.9, s12=3.0)}
     assert "equal, bit for bit, at all 2 common log points" in describe_loss_difference(resumed)

@@ -7,9 +7,9 @@ from approved import refused
 from torch.utils.data import Dataset, IterableDataset
 
 from trainrun.data.engines import choice
-from trainrun.data.engines.stream import ReadBy
+from trainrun.data.engines.stream import StreamEngine
 from trainrun.data.pipeline import open_batches
-from trainrun.data.stream_options import FirstInput, Look, StreamOptions
+from trainrun.data.stream_options import FirstInput, SourceFacts, StreamOptions
 from trainrun.errors import DataError
 
 DATA = torch.zeros(20, 3), torch.arange(20) % 4
@@ -46,10 +46,10 @@ def options(**changes):
     return StreamOptions(**{"key": "data.train", "training": True, "batch_size": 2, "seed": 0} | changes)
 
 
-RESIDENT, MAIN = ReadBy("resident", 0), ReadBy("workers", 0)
+RESIDENT, MAIN = StreamEngine("resident", 0), StreamEngine("workers", 0)
 FIRST = FirstInput("floats", (3,))
 QUICK, COMPUTES, WAITS = (
-    Look(FIRST, "", wall, busy) for wall, busy in ((1e-4, 1e-4), (0.01, 0.01), (0.01, 0.001))
+    SourceFacts(FIRST, "", wall, busy) for wall, busy in ((1e-4, 1e-4), (0.01, 0.01), (0.01, 0.001))
 )
 DRAWS = replace(WAITS, draws={"__getitem__": ("torch",)})
 
@@ -59,21 +59,21 @@ DRAWS = replace(WAITS, draws={"__getitem__": ("torch",)})
     [
         (DATA, {}, RESIDENT),
         (DATA, {"transform": list, "look": QUICK}, MAIN),
-        (DATA, {"transform": list, "look": COMPUTES}, ReadBy("workers", 3)),
+        (DATA, {"transform": list, "look": COMPUTES}, StreamEngine("workers", 3)),
         (Samples(), {"look": QUICK}, MAIN),
-        (Samples(), {"look": COMPUTES}, ReadBy("workers", 3)),
-        (Safe(), {"look": COMPUTES}, ReadBy("workers", 3)),
+        (Samples(), {"look": COMPUTES}, StreamEngine("workers", 3)),
+        (Safe(), {"look": COMPUTES}, StreamEngine("workers", 3)),
         (Samples(), {"look": COMPUTES, "local_world_size": 2}, MAIN),
-        (Samples(), {"look": WAITS}, ReadBy("workers", 4)),
-        (Samples(), {"look": WAITS, "local_world_size": 4}, ReadBy("workers", 4)),
-        (Safe(), {"look": WAITS}, ReadBy("threads", 4)),
-        (Safe(), {"look": DRAWS}, ReadBy("workers", 4)),
-        (Safe(), {"look": WAITS, "transform": list}, ReadBy("workers", 4)),
-        (Safe(), {"engine": "threads"}, ReadBy("threads", 3)),
-        (Safe(), {"engine": "threads", "transform": list}, ReadBy("threads", 1)),
-        (Safe(), {"num_threads": 2}, ReadBy("threads", 2)),
-        (Safe(), {"engine": "threads", "num_threads": 3}, ReadBy("threads", 3)),
-        (Safe(), {"num_workers": 2}, ReadBy("workers", 2)),
+        (Samples(), {"look": WAITS}, StreamEngine("workers", 4)),
+        (Samples(), {"look": WAITS, "local_world_size": 4}, StreamEngine("workers", 4)),
+        (Safe(), {"look": WAITS}, StreamEngine("threads", 4)),
+        (Safe(), {"look": DRAWS}, StreamEngine("workers", 4)),
+        (Safe(), {"look": WAITS, "transform": list}, StreamEngine("workers", 4)),
+        (Safe(), {"engine": "threads"}, StreamEngine("threads", 3)),
+        (Safe(), {"engine": "threads", "transform": list}, StreamEngine("threads", 1)),
+        (Safe(), {"num_threads": 2}, StreamEngine("threads", 2)),
+        (Safe(), {"engine": "threads", "num_threads": 3}, StreamEngine("threads", 3)),
+        (Safe(), {"num_workers": 2}, StreamEngine("workers", 2)),
         (Stream(), {}, MAIN),
     ],
 )  # fmt: skip
@@ -97,22 +97,22 @@ def test_reading_that_computes_is_done_by_workers_where_a_rank_has_two_cores(
 ):
     """20 ms to load a batch and 30 ms to train on it take 30 ms together, not 50."""
     monkeypatch.setattr(choice, "count_usable_cores", lambda: cores)
-    look = Look(FIRST, "", 0.05, 0.05)
+    look = SourceFacts(FIRST, "", 0.05, 0.05)
     stream = open_batches(Samples(), options(look=look, **changes))[0]
-    assert stream.read_by == ReadBy("workers", number)
+    assert stream.read_by == StreamEngine("workers", number)
 
 
 @pytest.mark.parametrize(
     ("source", "look", "beside", "read_by"),
     [
         (Samples(), COMPUTES, MAIN, MAIN),
-        (Samples(), COMPUTES, RESIDENT, ReadBy("workers", 3)),
-        (Samples(), COMPUTES, ReadBy("workers", 2), ReadBy("workers", 3)),
-        (Samples(), QUICK, ReadBy("workers", 2), ReadBy("workers", 1)),
+        (Samples(), COMPUTES, RESIDENT, StreamEngine("workers", 3)),
+        (Samples(), COMPUTES, StreamEngine("workers", 2), StreamEngine("workers", 3)),
+        (Samples(), QUICK, StreamEngine("workers", 2), StreamEngine("workers", 1)),
         (Samples(), QUICK, RESIDENT, MAIN),
-        (Samples(), COMPUTES, ReadBy("threads", 2), MAIN),
-        (Safe(), COMPUTES, ReadBy("threads", 2), ReadBy("threads", 2)),
-        (Stream(), None, ReadBy("workers", 2), ReadBy("workers", 1)),
+        (Samples(), COMPUTES, StreamEngine("threads", 2), MAIN),
+        (Safe(), COMPUTES, StreamEngine("threads", 2), StreamEngine("threads", 2)),
+        (Stream(), None, StreamEngine("workers", 2), StreamEngine("workers", 1)),
         (Stream(), None, MAIN, MAIN),
         (DATA, None, MAIN, RESIDENT),
     ],
@@ -179,4 +179,4 @@ def test_workers_whose_batches_do_not_fit_into_shared_memory(monkeypatch):
     monkeypatch.setattr(choice, "count_usable_cores", lambda: 8)
     stream, line = open_batches(Large(), options(engine="workers"))
     assert line == "data.train: 4 loader workers (more do not fit into /dev/shm)"
-    assert stream.read_by == ReadBy("workers", 4)
+    assert stream.read_by == StreamEngine("workers", 4)

@@ -15,7 +15,12 @@ from trainrun.data.augment.augmented import NamedAugmentation
 from trainrun.data.facts import describe_source
 from trainrun.data.map_style import copy_shallow, describe_location, is_thread_safe
 from trainrun.data.order.drawn import draw_by_shares, draw_by_weights, draw_classes_equally
-from trainrun.data.order.training_set import Asked, build_training_set, divide_into_fold, join_sources
+from trainrun.data.order.training_set import (
+    TrainingSetOptions,
+    build_training_set,
+    divide_into_fold,
+    join_sources,
+)
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.tables import csv_files, huggingface
 from trainrun.data.readers.tables import parquet as parquet_files
@@ -178,7 +183,7 @@ def test_folds_are_parts_of_equal_size(stratified):
 @pytest.mark.parametrize("source", [Said(), TensorDataset(torch.arange(N), LABELS),
                                     Arrays((torch.arange(N), LABELS), ("a", "b", "c"), 3)])  # fmt: skip
 def test_a_fold_knows_its_classes_and_can_be_balanced(source):
-    parts, drawn = build_training_set({"": source}, Asked("balanced", folds=4, fold=1), [])
+    parts, drawn = build_training_set({"": source}, TrainingSetOptions("balanced", folds=4, fold=1), [])
     facts = describe_source(parts["train"])
     assert (facts.num_classes, sum(facts.class_counts)) == (3, 66)
     labels = [y for batch in opened(drawn, parts["train"]).epoch(0) for y in batch.data[1].tolist()]
@@ -258,7 +263,7 @@ def test_a_column_of_a_table_weighs_its_rows(form, tables):
     samples = source.tensors[0] if isinstance(source, Arrays) else [source[i][0] for i in range(len(source))]
     x = np.array([float(np.ravel(sample)[0]) for sample in samples])
     for fold in (None, 1):  # of the training part alone, and of a fold of it
-        asked = Asked("weighted", "w", folds=fold and 3, fold=fold)
+        asked = TrainingSetOptions("weighted", "w", folds=fold and 3, fold=fold)
         parts, drawn = build_training_set({"": source}, asked, [])
         rows = np.arange(len(x)) if fold is None else divide_into_fold(source, 3, 1, False)[0].numpy()
         counts = Counter(i for part in opened(drawn, parts["train"]).epoch(1) for i in part.indices.tolist())
@@ -271,7 +276,7 @@ def test_a_column_of_a_table_weighs_its_rows(form, tables):
 
 def test_weights_of_named_sets_are_one_behind_the_other(tables):
     both = {"a": FORMATS["csv"](tables), "b": FORMATS["parquet"](tables)}
-    _, drawn = build_training_set(both, Asked("weighted", "w"), [])
+    _, drawn = build_training_set(both, TrainingSetOptions("weighted", "w"), [])
     (a,), (b,) = (draw_by_weights({"": one}, "w", 144).ends[-1:] for one in both.values())
     assert drawn.ends[-1] == a + b
     with refused(DataError, "data.weights", "data.train.c", "data.train.a"):
@@ -297,8 +302,8 @@ class Streamed(torch.utils.data.IterableDataset):
         (partial(draw_by_shares, {"a": 1, "b": 2}, {"a": 5, "b": 0}), "data.mix"),
         (partial(divide_into_fold, Said(), 100, 0, False), "data.folds=100"),
         (partial(divide_into_fold, (torch.zeros(9),), 2, 0, True), "data.stratified=true"),
-        (partial(build_training_set, {"": Streamed()}, Asked("balanced"), []), "data.sampling=balanced"),
-        (partial(build_training_set, {"a": Streamed()}, Asked(), []), "data.train.a"),
+        (partial(build_training_set, {"": Streamed()}, TrainingSetOptions("balanced"), []), "data.sampling=balanced"),
+        (partial(build_training_set, {"a": Streamed()}, TrainingSetOptions(), []), "data.train.a"),
     ],
 )  # fmt: skip
 def test_refusals(make, key):

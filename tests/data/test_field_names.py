@@ -15,7 +15,7 @@ from trainrun.data.augment.images import get_images, get_target, replace_images,
 from trainrun.data.augment.mix import CutMix, MixUp
 from trainrun.data.look import describe_first_input
 from trainrun.data.readers.targets import choose_target
-from trainrun.data.sequences.collate import Padded
+from trainrun.data.sequences.collate import PadCollate
 from trainrun.data.tensor_dataset import find_columns
 from trainrun.errors import DataError
 from trainrun.interfaces import IGNORED, INPUT_KEYS, TARGET_KEYS
@@ -67,6 +67,6 @@ def test_images_beside_tokens_are_found_by_their_shape() -> None:
 @pytest.mark.parametrize("key", TARGET_KEYS)
 def test_padding_tables_and_the_first_input_know_every_target(key: str) -> None:
     samples = [{"input_ids": torch.arange(n), key: torch.arange(n)} for n in (3, 1)]
-    assert Padded()(samples)[key][1].tolist() == [0, IGNORED, IGNORED]
+    assert PadCollate()(samples)[key][1].tolist() == [0, IGNORED, IGNORED]
     assert choose_target(None, ["age", key, "id"]) == (key,)
     assert describe_first_input({key: 1, "pixel_values": IMAGES[0]}).shape == tuple(IMAGES[0].shape)

@@ -18,10 +18,10 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from trainrun.data import look as look_module
 from trainrun.data.engines.generators import GLOBAL_GENERATORS, NUMPY, PYTHON, TORCH
 from trainrun.data.facts import describe_source
-from trainrun.data.look import look_at
+from trainrun.data.look import inspect_source
 from trainrun.data.pipeline import open_batches
-from trainrun.data.same_samples import digest_of
-from trainrun.data.stream_options import FirstInput, Look, StreamOptions
+from trainrun.data.same_samples import hash_samples
+from trainrun.data.stream_options import FirstInput, SourceFacts, StreamOptions
 from trainrun.errors import DataError
 from trainrun.runtime import child_process
 
@@ -50,7 +50,7 @@ def options(**changes: Any) -> StreamOptions:
 
 def test_it_tells_what_a_sample_is_and_reads_nothing_in_this_process() -> None:
     source = Samples()
-    found = look_at(source, options())
+    found = inspect_source(source, options())
     assert (found.first, found.fault) == (FirstInput("floats", (2, 3)), "")
     assert found.sample_bytes == 2 * 3 * 4 + 8
     assert found.seconds > 0
@@ -75,7 +75,7 @@ def test_it_tells_what_a_sample_is_and_reads_nothing_in_this_process() -> None:
     ],
 )
 def test_the_first_input(source: Any, changes: dict[str, Any], first: FirstInput) -> None:
-    assert look_at(source, options(**changes)).first == first
+    assert inspect_source(source, options(**changes)).first == first
 
 
 def test_an_iterable_source_is_not_read() -> None:
@@ -83,7 +83,7 @@ def test_an_iterable_source_is_not_read() -> None:
         def __iter__(self) -> Any:
             raise AssertionError("must not be read")
 
-    assert look_at(Stream(), options()).first is None
+    assert inspect_source(Stream(), options()).first is None
 
 
 def fail(index: int) -> None:
@@ -96,7 +96,7 @@ def fail_at_first(index: int) -> None:
 
 
 def test_a_sample_that_cannot_be_read_is_told_by_who_needs_it() -> None:
-    found = look_at(Samples(fail), options())
+    found = inspect_source(Samples(fail), options())
     assert found.first is None
     line = fail.__code__.co_firstlineno + 1
     assert (
@@ -105,8 +105,8 @@ def test_a_sample_that_cannot_be_read_is_told_by_who_needs_it() -> None:
     )
     with refused(DataError):
         describe_source(Samples(fail))
-    assert look_at(Samples(fail_at_first), options(on_error="skip")).first is not None
-    assert look_at(Samples(fail_at_first), options()).first is None
+    assert inspect_source(Samples(fail_at_first), options(on_error="skip")).first is not None
+    assert inspect_source(Samples(fail_at_first), options()).first is None
 
 
 @pytest.mark.parametrize(
@@ -115,20 +115,20 @@ def test_a_sample_that_cannot_be_read_is_told_by_who_needs_it() -> None:
 )
 def test_a_sample_that_ends_its_process(end: Any) -> None:
     with refused(DataError):
-        look_at(Samples(end), options())
+        inspect_source(Samples(end), options())
 
 
 def test_a_sample_that_calls_sys_exit() -> None:
     def leave(index: int) -> None:
         raise SystemExit(0)
 
-    assert "SystemExit" in look_at(Samples(leave), options()).fault
+    assert "SystemExit" in inspect_source(Samples(leave), options()).fault
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_workers": 2}, {"engine": "threads"}])
 def test_a_sample_that_never_comes(changes: dict[str, Any]) -> None:
     with refused(DataError, "data.worker_timeout_seconds=0.2", "data.train"):
-        look_at(Samples(lambda i: time.sleep(600)), options(timeout_seconds=0.2, **changes))
+        inspect_source(Samples(lambda i: time.sleep(600)), options(timeout_seconds=0.2, **changes))
 
 
 class OfAThread(Samples):
@@ -154,9 +154,13 @@ class OfAThread(Samples):
 def test_who_waits_for_a_thread_of_its_own_is_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the main process, as the user asks; at once, if Python knows of the thread."""
     source = OfAThread()
-    assert look_at(source, options(num_workers=0, timeout_seconds=0.2)).first == FirstInput("floats", (2, 3))
+    assert inspect_source(source, options(num_workers=0, timeout_seconds=0.2)).first == FirstInput(
+        "floats", (2, 3)
+    )
     monkeypatch.setattr(child_process, "OWN_THREADS", ("MainThread",))
-    assert look_at(source, options(num_workers=0, timeout_seconds=0)).first == FirstInput("floats", (2, 3))
+    assert inspect_source(source, options(num_workers=0, timeout_seconds=0)).first == FirstInput(
+        "floats", (2, 3)
+    )
 
 
 def test_where_cuda_was_started_nothing_is_forked_that_the_main_process_will_read(
@@ -165,7 +169,7 @@ def test_where_cuda_was_started_nothing_is_forked_that_the_main_process_will_rea
     monkeypatch.setattr(look_module, "can_fork_safely", lambda: False)
     for changes, here in (({"num_workers": 0}, True), ({}, True), ({"num_workers": 2}, False)):
         source, state = Samples(lambda i: torch.rand(2, 3)), torch.get_rng_state()
-        assert look_at(source, options(**changes)).first == FirstInput("floats", (2, 3))
+        assert inspect_source(source, options(**changes)).first == FirstInput("floats", (2, 3))
         assert bool(source.reads) == here
         assert torch.equal(torch.get_rng_state(), state)
 
@@ -190,7 +194,7 @@ def state_put_back(index: int) -> torch.Tensor:
     ],
 )
 def test_the_generators_that_samples_depend_on(read: Any, drawn_from: tuple[str, ...]) -> None:
-    assert look_at(Samples(read), options()).drawn_from == drawn_from
+    assert inspect_source(Samples(read), options()).drawn_from == drawn_from
 
 
 @pytest.mark.parametrize(
@@ -204,13 +208,13 @@ def test_the_generators_that_samples_depend_on(read: Any, drawn_from: tuple[str,
     ],
 )
 def test_samples_that_differ_have_other_digests(left: Any, right: Any) -> None:
-    assert digest_of([left]) != digest_of([right])
-    assert digest_of([left]) == digest_of([left])
+    assert hash_samples([left]) != hash_samples([right])
+    assert hash_samples([left]) == hash_samples([left])
 
 
 def test_what_holds_no_numbers_counts_by_its_type() -> None:
-    assert digest_of([(object(), None)]) == digest_of([(object(), None)])
-    assert digest_of([torch.tensor([float("nan")])]) == digest_of([torch.tensor([float("nan")])])
+    assert hash_samples([(object(), None)]) == hash_samples([(object(), None)])
+    assert hash_samples([torch.tensor([float("nan")])]) == hash_samples([torch.tensor([float("nan")])])
 
 
 def draws_late(index: int) -> torch.Tensor:
@@ -233,7 +237,9 @@ def test_samples_are_those_that_are_seeded_each(read: Any, monkeypatch: pytest.M
     """Only what moves is seeded; in every batch, the samples are those of a reader that seeds all."""
     found = read_all(Samples(read), num_workers=0)
     assert read_all(Subset(Samples(read), range(N)), num_workers=0) == found
-    monkeypatch.setattr(look_module, "_look", lambda dataset, options: Look(FirstInput("floats", (2, 3))))
+    monkeypatch.setattr(
+        look_module, "_look", lambda dataset, options: SourceFacts(FirstInput("floats", (2, 3)))
+    )
     assert read_all(Samples(read), num_workers=0) == found
 
 

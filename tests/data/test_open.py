@@ -5,7 +5,7 @@ from approved import refused
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainrun.data.engines import choice, in_memory
-from trainrun.data.engines.stream import ReadBy
+from trainrun.data.engines.stream import StreamEngine
 from trainrun.data.facts import Labels, check_labels, describe_source
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
@@ -44,7 +44,7 @@ def opened(source, **changes):
     return open_batches(source, StreamOptions(**fields | changes))
 
 
-RESIDENT, MAIN = ReadBy("resident", 0), ReadBy("workers", 0)
+RESIDENT, MAIN = StreamEngine("resident", 0), StreamEngine("workers", 0)
 
 
 @pytest.mark.parametrize(
@@ -52,16 +52,16 @@ RESIDENT, MAIN = ReadBy("resident", 0), ReadBy("workers", 0)
     [
         ((X, Y), {}, RESIDENT, "resident on cpu (in memory, 0.0 MB)"),
         ((X, Y), {"num_workers": 0}, RESIDENT, "resident on cpu (in memory, 0.0 MB)"),
-        ((X, Y), {"num_workers": 2}, ReadBy("workers", 2), "2 loader workers (asked for)"),
+        ((X, Y), {"num_workers": 2}, StreamEngine("workers", 2), "2 loader workers (asked for)"),
         ((X, Y), {"engine": "workers"}, MAIN, "read in the main process (in memory, 0.0 MB; data.engine=workers)"),
         ((X, Y), {"engine": "resident", "num_workers": 2}, RESIDENT,
          "resident on cpu (asked for; data.num_workers=2 is not used)"),
-        (Samples(), {"engine": "workers"}, ReadBy("workers", 3), "3 loader workers (4 cores for 1 rank)"),
+        (Samples(), {"engine": "workers"}, StreamEngine("workers", 3), "3 loader workers (4 cores for 1 rank)"),
         (Samples(), {"engine": "workers", "world_size": 2, "local_world_size": 2}, MAIN,
          "read in the main process (4 cores for 2 ranks)"),
         (Samples(), {"num_workers": 0}, MAIN, "read in the main process (asked for)"),
         (Stream(), {}, MAIN, "read in the main process (an IterableDataset)"),
-        (Stream(), {"num_workers": 1}, ReadBy("workers", 1), "1 loader worker (asked for)"),
+        (Stream(), {"num_workers": 1}, StreamEngine("workers", 1), "1 loader worker (asked for)"),
     ],
 )  # fmt: skip
 def test_choices_and_their_reasons(monkeypatch, source, changes, read_by, line):

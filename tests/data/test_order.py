@@ -21,7 +21,9 @@ def plans(world_size: int, **fields) -> list[Plan]:
 
 
 def shares(plan: Plan, epoch: int = 0, start: int = 0) -> list[tuple[list[int], bool, bool]]:
-    return [(share.indices.tolist(), share.real, share.last) for share in plan.shares(epoch, start)]
+    return [
+        (share.indices.tolist(), share.real, share.last) for share in plan.iterate_rank_batches(epoch, start)
+    ]
 
 
 def joined(lists) -> list[int]:
@@ -119,4 +121,4 @@ def test_limit(full, limit, left):
 @pytest.mark.parametrize("start", [5, 9])
 def test_a_start_behind_the_end_is_refused(start):
     with refused(DataError, str(start), "5 batches"):
-        Plan(10, 2).shares(0, start)
+        Plan(10, 2).iterate_rank_batches(0, start)

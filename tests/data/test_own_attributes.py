@@ -12,7 +12,7 @@ import torch
 from quiet_runs import QUIET, losses, train, weights
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from trainrun.data.cache.cached import Cached
+from trainrun.data.cache.cached import CachedDataset
 from trainrun.data.facts import describe_source
 from trainrun.data.readers.class_numbers import RenumberedClasses
 from trainrun.data.readers.pictures.image_folder import ImageFolder
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.process
 DOCUMENTED = {
     "targets", "classes", "class_names", "num_classes", "set_epoch", "thread_safe", "fingerprint", "labels",
 }  # fmt: skip
-OWN_CLASSES = (Arrays, Cached, Columns, ImageFolder, ReaderDataset, RenumberedClasses, TextSamples)
+OWN_CLASSES = (Arrays, CachedDataset, Columns, ImageFolder, ReaderDataset, RenumberedClasses, TextSamples)
 NAMES = sorted(
     {name for one in OWN_CLASSES for name in dir(one) if not name.startswith("_")}
     | {field.name for one in (Arrays, Columns) for field in dataclasses.fields(one)}
-    | {"files", "notice", "name_of_source"}
+    | {"files", "notice", "source_class_name"}
 )
 MODULE = f"""
 import torch

@@ -9,7 +9,7 @@ from torch.utils.data import Subset, default_collate
 from trainrun.data.facts import describe_source
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.pictures import image_folder
-from trainrun.data.scale import Scale, Scaled
+from trainrun.data.scale import Scale, ScaledBatches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Arrays
 
@@ -112,7 +112,7 @@ def test_in_the_type_of_the_run(dtype, folder):
 def test_what_is_kept_and_sent_is_bytes(folder):
     for source in (pictures(folder), arrays()):
         stream = opened(source)
-        assert isinstance(stream._batches, Scaled)
+        assert isinstance(stream._batches, ScaledBatches)
         assert next(stream._batches._batches.epoch(0)).data[0].dtype is torch.uint8
     assert (
         next(opened(pictures(folder), cache="memory")._batches._batches.epoch(0)).data[0].dtype is torch.uint8
@@ -137,7 +137,7 @@ def test_code_of_the_users_sees_the_numbers(changes, cache, folder):
     assert_same(epochs(floats_of(arrays()), **changes), epochs(arrays(), cache=cache, **changes))
     if cache == "memory" and "transform" in changes:
         kept = opened(pictures(folder), cache=cache, **changes)
-        assert not isinstance(kept._batches, Scaled)
+        assert not isinstance(kept._batches, ScaledBatches)
     transformed = StreamOptions("data.train", True, 1, 0, transform=doubled)
     assert describe_source(arrays(), options=transformed).shape == (1, 4, 4)
     assert describe_source(pictures(folder), options=transformed).shape == (3, 8, 8)
@@ -145,8 +145,8 @@ def test_code_of_the_users_sees_the_numbers(changes, cache, folder):
 
 def test_a_part_of_it_and_bytes_that_were_asked_for(folder):
     part = Subset(pictures(folder), [5, 3, 8, 1])
-    assert isinstance(opened(part)._batches, Scaled)
+    assert isinstance(opened(part)._batches, ScaledBatches)
     assert_same(epochs(Plain(part)), epochs(part))
     whole = image_folder.load(folder, val_fraction=0.0, shape=[3, 8, 8], dtype="uint8")["train"]
-    assert not isinstance(opened(whole), Scaled)
+    assert not isinstance(opened(whole), ScaledBatches)
     assert epochs(whole)[0].data[0].dtype is torch.uint8

@@ -3,7 +3,7 @@ import torch
 from approved import refused
 from torch.utils.data import Dataset
 
-from trainrun.data.bad_samples import Skips
+from trainrun.data.bad_samples import SkipCounter
 from trainrun.data.facts import describe_source
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
@@ -80,7 +80,7 @@ def test_more_than_the_share_is_a_fault(engine):
 
 def test_in_a_long_epoch_it_is_held_against_the_samples_so_far():
     def failing(number, seen):
-        skips = Skips("data.train", 0.01, lambda text: None, samples=1e6, batches=10**6)
+        skips = SkipCounter("data.train", 0.01, lambda text: None, samples=1e6, batches=10**6)
         skips.begin(0, seen)
         skips.add(0, ["damaged"] * number)
 

@@ -12,7 +12,7 @@ import torch
 
 from faults.corpus_case import BASE, Case, call, room, train_base
 from trainrun.checkpoint.files import FileLayer, format_folder_name, list_committed_steps
-from trainrun.checkpoint.load import Loaded, load_latest, read_checkpoint
+from trainrun.checkpoint.load import LoadedCheckpoint, load_latest, read_checkpoint
 from trainrun.checkpoint.save import (
     Manifest,
     build_part,
@@ -208,7 +208,7 @@ def check_loading(root: Path, bad: tuple[int, ...], run_id: str) -> str:
     return ""
 
 
-def same(one: Loaded, other: Loaded) -> bool:
+def same(one: LoadedCheckpoint, other: LoadedCheckpoint) -> bool:
     return equal(one.shared, other.shared) and equal(one.own, other.own)
 
 

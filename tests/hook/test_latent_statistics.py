@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.hook.vae_health import (
+    compute_code_noise,
     compute_latent_facts,
-    compute_noise_of_code,
     draw_fixed_noise,
     estimate_mutual_information,
     format_measurement,
@@ -85,7 +85,7 @@ def test_each_sample_gets_the_code_of_another() -> None:
     distance = torch.cdist(found, codes)
     assert sorted(distance.argmin(1).tolist()) == list(range(7))
     assert all(place != i for i, place in enumerate(distance.argmin(1).tolist()))
-    torch.testing.assert_close(compute_noise_of_code(mean, log_var, codes), batch["noise"])
+    torch.testing.assert_close(compute_code_noise(mean, log_var, codes), batch["noise"])
 
 
 FINE = {

@@ -11,12 +11,12 @@ import pytest
 import trainrun
 from trainrun.cli.manual_pages import FOLDER
 from trainrun.interfaces import (
-    Agreed,
     GradReport,
     MicroBatch,
     Parallel,
     Precision,
     RunFacts,
+    StepAgreement,
     StepInfo,
     StepOutput,
     StepReport,
@@ -28,7 +28,7 @@ from trainrun.training.triggers import Triggers
 TEXT = (FOLDER / "reference.md").read_text(encoding="utf-8")
 OBJECTS: dict[str, Any] = {
     "run": Components, "state": TrainState, "batch": MicroBatch, "report": StepReport, "grad": GradReport,
-    "agreed": Agreed, "output": StepOutput, "info": StepInfo, "facts": RunFacts,
+    "agreed": StepAgreement, "output": StepOutput, "info": StepInfo, "facts": RunFacts,
 }  # fmt: skip
 PARTS: dict[tuple[str, str], Any] = {
     ("run", "parallel"): Parallel, ("run", "precision"): Precision, ("run", "triggers"): Triggers,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainrun.interfaces import Agreed, GradReport, MicroBatch, StepReport
+from trainrun.interfaces import GradReport, MicroBatch, StepAgreement, StepReport
 from trainrun.monitor import metric_logger
 from trainrun.parallel.single import Single
 from trainrun.timing.phases import CHECKPOINT, PhaseTimer
@@ -48,7 +48,7 @@ def test_the_loss_of_a_step_that_was_left_out_is_in_no_row() -> None:
     state, batch, (logger, rows) = TrainState(), MicroBatch(None), logger_and_rows()
     for losses, skipped in (([2.0], False), ([math.nan], True), ([], True), ([4.0], False), ([3.0], True)):
         given, grad = [torch.tensor(loss) for loss in losses], GradReport(None, skipped)
-        report = StepReport(given, 2, Agreed(2.0, 0, 0), grad=grad)
+        report = StepReport(given, 2, StepAgreement(2.0, 0, 0), grad=grad)
         state.advance([batch], report)
     assert [loss.item() for loss in state.losses] == [2.0, 4.0]
     assert (state.logged_items, state.step, state.skipped_steps) == (4, 5, 3)

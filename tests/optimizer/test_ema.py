@@ -63,7 +63,7 @@ class Growing(Net):
 
 def state_of(ema: Ema, model: nn.Module) -> dict[str, Tensor]:
     """What an evaluation sees."""
-    with ema.weights_swapped_in():
+    with ema.swap_weights_in():
         return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -90,7 +90,7 @@ def test_a_model_that_keeps_a_computed_weight_has_an_average() -> None:
     ema = Ema(model, decay=0.0, every=1)
     fit(model, ema, range(3))
     x = torch.randn(4, 3)
-    with ema.weights_swapped_in():
+    with ema.swap_weights_in():
         averaged = model.eval()(x)
     assert torch.equal(averaged, model(x))
 
@@ -191,7 +191,7 @@ def test_the_weights_come_back_bit_for_bit_in_their_memory(ending: type[BaseExce
     ema = Ema(model, decay=0.9, every=1)
     path = fit(model, ema, range(4))
     before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
-    with contextlib.suppress(*filter(None, [ending])), ema.weights_swapped_in(), evaluation_mode(model):
+    with contextlib.suppress(*filter(None, [ending])), ema.swap_weights_in(), evaluation_mode(model):
         expected = sum(0.9 ** (3 - i) * weight for i, weight in enumerate(path))
         expected = expected / sum(0.9**i for i in range(4))
         torch.testing.assert_close(next(iter(model.parameters())), expected)
@@ -199,7 +199,7 @@ def test_the_weights_come_back_bit_for_bit_in_their_memory(ending: type[BaseExce
         model(x)  # reaches `linear` by a function, and its output by a hook
         own = nn.functional.linear(x, average["linear.weight"], average["linear.bias"])
         torch.testing.assert_close(model.outputs["linear"], own)
-        with ema.weights_swapped_in():  # a second look inside the first
+        with ema.swap_weights_in():  # a second look inside the first
             torch.testing.assert_close(next(iter(model.parameters())), expected)
         if ending is not None:
             raise ending
@@ -220,7 +220,7 @@ def test_an_interrupt_between_two_tensors_is_no_mixture(monkeypatch: pytest.Monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ema_module, "copy_tensors", copy_one)
-    with pytest.raises(KeyboardInterrupt), ema.weights_swapped_in():
+    with pytest.raises(KeyboardInterrupt), ema.swap_weights_in():
         pytest.fail("entered")
     assert all(map(torch.equal, before, model.state_dict().values()))
 
@@ -240,7 +240,7 @@ def test_a_layer_that_merges_its_weights_for_evaluation_merges_the_average() -> 
         model.bias.fill_(4.0)
     before = model.weight.detach().clone()
     average = ema.state_dict()["module"]
-    with ema.weights_swapped_in(), evaluation_mode(model):
+    with ema.swap_weights_in(), evaluation_mode(model):
         torch.testing.assert_close(model.weight, average["weight"] + average["bias"][:, None])
     assert torch.equal(model.weight, before)
 

@@ -19,7 +19,7 @@ from trainrun.model.gpt import Gpt
 from trainrun.model.mlp import Mlp
 from trainrun.model.resnet import ResNet
 from trainrun.optimizer.build_optimizer import build_optimizer
-from trainrun.optimizer.groups import GroupRules, layers_above, parameters_without_decay
+from trainrun.optimizer.groups import GroupRules, count_layers_above, parameters_without_decay
 from trainrun.optimizer.muon import Muon
 from trainrun.optimizer.plain_step import FusedAdam, build_plain_step
 
@@ -201,7 +201,7 @@ class Stages(nn.Module):
 
 def above_by_prefix(model: nn.Module) -> dict[str, int]:
     """The number of layers above each part of the model, by the first two names."""
-    above, _ = layers_above(model, list(model.parameters()), "optimizer.layer_decay=0.5")
+    above, _ = count_layers_above(model, list(model.parameters()), "optimizer.layer_decay=0.5")
     return {
         ".".join(name.split(".")[:2]).removesuffix(".weight").removesuffix(".bias"): above[param]
         for name, param in model.named_parameters()

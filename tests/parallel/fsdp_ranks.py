@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runs"))
 
 from exact_parts import FEATURES, histograms_of, parts_of, result
 
-from trainrun.checkpoint.load import Loaded
+from trainrun.checkpoint.load import LoadedCheckpoint
 from trainrun.checkpoint.manager import CheckpointManager
 from trainrun.config.schema import ParallelConfig
 from trainrun.folder.run_folder import RunDir, write_text
@@ -51,7 +51,7 @@ def another(parallel: Fsdp, **options: Any) -> Fsdp:
 
 
 def fit(
-    words: tuple[str, ...], parallel: Parallel, max_steps: int, loaded: Loaded | None = None
+    words: tuple[str, ...], parallel: Parallel, max_steps: int, loaded: LoadedCheckpoint | None = None
 ) -> tuple[Components, TrainState]:
     """Train up to a step, from the beginning or from a checkpoint."""
     run, state = (

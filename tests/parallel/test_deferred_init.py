@@ -75,7 +75,7 @@ def built_twice() -> tuple[Various, Various, DeferredInit]:
     after = torch.rand(2)
     torch.manual_seed(3)
     recording = DeferredInit()
-    with recording.recording():
+    with recording.record_init():
         deferred = Various()
     assert torch.equal(torch.rand(2), after)  # what is drawn next is the same too
     return whole, deferred, recording
@@ -110,7 +110,7 @@ def test_buffers_and_plain_attributes_get_memory() -> None:
 
 @pytest.mark.usefixtures("all_deferred")
 def test_a_tensor_without_memory_is_not_computed_with_after_the_recording() -> None:
-    with DeferredInit().recording():
+    with DeferredInit().record_init():
         weight = nn.Linear(9, 9).weight
     assert weight.detach().shape == (9, 9)
     with pytest.raises(PluginError, match=r"parallel\.meta_device=true"):
@@ -119,7 +119,7 @@ def test_a_tensor_without_memory_is_not_computed_with_after_the_recording() -> N
 
 @pytest.mark.usefixtures("all_deferred")
 def test_a_constructor_that_reads_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.meta_device=true"), DeferredInit().recording():
+    with pytest.raises(ConfigError, match=r"parallel\.meta_device=true"), DeferredInit().record_init():
         nn.Linear(9, 9).weight.detach().numpy()
 
 
@@ -178,7 +178,7 @@ def test_rare_operations_have_the_bits_of_the_constructor(kind: type[nn.Module])
     expected = kind().state_dict()
     torch.manual_seed(3)
     recording = DeferredInit()
-    with recording.recording():
+    with recording.record_init():
         tensors = kind().state_dict(keep_vars=True)
     assert list(tensors) == list(expected)
     for name, tensor in tensors.items():
@@ -191,7 +191,7 @@ def test_rare_operations_have_the_bits_of_the_constructor(kind: type[nn.Module])
 def test_memory_that_numpy_writes_again_is_refused() -> None:
     values = np.ones((9, 9), np.float32)
     recording = DeferredInit()
-    with recording.recording():
+    with recording.record_init():
         weight = nn.Linear(9, 9).weight
         weight.data.copy_(torch.from_numpy(values))
     values[:] = 2
@@ -211,12 +211,12 @@ def copy_by_pickle() -> None:
 @pytest.mark.parametrize("construct", [assign_data, copy_by_pickle])
 def test_values_that_are_not_recorded_are_refused(construct: Callable[[], None]) -> None:
     refusal = pytest.raises((ConfigError, PluginError), match=r"parallel\.meta_device=true")
-    with refusal, DeferredInit().recording():
+    with refusal, DeferredInit().record_init():
         construct()
 
 
 def test_small_tensors_are_ordinary_ones() -> None:
-    with DeferredInit().recording():
+    with DeferredInit().record_init():
         assert not is_deferred(nn.Linear(9, 9).weight)
 
 
@@ -231,7 +231,7 @@ def test_of_a_loaded_weight_its_rows_alone_are_read(tmp_path: Path, monkeypatch:
         StoredTensor, "read", lambda tensor, *rows: ranges.append(rows) or read(tensor, *rows)
     )
     recording = DeferredInit()
-    with recording.recording():
+    with recording.record_init():
         model = nn.Linear(8, 10).double()
         model.load_state_dict(dict(stored))
     ranges.clear()

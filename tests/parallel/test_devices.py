@@ -16,7 +16,7 @@ from approved import approve, refused
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.parallel import devices
-from trainrun.parallel.devices import Installed, choose_device, choose_num_devices, count_visible
+from trainrun.parallel.devices import InstalledGpus, choose_device, choose_num_devices, count_visible
 
 pytestmark = pytest.mark.process
 
@@ -116,7 +116,7 @@ def test_of_gpus_in_slices_one_slice_counts_beside_no_whole_gpu(
 def test_gpus_that_torch_does_not_see_are_no_reason_to_train_on_the_cpu(
     words: list[str], workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    installed = Installed(4, "driver 535.104.05, for CUDA 12.2 at most")
+    installed = InstalledGpus(4, "driver 535.104.05, for CUDA 12.2 at most")
     monkeypatch.setattr(devices, "query_installed_gpus", lambda: installed)
     assert main([*words, "trainer.max_steps=1"]) == 2
     wanted = r"parallel\.accelerator=(auto|cuda): 4 GPU\(s\) here \(driver 535\.104\.05, for CUDA 12\.2 at most\), "

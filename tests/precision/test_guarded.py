@@ -375,7 +375,7 @@ class Halves(Single):
     def grad_norm(self, norm: Tensor) -> Tensor:
         return norm * 2**0.5
 
-    def any_rank(self, flag: Tensor) -> Tensor:
+    def reduce_any(self, flag: Tensor) -> Tensor:
         return flag.fill_(1) if self.other_is_bad else flag
 
 

@@ -67,8 +67,8 @@ def test_turns_go_forth_and_back_and_are_reported(tmp_path: Path, capsys: pytest
     race = race_in(tmp_path, ["lr=0.8", "lr=0.6"], seeds=3)
     assert run(race) == ["0.8/0", "0.6/0", "0.6/1", "0.8/1", "0.8/2", "0.6/2"]
     assert race.every == 40
-    assert [run.arrived for run in race.seeds_of("A")] == [4.0, 4.01, 4.02]
-    assert [run.arrived for run in race.seeds_of("B")] == [5.0, 5.01, 5.02]
+    assert [run.arrived for run in race.list_seed_runs("A")] == [4.0, 4.01, 4.02]
+    assert [run.arrived for run in race.list_seed_runs("B")] == [5.0, 5.01, 5.02]
     capsys.readouterr()
     print_report(race, [])
     lines = capsys.readouterr().out.splitlines()
@@ -165,7 +165,7 @@ with open(folder / "judged.jsonl", "a") as rows:
     race = race_in(tmp_path, ["lr=0.8", "lr=0.4"], seeds=1)
     race.open()
     race.run_all(StopRelay(), lambda folder: [sys.executable, "-S", "-c", late, str(folder)])
-    (run_of_b,) = race.seeds_of("B")
+    (run_of_b,) = race.list_seed_runs("B")
     assert (run_of_b.arrived, run_of_b.end, len(run_of_b.curve)) == (None, None, 10)
     assert race.results().standing("B", "A").equivalence is None
 
@@ -176,7 +176,7 @@ def test_what_a_run_is_asked_for(tmp_path: Path):
     run(race)
     first, second = (read_json(tmp_path / f"{name}-seed0" / "request.json")["judge"] for name in "AB")
     assert (first["every"], first["limits"]) == (None, None)
-    (run_of_a,) = race.seeds_of("A")
+    (run_of_a,) = race.list_seed_runs("A")
     assert second["every"] == 40
     assert second["limits"] == {"with_start": 3 * (run_of_a.start + 4.0), "training": 12.0}
 

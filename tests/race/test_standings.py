@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from trainrun.race.standings import EQUAL, RaceResults, RaceRun, equivalence_of
+from trainrun.race.standings import EQUAL, RaceResults, RaceRun, compute_equivalence
 
 TRIALS = 1000
 
@@ -52,7 +52,7 @@ def test_ends_are_called_equal_as_often_as_two_tests_of_5_percent_allow(
 
     def is_equal() -> bool:
         differences = [draws.gauss(-worse_by, 0.005) for _ in range(5)]
-        found = equivalence_of(differences, 0.01)
+        found = compute_equivalence(differences, 0.01)
         assert found is not None
         return found.verdict == EQUAL
 

@@ -36,7 +36,7 @@ from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.errors import EXIT_USAGE
 from trainrun.race.race_command import race_parser
 from trainrun.race.racers import read_racers
-from trainrun.sweep.space import overrides_to_check
+from trainrun.sweep.space import list_overrides_to_check
 
 pytestmark = pytest.mark.process
 
@@ -143,7 +143,7 @@ def composed(words: list[str]) -> None:
         return
     options = [word for word in settings if SWEEP_WORD.match(word)]
     settings = [word for word in settings if word not in options]
-    jobs = overrides_to_check(
+    jobs = list_overrides_to_check(
         [*prepare_command_line(["--multirun", *settings], Path.cwd())[0].overrides, *options]
     )
     assert len(jobs) > 1

@@ -8,7 +8,7 @@ import pytest
 from approved import refused
 
 from trainrun.errors import ConfigError
-from trainrun.sweep.jobs import file_name_of, open_sweep
+from trainrun.sweep.jobs import format_file_name, open_sweep
 from trainrun.sweep.space import expand_grid
 
 
@@ -76,7 +76,7 @@ def test_folder_names_tell_what_varies_and_fit_a_file_system(tmp_path: Path):
     ]
     alone = open_sweep([["--config-dir=/x", "data=digits", "model=mlp"]], tmp_path / "alone")
     assert alone.jobs[0].folder == "0-data=digits"
-    long, other = file_name_of(["key=" + "a" * 300]), file_name_of(["key=" + "a" * 299 + "b"])
+    long, other = format_file_name(["key=" + "a" * 300]), format_file_name(["key=" + "a" * 299 + "b"])
     assert len(long) < 80
     assert long != other
     assert re.fullmatch(r"[A-Za-z0-9_.=+-]+", long)

@@ -17,7 +17,7 @@ from trainrun.folder.run_folder import write_json
 from trainrun.sweep.jobs import Sweep, open_sweep
 from trainrun.sweep.results import Result
 from trainrun.sweep.run_sweep import write_tables
-from trainrun.sweep.sweep_page import command_to_train_longer, page_parts
+from trainrun.sweep.sweep_page import format_longer_command, page_parts
 
 HAS_OPTUNA = find_spec("optuna") is not None
 
@@ -147,7 +147,7 @@ def test_the_end_names_the_page_the_best_and_the_command_that_trains_it_longer(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"train the best longer: {command}"
     assert lines[-2].startswith("best: 3-lr=2-seed=2: val/acc 0.7 (mean 0.65 ")
-    assert shlex.split(command_to_train_longer(sweep, sweep.jobs[3]))[2] == "my sweep/3-lr=2-seed=2"
+    assert shlex.split(format_longer_command(sweep, sweep.jobs[3]))[2] == "my sweep/3-lr=2-seed=2"
     page = (sweep.folder / "sweep.html").read_text()
     assert page.count("<script>") == 1
     assert "trainer.max_steps=80" in page

@@ -56,7 +56,7 @@ def test_differences_are_paired_by_seed() -> None:
     close, apart = [0.1, 0.5, 0.9], [0.0, 0.41, 0.79]
     sweep = sweep_of(["lr=1,2,3", "seed=1,2,3"], [*close, *apart, 0.11, 0.45, 0.93])
     points = sweep.points()
-    assert points[2].differences_from(points[0]) == pytest.approx([-0.11, -0.09, -0.1])
+    assert points[2].compute_differences(points[0]) == pytest.approx([-0.11, -0.09, -0.1])
     _, rows = point_table(points)
     assert [(row[0], row[-1]) for row in rows] == [("lr=1", ""), ("lr=3", UNCLEAR), ("lr=2", WORSE)]
 
@@ -97,7 +97,7 @@ def test_equal_points_are_seldom_called_worse() -> None:
         points = sweep_of(["lr=1,2,3,4,5,6", "seed=1,2"], values).points()
         first, *others = sorted(points, key=lambda point: point.settings["lr"])  # not the luckiest
         pooled = pool_spread(points)
-        wrong += sum(is_clear(point.differences_from(first), pooled) for point in others)
+        wrong += sum(is_clear(point.compute_differences(first), pooled) for point in others)
     assert wrong / 1000 < 0.06
 
 

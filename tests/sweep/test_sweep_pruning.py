@@ -81,11 +81,11 @@ def test_jobs_are_compared_at_multiples_of_the_first_validation(
     write_rows(sweep, 0, [start, evaluation(10, 1.0, seconds=2)])
     write_rows(sweep, 1, [start, evaluation(7, 0.9, 1), evaluation(14, 0.5, 3), evaluation(21, 0.4, 3.5)])
     curves = Curves(sweep, SweepOptions(pruner="asha", resource=resource))
-    assert dict(curves.values_of_job(1)) == dict(expected[:-1])
+    assert dict(curves.read_job_values(1)) == dict(expected[:-1])
     write_rows(sweep, 1, [evaluation(50, 0.2, 6), evaluation(51, 0.1, 6.5)])
-    assert dict(curves.values_of_job(1)) == dict(expected)
+    assert dict(curves.read_job_values(1)) == dict(expected)
     write_rows(sweep, 1, [evaluation(100, None, 20)])
-    assert math.isnan(curves.values_of_job(1)[10])
+    assert math.isnan(curves.read_job_values(1)[10])
 
 
 def write_curve(sweep: Sweep, num: int, values: list[float]) -> None:
@@ -114,7 +114,7 @@ def test_a_point_is_pruned_by_the_mean_over_its_seeds(tmp_path: Path, damage: bo
             study = SweepStudy(sweep, options)
             study.open()
         write_curve(sweep, num, [loss])
-        to_prune = study.jobs_to_prune(num)
+        to_prune = study.choose_jobs_to_prune(num)
         assert seed == 1 or not to_prune  # the other job has not got there
         pruned += to_prune
     assert {sweep.jobs[num].settings["lr"] for num in pruned} == {"3"}

@@ -373,7 +373,7 @@ def test_a_new_sweep_that_is_stopped_before_its_first_job_leaves_no_folder(
             raise KeyboardInterrupt
         return [], ""
 
-    monkeypatch.setattr("trainrun.sweep.run_sweep.places_of_jobs", stop)
+    monkeypatch.setattr("trainrun.sweep.run_sweep.choose_job_places", stop)
     if is_raised:
         with pytest.raises(KeyboardInterrupt):
             run_sweep([["lr=1,2"]], None, command)

@@ -7,8 +7,14 @@ from approved import refused
 
 from trainrun.errors import ConfigError
 from trainrun.sweep.options import SweepOptions, read_options
-from trainrun.sweep.run_sweep import check_words, notes_on_points
-from trainrun.sweep.space import draw_points, num_points, overrides_to_check, parse_dimensions, points_of
+from trainrun.sweep.run_sweep import check_words, describe_excess_trials
+from trainrun.sweep.space import (
+    draw_points,
+    list_overrides_to_check,
+    list_points,
+    num_points,
+    parse_dimensions,
+)
 
 SPACE = ["lr=tag(log, interval(1e-4, 1e-1))", "width=int(interval(16, 20))", "model=mlp,cnn", "fixed=1"]
 
@@ -85,7 +91,7 @@ def test_values_are_of_their_kind_and_reach_all_of_the_space() -> None:
 
 
 def test_each_point_is_trained_with_all_seeds() -> None:
-    points = points_of(["lr=interval(0,1)", "seed=range(3)", "sweep=random", "sweep.trials=2"])
+    points = list_points(["lr=interval(0,1)", "seed=range(3)", "sweep=random", "sweep.trials=2"])
     assert [[job[1] for job in jobs] for jobs in points] == [["seed=0", "seed=1", "seed=2"]] * 2
     assert [len({job[0] for job in jobs}) for jobs in points] == [1, 1]
     assert points[0][0][0] != points[1][0][0]
@@ -118,7 +124,7 @@ def test_drawing_ends_where_no_draw_is_new(words: list[str], most: int) -> None:
     points = draw(words, 500, 0)
     assert len(points) == len(set(points)) == most
     assert draw(words, most - 1, 0) == points[:-1]
-    (note,) = notes_on_points([[*words, "sweep=random", "sweep.trials=500"]])
+    (note,) = describe_excess_trials([[*words, "sweep=random", "sweep.trials=500"]])
     assert f"{most} points" in note
 
 
@@ -126,35 +132,35 @@ BRANCHES = ["model=mlp,cnn,none", "model=mlp: width=16,32", "model=cnn: width=8,
 
 
 def test_a_word_of_a_branch_is_in_its_points_alone() -> None:
-    points = [" ".join(word.partition("=")[2] for word in jobs[0]) for jobs in points_of(BRANCHES)]
+    points = [" ".join(word.partition("=")[2] for word in jobs[0]) for jobs in list_points(BRANCHES)]
     assert points == ["mlp 16", "mlp 32 0.1", "mlp 32 0.2", "cnn 8", "cnn 9", "none"]
     assert num_points(parse_dimensions(BRANCHES)) == 6
     drawn = draw(BRANCHES, 6, 0)
-    assert {jobs[0] for jobs in points_of(BRANCHES)} == set(drawn)
+    assert {jobs[0] for jobs in list_points(BRANCHES)} == set(drawn)
 
 
 def test_every_branch_is_checked_before_the_first_job() -> None:
     words = [*BRANCHES, "sweep=random", "sweep.trials=1"]
-    checked = overrides_to_check(words)
-    assert set(checked) <= {jobs[0] for jobs in points_of(BRANCHES)}
+    checked = list_overrides_to_check(words)
+    assert set(checked) <= {jobs[0] for jobs in list_points(BRANCHES)}
     assert {word for job in checked for word in job} == {word for job in draw(BRANCHES, 6, 0) for word in job}
 
 
 @pytest.mark.parametrize("word", ["model=mlpp: width=1,2", "width=1: model=mlp"])
 def test_a_branch_that_no_point_has_is_refused(word: str) -> None:
     with refused(ConfigError, word.partition(":")[0]):
-        points_of(["model=mlp,cnn", word])
+        list_points(["model=mlp,cnn", word])
 
 
 def test_a_space_of_many_settings_is_checked_one_value_at_a_time() -> None:
     words = [f"s{number}=1,2,3,4" for number in range(30)]
-    checked = overrides_to_check([*words, "sweep=random", "sweep.trials=1"])
+    checked = list_overrides_to_check([*words, "sweep=random", "sweep.trials=1"])
     assert len(checked) == 1 + 30 * 3
     assert {len(job) for job in checked} == {30}
 
 
 def test_three_values_of_an_interval_and_all_choices_are_checked() -> None:
-    checked = overrides_to_check([*SPACE, "sweep=random", "sweep.trials=1"])
+    checked = list_overrides_to_check([*SPACE, "sweep=random", "sweep.trials=1"])
     assert {word for job in checked for word in job} == {
         "lr=0.0001", "lr=0.0382618", "lr=0.1", "width=16", "width=20", "model=mlp", "model=cnn", "fixed=1",
     }  # fmt: skip

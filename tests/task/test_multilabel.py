@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import trainrun as package
-from trainrun.data.sequences.collate import Padded
+from trainrun.data.sequences.collate import PadCollate
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.sums import add_sums, compute_metrics
 from trainrun.task.classification import Classification
@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_refused(error: type[Exception], target: torch.Tens
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.int64, torch.bool])
 def test_labels_that_were_padded_are_refused(kind: torch.dtype) -> None:
-    batch = Padded()([(x[:size], y[:size].to(kind)) for x, y, size in zip(X, Y, (4, 2), strict=False)])
+    batch = PadCollate()([(x[:size], y[:size].to(kind)) for x, y, size in zip(X, Y, (4, 2), strict=False)])
     with refused(DataError):
         MultiLabel().step(MODEL, batch)
 

@@ -14,10 +14,10 @@ from trainrun.timing.paired import (
     StoppingRules,
     TimedItems,
     compare_in_turns,
+    compute_process_ratio,
+    compute_total_ratio,
+    compute_turn_ratio,
     half_interval,
-    ratio_of_processes,
-    ratio_of_totals,
-    ratio_of_turns,
     student_quantile,
 )
 
@@ -52,7 +52,7 @@ def test_interval_over_processes_covers_what_it_claims(
     luck = draw.normal(0, NOISE, (2, repeats, processes, turns))
     base, candidate = np.exp(lives + luck)
     pairs = np.stack([base, truth * candidate], axis=-1).tolist()
-    covered = sum(holds(ratio_of_processes(groups, confidence), truth) for groups in pairs) / repeats
+    covered = sum(holds(compute_process_ratio(groups, confidence), truth) for groups in pairs) / repeats
     assert abs(covered - confidence) <= TOLERANCE
 
 
@@ -62,7 +62,7 @@ def test_interval_over_turns_covers_what_it_claims_of_these_processes(confidence
     draw, truth, repeats = np.random.default_rng(2), 0.9, 3000
     base, candidate = np.exp(draw.normal(0, NOISE, (2, repeats, turns)))
     pairs = np.stack([base, truth * candidate], axis=-1).tolist()
-    covered = sum(holds(ratio_of_turns(one, confidence), truth) for one in pairs) / repeats
+    covered = sum(holds(compute_turn_ratio(one, confidence), truth) for one in pairs) / repeats
     assert abs(covered - confidence) <= TOLERANCE
 
 
@@ -77,7 +77,7 @@ def test_interval_of_totals_covers_what_it_claims(turns: int) -> None:
             (TimedItems(one, number), TimedItems(other, number))
             for one, other, number in zip(first, second, own, strict=True)
         ]
-        covered += holds(ratio_of_totals(pairs), truth)
+        covered += holds(compute_total_ratio(pairs), truth)
     assert abs(covered / repeats - 0.95) <= TOLERANCE
 
 
@@ -126,22 +126,22 @@ def test_no_candidate_is_taken_more_often_than_allowed_where_none_is_faster(
 
 
 def test_few_pairs_are_printed_without_an_interval() -> None:
-    three = ratio_of_processes([[(1.0, 1.4)], [(1.0, 1.5)], [(1.0, 1.6)]], 0.99)
+    three = compute_process_ratio([[(1.0, 1.4)], [(1.0, 1.5)], [(1.0, 1.6)]], 0.99)
     assert not three.has_interval
     assert str(three) == "1.50x (pairs: 1.40, 1.50, 1.60)"
-    four = ratio_of_processes([[(1.0, 1.5)]] * 4, 0.99)
+    four = compute_process_ratio([[(1.0, 1.5)]] * 4, 0.99)
     assert str(four) == "1.50x (1.50 to 1.50)"
-    single = ratio_of_turns([(1.0, 1.5)])
+    single = compute_turn_ratio([(1.0, 1.5)])
     assert (single.low, single.high, str(single)) == (0.0, math.inf, "1.50x (one pair)")
 
 
 def test_one_disturbed_turn_is_no_process() -> None:
     groups = [[(1.0, 1.2), (1.0, 1.2), (1.0, 0.3)]] * 4
-    assert ratio_of_processes(groups, 0.99).value == pytest.approx(1.2)
+    assert compute_process_ratio(groups, 0.99).value == pytest.approx(1.2)
 
 
 def test_inverse_of_a_ratio_swaps_its_ends() -> None:
-    ratio = ratio_of_turns([(1.0, 2.0), (1.0, 2.2), (1.0, 1.8), (1.0, 2.0)])
+    ratio = compute_turn_ratio([(1.0, 2.0), (1.0, 2.2), (1.0, 1.8), (1.0, 2.0)])
     back = ratio.inverse()
     assert (back.low, back.high) == pytest.approx((1 / ratio.high, 1 / ratio.low))
     assert back.inverse().each == pytest.approx(ratio.each)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout, normalize
 
 import trainrun as package
-from trainrun.data.sequences.collate import Padded
+from trainrun.data.sequences.collate import PadCollate
 from trainrun.errors import PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.task.classification import Classification
@@ -26,7 +26,7 @@ from trainrun.training.checks.contract import check_task
 from trainrun.training.checks.padding import check_padding
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate
-from trainrun.training.train_step import CountedBefore
+from trainrun.training.train_step import CountBeforeForward
 
 
 class Sum:
@@ -166,7 +166,7 @@ def parts_with(task: Any, rows: int = 16, **more: Any) -> tuple[Components, Any,
     model = Normed() if more.get("normed", True) else run.model
     run.monitors.note = notes.append  # type: ignore[method-assign]
     data = next(run.train.epoch(0)).data
-    return replace(run, task=task, model=model, counting=CountedBefore(task)), data, notes
+    return replace(run, task=task, model=model, counting=CountBeforeForward(task)), data, notes
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 16])
@@ -348,8 +348,8 @@ def test_padding_that_reaches_a_result_is_told(model: nn.Module, task: Any, labe
     rows = [{"input_ids": torch.arange(1, n + 1), labels: torch.arange(n) % 3} for n in lengths]
     if labels == "label":
         rows = [{**row, labels: n % 3} for row, n in zip(rows, lengths, strict=True)]
-    assert not check_padding(run, Padded(("input_ids",))(rows[:1] * 2))  # nothing is padded
-    assert check_padding(run, Padded()(rows))
+    assert not check_padding(run, PadCollate(("input_ids",))(rows[:1] * 2))  # nothing is padded
+    assert check_padding(run, PadCollate()(rows))
     assert len(notes) == bool(told)
     if told:
         assert notes[0].startswith("data: samples differ in length: the loss of one of 3 positions is ")

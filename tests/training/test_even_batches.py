@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainrun.data.order.sampler import Plan
-from trainrun.interfaces import Agreed, MicroBatch
+from trainrun.interfaces import MicroBatch, StepAgreement
 from trainrun.training.evaluate import EvaluationStopped, iterate_even_batches
 
 
@@ -29,9 +29,9 @@ class ThreadRank:
         self._barrier.wait(timeout=20)
         return values
 
-    def agree(self, items: int, stop: int, save: int) -> Agreed:
+    def agree(self, items: int, stop: int, save: int) -> StepAgreement:
         rows = self.gather((items, stop, save))
-        return Agreed(sum(row[0] for row in rows) / len(rows), max(row[1] for row in rows), 0)
+        return StepAgreement(sum(row[0] for row in rows) / len(rows), max(row[1] for row in rows), 0)
 
 
 def stream_of(num_samples: int, batch_size: int, rank: int, world_size: int) -> Any:
@@ -40,7 +40,7 @@ def stream_of(num_samples: int, batch_size: int, rank: int, world_size: int) -> 
     def epoch(number: int) -> Iterator[MicroBatch]:
         return (
             MicroBatch(share.indices, share.real, share.last, share.indices)
-            for share in plan.shares(number, 0)
+            for share in plan.iterate_rank_batches(number, 0)
         )
 
     return SimpleNamespace(epoch=epoch)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.training import without_trace
-from trainrun.training.without_trace import NoTrial, run_trial
+from trainrun.training.without_trace import TrialNotPossible, run_trial
 
 CPU = torch.device("cpu")
 
@@ -240,8 +240,8 @@ def test_an_error_of_a_trial_is_raised_and_leaves_nothing() -> None:
 def test_without_memory_for_a_copy_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(without_trace, "can_fork_safely", lambda: False)
     monkeypatch.setattr(without_trace, "read_free_bytes", lambda device: 100)
-    with pytest.raises(NoTrial, match="memory"):
+    with pytest.raises(TrialNotPossible, match="memory"):
         run_trial(lambda: pytest.fail("tried"), CPU, Net())
     monkeypatch.setattr(without_trace, "MOST_OBJECTS", 10)
-    with pytest.raises(NoTrial, match="objects"):
+    with pytest.raises(TrialNotPossible, match="objects"):
         run_trial(lambda: pytest.fail("tried"), CPU, Net())

@@ -14,7 +14,7 @@ from torch import nn
 
 import trainrun as package
 from trainrun.errors import ConfigError
-from trainrun.transform.fp8 import fp8_linear, layers_to_swap, swap_layers
+from trainrun.transform.fp8 import find_swappable_layers, fp8_linear, swap_layers
 
 CUDA = torch.device("cuda")
 
@@ -26,8 +26,8 @@ def network() -> nn.Module:
 
 
 def test_sizes_choose_the_layers_and_the_last_is_left_alone() -> None:
-    assert layers_to_swap(network()) == {"0"}
-    assert layers_to_swap(nn.Linear(32, 32)) == set()
+    assert find_swappable_layers(network()) == {"0"}
+    assert find_swappable_layers(nn.Linear(32, 32)) == set()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_ragged_batch_is_computed_as_without_8_bits(monkeypatch: pytest.Monkey
     torch.manual_seed(0)
     plain = network().to(torch.bfloat16)
     on = copy.deepcopy(plain)
-    swap_layers(on, layers_to_swap(on))
+    swap_layers(on, find_swappable_layers(on))
     x = torch.randn(29, 32, dtype=torch.bfloat16)
     losses = [model(x).float().square().sum() for model in (plain, on)]
     for loss in losses:

@@ -231,7 +231,7 @@ def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch, split):
         def evaluate(run, which):
             stream = run.splits()[which]
 
-            class Padded:
+            class PadCollate:
                 def epoch(self, epoch):
                     batches = list(stream.epoch(epoch))
                     return [*batches, batches[-1]]
@@ -241,7 +241,7 @@ def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch, split):
 
             if which != split:
                 return real(run, which)
-            return real(dataclasses.replace(run, validation={which: Padded()}), which)
+            return real(dataclasses.replace(run, validation={which: PadCollate()}), which)
 
         return evaluate
 
@@ -259,13 +259,13 @@ def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch, split):
 
 def test_a_lost_sample(tmp_path, monkeypatch):
     def shorter(real):
-        def order_of(num_samples, *rest):
+        def build_order(num_samples, *rest):
             lookup = real(num_samples, *rest)
             return lambda positions: lookup(positions % (num_samples - 1))
 
-        return order_of
+        return build_order
 
-    plant(monkeypatch, order, "order_of", shorter)
+    plant(monkeypatch, order, "build_order", shorter)
     assert verdict(tmp_path, "every sample once") == FAIL
 
 

@@ -42,7 +42,7 @@ from trainrun.assemble.optimizer_and_schedule import (
     describe_unfinished_schedule,
     describe_update,
 )
-from trainrun.assemble.resumption import give_teacher_to_task
+from trainrun.assemble.resumption import attach_task_teacher
 from trainrun.assemble.run_plan import (
     build_best_tracker,
     build_early_stopping_tracker,
@@ -72,7 +72,7 @@ from trainrun.config.saved_values import separate_secrets
 from trainrun.config.schema import DISTILLATION, SAME, RunConfig, convert_to_plain_values, validation_nodes
 from trainrun.data.facts import collect_facts, describe_classes
 from trainrun.data.pipeline import open_batches
-from trainrun.data.stream_options import SourceStates, StreamOptions, TokenCounter, report_to
+from trainrun.data.stream_options import SourceStates, StreamOptions, TokenCounter, build_report
 from trainrun.errors import ConfigError, PluginError
 from trainrun.folder.run_folder import RunDir, read_identity
 from trainrun.hook.histograms import Histograms
@@ -113,7 +113,7 @@ from trainrun.training.trained_parameters import TrainedParameters
 from trainrun.training.triggers import Intervals, Triggers
 
 if TYPE_CHECKING:
-    from trainrun.data.order.drawn import Drawn
+    from trainrun.data.order.drawn import WeightedSamples
     from trainrun.hook.unfreeze import Unfreeze
     from trainrun.training.named_optimizers import JoinedSchedules, NamedOptimizer
 LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
@@ -208,7 +208,7 @@ class DataSets:
     """The data sets by split. drawn: how often each training sample is drawn. splits: how each split is read."""
 
     sources: dict[str, Any]
-    drawn: Drawn | None
+    drawn: WeightedSamples | None
     splits: dict[str, StreamOptions]
     facts: DataFacts
 
@@ -300,7 +300,7 @@ def resolve_data_settings(config: RunConfig, context: RunContext, notes: StartNo
 def load_data_sets(config: RunConfig, context: RunContext, notes: StartNotes) -> DataSets:
     """Load the data sets, and read one sample of each. Raise ConfigError if splits have inputs of different types."""
     sources, drawn = build_sources(config, notes.advice, context.trained)
-    report = report_to([monitor.on_note for monitor in context.monitors])
+    report = build_report([monitor.on_note for monitor in context.monitors])
     splits = build_split_options(config, context.parallel, sources, report, drawn)
     if not context.trains:  # new samples to predict may be fewer than a batch of the training had
         splits["train"] = replace(splits["train"], may_shrink=True)
@@ -371,9 +371,9 @@ def prepare_model_and_precision(
         task.check_model(model)
     if context.trains and config.task.get("_target_") == DISTILLATION:
         notes.choices.append(
-            give_teacher_to_task(config, parallel, task, model, data_sets.sources["train"], rhythm)
+            attach_task_teacher(config, parallel, task, model, data_sets.sources["train"], rhythm)
         )
-    with parallel.building_model():
+    with parallel.model_init_context():
         apply_built_in_techniques(config, model, device, notes.choices)
     num_batches = math.inf if total_steps is None else total_steps * rhythm.accumulate
     config = resolve_precision_and_threads(
@@ -448,7 +448,7 @@ def build_monitors(
 
     def find_nan_cause() -> str:
         average = update.average
-        with nullcontext() if average is None else average.weights_swapped_in():
+        with nullcontext() if average is None else average.swap_weights_in():
             return find_likely_cause(model, next(iter(data.validation.values())))
 
     return MetricLogger(

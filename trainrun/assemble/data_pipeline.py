@@ -31,7 +31,7 @@ from trainrun.precision.autocast import choose_data_dtype
 
 if TYPE_CHECKING:
     from trainrun.data.augment.augmented import NamedAugmentation
-    from trainrun.data.order.drawn import Drawn
+    from trainrun.data.order.drawn import WeightedSamples
 
 OUR_TASKS, ASK_FOR_CLASSES = "trainrun.task.", ("num_classes", "vocab_size")
 AS_IN_CONFIG = ("engine", "num_workers", "num_threads", "pin_memory", "persistent_workers", "prefetch_factor", "cache",
@@ -51,7 +51,7 @@ class TrainingNames:
 
 def build_sources(
     config: RunConfig, notes: list[str], trained: TrainingNames | None = None
-) -> tuple[dict[str, Any], Drawn | None]:
+) -> tuple[dict[str, Any], WeightedSamples | None]:
     """Return the data sets by split, and how often each training sample is drawn.
 
     If the targets of a table may be classes or real numbers, the task decides. trained: the names from a checkpoint,
@@ -79,9 +79,9 @@ def build_sources(
     notes += [f"{key}: {notice}" for key, notice in notices.items() if notice]
     if "train" in named and data.folds is None and data.sampling == "none":
         return sources, None
-    from trainrun.data.order.training_set import Asked, build_training_set
+    from trainrun.data.order.training_set import TrainingSetOptions, build_training_set
 
-    request = Asked(
+    request = TrainingSetOptions(
         data.sampling,
         data.weights,
         data.mix,
@@ -155,7 +155,7 @@ def read_split_limit(config: RunConfig, name: str) -> int | float:
 
 def open_split(
     config: RunConfig, parallel: Parallel, name: str, source: Any, notes: list[str], report: Report,
-    drawn: Drawn | None = None,
+    drawn: WeightedSamples | None = None,
 ) -> OpenedStream | None:  # fmt: skip
     """Return the batches of a split; None without data. Lines about them are added to `notes`.
 
@@ -170,7 +170,11 @@ def open_split(
 
 
 def build_split_options(
-    config: RunConfig, parallel: Parallel, sources: dict[str, Any], report: Report, drawn: Drawn | None
+    config: RunConfig,
+    parallel: Parallel,
+    sources: dict[str, Any],
+    report: Report,
+    drawn: WeightedSamples | None,
 ) -> dict[str, StreamOptions]:
     """Return how each split with data is read. One sample of each split is read for facts about it."""
     options_by_split = {}
@@ -185,7 +189,7 @@ def build_split_options(
 
 
 def build_stream_options(
-    config: RunConfig, parallel: Parallel, name: str, report: Report, drawn: Drawn | None = None
+    config: RunConfig, parallel: Parallel, name: str, report: Report, drawn: WeightedSamples | None = None
 ) -> StreamOptions:
     """Return the options of a split's stream. drawn: how often each training sample is drawn."""
     data, training = config.data, name == "train"

@@ -111,7 +111,7 @@ def build_transformed_model(
     Return the model, the hook that unfreezes parameters later, and the frozen weights that checkpoints leave out.
     """
     initial = None
-    with parallel.building_model():
+    with parallel.model_init_context():
         model = build_model(config, facts, parallel.device)
         if init_from is not None:
             initial = load_initial(model, init_from, parallel, config.init)

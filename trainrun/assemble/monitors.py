@@ -63,7 +63,7 @@ class RunMonitors:
             log = self._closing.enter_context(run.log.open("a", encoding="utf-8"))
             self._console = Console(
                 None, wanted.verbose, wanted.progress_bar, None, log, wanted.summary, self._best_metric_and_step,
-                waited=lambda: phases.seconds_of(DATA), elsewhere=self._seconds_outside_training,
+                waited=lambda: phases.read_seconds(DATA), elsewhere=self._seconds_outside_training,
                 activity=self._describe_activity,
             )  # fmt: skip
         self._has_file = wanted.metrics_file
@@ -108,7 +108,7 @@ class RunMonitors:
                                       device=run.parallel.device.index or 0)  # fmt: skip
 
     def _seconds_outside_training(self) -> float:
-        return sum(self._phases.seconds_of(account) for account in (VALIDATION, CHECKPOINT, PLOTS))
+        return sum(self._phases.read_seconds(account) for account in (VALIDATION, CHECKPOINT, PLOTS))
 
     def _best_metric_and_step(self) -> tuple[str, int]:
         """Return the metric that chooses the best checkpoint, and the step of its best value so far."""

@@ -18,7 +18,7 @@ from trainrun.assemble.model_and_transforms import apply_transforms, build_model
 from trainrun.assemble.run_plan import DATA
 from trainrun.checkpoint.files import list_committed_steps
 from trainrun.checkpoint.load import (
-    Loaded,
+    LoadedCheckpoint,
     choose_checkpoint,
     load_together,
     read_checkpoint,
@@ -102,7 +102,7 @@ def load_network_of_run(run_dir: RunDir, config: RunConfig, which: str) -> nn.Mo
 
 
 def load_checkpoint_weights(
-    model: nn.Module, loaded: Loaded, device: torch.device, averaged: bool | None = None
+    model: nn.Module, loaded: LoadedCheckpoint, device: torch.device, averaged: bool | None = None
 ) -> None:
     """Load the weights of a checkpoint into a model. Raise CheckpointError if they do not fit.
 
@@ -115,11 +115,11 @@ def load_checkpoint_weights(
     model.load_state_dict(weights)
 
 
-def give_teacher_to_task(
+def attach_task_teacher(
     config: RunConfig, parallel: Parallel, task: Any, model: nn.Module, source: Any, rhythm: Intervals
 ) -> str:
     """Give a distillation task its teacher. Return a line about it."""
-    from trainrun.step.teaching import give_teacher
+    from trainrun.step.teaching import attach_teacher
 
     def open_training_data_in_order() -> Batches:
         """Return a stream of all training samples, once on every rank, without shuffling or random augmentation."""
@@ -129,7 +129,7 @@ def give_teacher_to_task(
         )
         return open_batches(source, options)[0]
 
-    return give_teacher(
+    return attach_teacher(
         task, config, model, source, open_training_data_in_order, parallel, load_teacher, rhythm
     )
 
@@ -164,7 +164,7 @@ def check_may_start_again(run_dir: RunDir) -> None:
     record_has_checkpoint(run_dir, False)
 
 
-def note_resume(run: Components, run_dir: RunDir, loaded: Loaded) -> None:
+def note_resume(run: Components, run_dir: RunDir, loaded: LoadedCheckpoint) -> None:
     """Note where the run continues, which steps are repeated, and what has changed.
 
     Raise CheckpointError if the training data has changed.

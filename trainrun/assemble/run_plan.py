@@ -44,7 +44,7 @@ from trainrun.training.triggers import (
 )
 
 if TYPE_CHECKING:
-    from trainrun.data.order.drawn import Drawn
+    from trainrun.data.order.drawn import WeightedSamples
 
 # In a fingerprint: files that the training samples name, what else lies at data.train.path, shares of named sets.
 DATA, PLACE, DRAWN = "data.train.path", "files of data.train.path", "shares of data.train"
@@ -313,7 +313,7 @@ def build_early_stopping_tracker(config: RunConfig, default: str | None) -> Metr
     )  # fmt: skip
 
 
-def collect_order_settings(config: RunConfig, ranks: int, drawn: Drawn | None) -> dict[str, Any]:
+def collect_order_settings(config: RunConfig, ranks: int, drawn: WeightedSamples | None) -> dict[str, Any]:
     """Return the settings that determine the order of training samples, by their keys."""
     data, train = config.data, config.data.train or {}
     names = ["shuffle", "shuffle_buffer", "sampling", "mix", "folds", "fold", "stratified", "fold_groups"]
@@ -330,7 +330,7 @@ def collect_order_settings(config: RunConfig, ranks: int, drawn: Drawn | None) -
 
 
 def build_fingerprint(
-    config: RunConfig, parallel: Parallel, source: Any, drawn: Drawn | None = None
+    config: RunConfig, parallel: Parallel, source: Any, drawn: WeightedSamples | None = None
 ) -> dict[str, Any]:
     """Return the facts besides the config on which the results of a run depend.
 

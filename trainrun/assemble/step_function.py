@@ -19,12 +19,12 @@ from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.runtime.collector import freeze_new_objects
 from trainrun.timing.phases import COMPILE, PhaseTimer
 from trainrun.training.components import Accumulate, Step
-from trainrun.training.item_count import CountedAfter, divide_by_output_counts
+from trainrun.training.item_count import CountAfterForward, divide_by_output_counts
 from trainrun.training.own_step import OwnStep, build_own_step
 from trainrun.training.recovery.oom import OomRetry
 from trainrun.training.task_calls import TaskCalls
 from trainrun.training.train_step import (
-    CountedBefore,
+    CountBeforeForward,
     accumulate_gradients,
     accumulate_with_retry,
     train_step,
@@ -53,9 +53,9 @@ def choose_item_counting(
 ) -> Counting:
     """Return how the items of a step are counted: by the task before the forward, or from its outputs."""
     if has_count_method(task):
-        return CountedBefore(task)
+        return CountBeforeForward(task)
     size = config.data.batch_size * config.trainer.accumulate_grad_batches
-    return CountedAfter(task, model, parallel, phases, size)
+    return CountAfterForward(task, model, parallel, phases, size)
 
 
 def choose_accumulation_function(retry: OomRetry, counting: Counting) -> Accumulate:
@@ -64,7 +64,7 @@ def choose_accumulation_function(retry: OomRetry, counting: Counting) -> Accumul
     It repeats them if memory runs out, and counts items from outputs, if the run needs that.
     """
     accumulate = accumulate_with_retry if retry.acts else accumulate_gradients
-    if isinstance(counting, CountedBefore):
+    if isinstance(counting, CountBeforeForward):
         return accumulate
     return divide_by_output_counts(accumulate)
 
@@ -117,7 +117,7 @@ def add_layer_table(config: RunConfig, step: Step) -> Step:
     """Return the step. If `monitor.summary` is set, it reports the table of layers after its first call."""
     if not config.monitor.summary:
         return step
-    from trainrun.training.checks.layer_table import WithLayerTable
+    from trainrun.training.checks.layer_table import LayerTableStep
 
     is_eager = config.trainer.compile.scope == "off" and not config.trainer.cuda_graphs
-    return WithLayerTable(step, is_eager)
+    return LayerTableStep(step, is_eager)

@@ -30,13 +30,14 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
     count = count_rows(data)
     rows = select_rows(data, 0, min(ROWS, count), count)
     there = {
-        start_of(tensor) for tensor in [*model.parameters(), *model.buffers(), *list_tensors([data, rows])]
+        read_storage_address(tensor)
+        for tensor in [*model.parameters(), *model.buffers(), *list_tensors([data, rows])]
     }
     saved: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if start_of(tensor) not in there:
-            saved[start_of(tensor)] = read_stored_values(tensor).untyped_storage().nbytes()
+        if read_storage_address(tensor) not in there:
+            saved[read_storage_address(tensor)] = read_stored_values(tensor).untyped_storage().nbytes()
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -52,7 +53,7 @@ def forecast(model: nn.Module, step: Callable[[Any], None], data: Any, optimizer
     return gradients, sum(saved.values()) * count // min(ROWS, count), state
 
 
-def start_of(tensor: Tensor) -> int:
+def read_storage_address(tensor: Tensor) -> int:
     return read_stored_values(tensor).untyped_storage().data_ptr()
 
 

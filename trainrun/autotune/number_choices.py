@@ -59,7 +59,7 @@ class TrialBudget(NamedTuple):
     seconds: float
     fraction: float
 
-    def limit_for(self, run_seconds: float) -> float:
+    def compute_limit_seconds(self, run_seconds: float) -> float:
         return min(self.seconds, self.fraction * run_seconds)
 
 
@@ -251,16 +251,18 @@ class NumberTrial:
         )
         if "precision" in wanted:
             types = {name: partial(self._turn, name) for name in (FULL, MIXED)}
-            choice = choose_fastest(types, FULL, NOTABLE, PRECISION.limit_for(run_length), seconds, clock)
+            choice = choose_fastest(
+                types, FULL, NOTABLE, PRECISION.compute_limit_seconds(run_length), seconds, clock
+            )
             chosen["precision"] = choice
             mode = mode if choice is None else choice.name
         usual = torch.get_num_threads()
         if "num_threads" in wanted and usual > 1:
             numbers = {
-                str(number): partial(self._with_threads, number, mode)
+                str(number): partial(self._time_turn_with_threads, number, mode)
                 for number in (usual, math.isqrt(usual), 1)
             }
-            limit = THREADS.limit_for(run_length)
+            limit = THREADS.compute_limit_seconds(run_length)
             chosen["num_threads"] = choose_fastest(
                 numbers, str(usual), NOTABLE_OF_THREADS, limit, 2 * seconds, clock
             )
@@ -273,7 +275,7 @@ class NumberTrial:
             data, partial(build_autocast_context, AUTOCAST_TYPES.get(mode), self._device)
         )
 
-    def _with_threads(self, number: int, mode: str) -> float:
+    def _time_turn_with_threads(self, number: int, mode: str) -> float:
         torch.set_num_threads(number)
         self._turn(mode)  # wakes them
         return self._turn(mode)

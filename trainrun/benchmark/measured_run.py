@@ -43,11 +43,11 @@ def measure_rare_work(
 ) -> Iterator[tuple[str, float]]:
     """Yield the seconds per step of validation and of checkpoints, each timed separately."""
     if VALIDATION in intervals:
-        turns = [worker.ask(Validate()) for _ in range(min(repeats, 2))]
+        turns = [worker.request(Validate()) for _ in range(min(repeats, 2))]
         fastest = min(turn.seconds for turn in turns)  # the first is the slowest
         yield VALIDATION, fastest / intervals[VALIDATION]
     if CHECKPOINT in intervals:
-        turns = [worker.ask(Save()) for _ in range(repeats)]
+        turns = [worker.request(Save()) for _ in range(repeats)]
         yield CHECKPOINT, median(turn.seconds for turn in turns) / intervals[CHECKPOINT]
 
 

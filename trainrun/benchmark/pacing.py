@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainrun.data.engines.stream import Around
+from trainrun.data.engines.stream import BatchesWrapper
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.summary.throughput_limits import find_padding_mask
 from trainrun.train_state import TrainState
@@ -75,7 +75,7 @@ def clear_stop_reason(state: TrainState) -> Iterator[None]:
         state.stop_reason = reason
 
 
-class OpenStream(Around):
+class OpenStream(BatchesWrapper):
     """A stream of batches that stays open between two turns, so that no batch is read twice.
 
     kept: the newest batches, if `keep` was called. positions: the number of positions read, including padding.
@@ -117,7 +117,7 @@ class OpenStream(Around):
         super().close()
 
 
-class FirstBatches(Around):
+class FirstBatches(BatchesWrapper):
     """The batches that are read within some seconds, at least one."""
 
     def __init__(self, batches: Batches, seconds: float) -> None:

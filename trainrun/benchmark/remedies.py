@@ -106,7 +106,7 @@ REMEDIES: Final[dict[str, tuple[Remedy, ...]]] = {
 }
 
 
-def remedies_for(what_if: WhatIf, diagnosis: Diagnosis) -> tuple[Remedy, ...]:
+def find_remedies(what_if: WhatIf, diagnosis: Diagnosis) -> tuple[Remedy, ...]:
     """Return the remedies for one cause that this run accepts and does not have yet. Those that change least come
     first.
     """

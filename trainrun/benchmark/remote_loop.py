@@ -20,7 +20,7 @@ import torch
 
 from trainrun.benchmark.diagnose.ablations import CACHED, CachedBatches, apply_ablations
 from trainrun.benchmark.diagnose.profile import profile_steps
-from trainrun.benchmark.finders.lr_range import Diverged, RateSweep
+from trainrun.benchmark.finders.lr_range import LossDiverged, RateSweep
 from trainrun.benchmark.pacing import FirstBatches, OpenStream, PacedCheckpoints, PacedTriggers
 from trainrun.benchmark.snapshot import StateSnapshot
 from trainrun.benchmark.worker_messages import (
@@ -240,10 +240,13 @@ class Worker:
         self._snapshot.restart()
         try:
             self._run(run, self._state, message.steps)
-        except (Diverged, TrainingError):  # the second: of its own guard against numbers that are not finite
+        except (
+            LossDiverged,
+            TrainingError,
+        ):  # the second: of its own guard against numbers that are not finite
             sweep.found.diverged = True
         finally:
-            self._snapshot.put_back()
+            self._snapshot.restore()
         losses: RateLosses = sweep.found
         return losses
 

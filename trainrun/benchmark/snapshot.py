@@ -51,7 +51,7 @@ class StateSnapshot:
         else:
             self._start = self._copy(tensors)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore weights and averages as of the last `restart`. State that appeared since then stays."""
         if self._start is not None:
             self._copy_back(self._start)

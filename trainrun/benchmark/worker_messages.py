@@ -136,7 +136,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Profiled:
+class ProfileResult:
     """The result of torch's profiler on rank 0. table: the operations with the most own time. trace: a gzipped trace
     file.
     """
@@ -155,4 +155,4 @@ class RateLosses:
     diverged: bool
 
 
-Reply = Turn | Profiled | RateLosses | None
+Reply = Turn | ProfileResult | RateLosses | None

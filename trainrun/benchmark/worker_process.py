@@ -212,10 +212,10 @@ class WorkerProcess:
         most_seconds: float = math.inf,
         restart: bool = True,
     ) -> Turn:
-        turn: Turn = self.ask(Train(steps, warm, variant, restart, most_seconds))
+        turn: Turn = self.request(Train(steps, warm, variant, restart, most_seconds))
         return turn
 
-    def ask(self, message: Message, limit: float | None = None) -> Any:
+    def request(self, message: Message, limit: float | None = None) -> Any:
         """Send a message and return the reply. If the run ends or does not reply in time, end it and raise
         WorkerFailed.
         """

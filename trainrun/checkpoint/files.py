@@ -44,7 +44,7 @@ def list_committed_steps(folder: Path) -> list[int]:
     return sorted(step for name in names if (step := parse_step(name)) is not None)
 
 
-class Written(NamedTuple):
+class FileDigest(NamedTuple):
     """The length of a file in bytes and its SHA-256 in hex."""
 
     size: int
@@ -77,7 +77,7 @@ class FileLayer:
             path.mkdir(exist_ok=True)
             self.fsync_dir(path.parent)
 
-    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+    def write(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
         """Write a new file and sync it to the disk. Return its size and SHA-256."""
         self._before("open", path)
         content, size = hashlib.sha256(), 0
@@ -91,7 +91,7 @@ class FileLayer:
                 size += len(piece)
             self._before("fsync", path)
             os.fsync(file.fileno())
-        return Written(size, content.hexdigest())
+        return FileDigest(size, content.hexdigest())
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file atomically. A file at `target` is replaced."""

@@ -27,8 +27,8 @@ from torch import Tensor
 from trainrun.checkpoint.files import (
     MAX_STEP,
     PIECE_BYTES,
+    FileDigest,
     FileLayer,
-    Written,
     explain_disk_errors,
     format_folder_name,
     list_committed_steps,
@@ -69,7 +69,7 @@ TRANSIENT_ERRORS = (
 )  # fmt: skip
 
 
-class Incompatible(CheckpointError):
+class IncompatibleCheckpoint(CheckpointError):
     """An intact checkpoint of another run or version, or one that cannot be read at the moment.
 
     It is never renamed as damaged.
@@ -77,7 +77,7 @@ class Incompatible(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A verified checkpoint: the state that all ranks share, and the state of this rank.
 
     own: None if the saved run had fewer ranks (see `manifest.world_size`).
@@ -94,14 +94,14 @@ class Loaded:
 
 @contextmanager
 def explain_read_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a CheckpointError, or into Incompatible if the error is transient."""
+    """Turn an OSError of the block into a CheckpointError, or into IncompatibleCheckpoint if the error is transient."""
     try:
         yield
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing") from error
     except OSError as error:
         if error.errno in TRANSIENT_ERRORS:
-            raise Incompatible(f"{path}: cannot be read now ({error.strerror})") from error
+            raise IncompatibleCheckpoint(f"{path}: cannot be read now ({error.strerror})") from error
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
@@ -319,9 +319,9 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
-    """Return the manifest in a file's bytes. Raise CheckpointError for damage, Incompatible for a newer format.
+    """Return the manifest in a file's bytes.
 
-    where: the beginning of the messages.
+    Raise CheckpointError for damage, IncompatibleCheckpoint for a newer format. where: the beginning of the messages.
     """
     text, last_line = data[:-65], data[-65:]
     digest = hashlib.sha256(text).hexdigest()
@@ -332,12 +332,12 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     try:
         version = value.pop("format")
         if version > FORMAT:
-            raise Incompatible(
+            raise IncompatibleCheckpoint(
                 f"{where}: made by a newer version of trainrun (checkpoint format {version}; this version reads "
                 f"up to {FORMAT}): install that version to go on"
             )
         value["metric"] = value["metric"] and Metric(**value["metric"])
-        value["files"] = {name: Written(**entry) for name, entry in value["files"].items()}
+        value["files"] = {name: FileDigest(**entry) for name, entry in value["files"].items()}
         manifest = Manifest(**value)
         _check_manifest(manifest)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -399,17 +399,19 @@ def is_intact_checkpoint(folder: Path, run_id: str) -> bool:
     return manifest.run_id == run_id
 
 
-def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None, in_parts: bool = False) -> Loaded:
+def read_checkpoint(
+    folder: Path, rank: int = 0, run_id: str | None = None, in_parts: bool = False
+) -> LoadedCheckpoint:
     """Read and verify a checkpoint. Rank 0 verifies the files of all ranks; other ranks verify only the files they
     read.
 
     run_id: the run that must have written it; None for any. Files that the manifest does not list are never opened.
         in_parts: leave the shared tensors in the files, as `StoredTensor`, of which a rank reads its rows.
-        Raise CheckpointError for damage, Incompatible if it is intact but unusable.
+        Raise CheckpointError for damage, IncompatibleCheckpoint if it is intact but unusable.
     """
     manifest = read_manifest(folder)
     if run_id is not None and manifest.run_id != run_id:
-        raise Incompatible(f"{folder}: belongs to another run ({manifest.run_id}, not {run_id})")
+        raise IncompatibleCheckpoint(f"{folder}: belongs to another run ({manifest.run_id}, not {run_id})")
     if rank == 0:
         for other in range(1, manifest.world_size):
             for name in rank_file_names(other):
@@ -418,7 +420,7 @@ def read_checkpoint(folder: Path, rank: int = 0, run_id: str | None = None, in_p
     rank_state: dict[str, Any] = {"rank": None}
     if rank < manifest.world_size:
         rank_state = first if rank == 0 else _read_part(folder, manifest, rank, in_parts)
-    return Loaded(folder, manifest, first["shared"], rank_state["rank"])
+    return LoadedCheckpoint(folder, manifest, first["shared"], rank_state["rank"])
 
 
 def _read_part(folder: Path, manifest: Manifest, rank: int, in_parts: bool) -> dict[str, Any]:
@@ -448,7 +450,7 @@ def _read_part(folder: Path, manifest: Manifest, rank: int, in_parts: bool) -> d
     return tree
 
 
-def _check_file(path: Path, expected: Written) -> None:
+def _check_file(path: Path, expected: FileDigest) -> None:
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.size:
@@ -459,7 +461,7 @@ def _check_file(path: Path, expected: Written) -> None:
     _check_hash(path, digest.hexdigest(), expected)
 
 
-def _check_hash(path: Path, sha256: str, expected: Written) -> None:
+def _check_hash(path: Path, sha256: str, expected: FileDigest) -> None:
     if sha256 != expected.sha256:
         raise CheckpointError(f"{path}: damaged (SHA-256 {sha256}, expected {str(expected.sha256)[:64]})")
 
@@ -586,13 +588,13 @@ def _read_recorded_best(folder: Path) -> str | None:
 # ---- loading by all ranks together
 
 
-def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loaded:
+def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> LoadedCheckpoint:
     """Return the same checkpoint on every rank, or raise the same CheckpointError on every rank.
 
     Rank 0 verifies the files of all ranks. If only another rank sees damage, its folder is not the one of rank 0.
     Ranks that do not see the folder of rank 0 get their state from it.
     """
-    loaded: Loaded | None = None
+    loaded: LoadedCheckpoint | None = None
     states: list[Any] = []  # of all ranks, to be sent
     answer = "", ""
     try:
@@ -603,28 +605,32 @@ def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> Loade
             others = range(1, loaded.manifest.world_size)
             parts = [_read_part(folder, loaded.manifest, rank, in_parts=False) for rank in others]
             states = [loaded.own, *(part["rank"] for part in parts)]
-    except Incompatible as error:
+    except IncompatibleCheckpoint as error:
         answer = "incompatible", str(error)
     except CheckpointError as error:
         answer = "damaged", str(error)
     answers = parallel.gather(answer)
     for fault, text in answers:
         if fault == "incompatible":
-            raise Incompatible(text)
+            raise IncompatibleCheckpoint(text)
     if answers[0][0]:
         raise CheckpointError(answers[0][1])
     for rank, (fault, text) in enumerate(answers):
         if fault:
-            raise Incompatible(f"rank {rank}: {text}; rank 0 finds it sound: all ranks need this folder")
+            raise IncompatibleCheckpoint(
+                f"rank {rank}: {text}; rank 0 finds it sound: all ranks need this folder"
+            )
     if not parallel.shares_folder:
         return send_checkpoint(parallel, loaded, states)
     if len({hashes for _, hashes in answers}) != 1:
-        raise Incompatible(f"{folder}: the ranks see different files there; they need one folder")
+        raise IncompatibleCheckpoint(f"{folder}: the ranks see different files there; they need one folder")
     assert loaded is not None
     return loaded
 
 
-def send_checkpoint(parallel: Parallel, loaded: Loaded | None, states: list[Any]) -> Loaded:
+def send_checkpoint(
+    parallel: Parallel, loaded: LoadedCheckpoint | None, states: list[Any]
+) -> LoadedCheckpoint:
     """Return rank 0's checkpoint on every rank. All ranks call it together.
 
     loaded: the checkpoint, on rank 0. states: the states of all ranks, on rank 0.
@@ -646,12 +652,12 @@ def send_checkpoint(parallel: Parallel, loaded: Loaded | None, states: list[Any]
         return loaded
     shared, states = unflatten_tree(form, tensors, str(folder))
     own = states[parallel.rank] if parallel.rank < len(states) else None
-    return Loaded(folder, manifest, shared, own)
+    return LoadedCheckpoint(folder, manifest, shared, own)
 
 
 def load_latest(
     folder: Path, run_id: str, parallel: Parallel, files: FileLayer, note: Callable[[str], None]
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     """Return the newest undamaged checkpoint; None only if none was ever committed.
 
     A damaged checkpoint is renamed to `.bad-...` and noted, and the next older one is tried.
@@ -665,7 +671,7 @@ def load_latest(
     while (name := run_on_rank_zero(parallel, find_newest_folder)) is not None:
         try:
             loaded = load_together(folder / name, parallel, run_id)
-        except Incompatible:
+        except IncompatibleCheckpoint:
             raise
         except CheckpointError as error:
             faults.append(str(error))
@@ -685,7 +691,7 @@ def load_latest(
     return None
 
 
-def _list_foreign_files(loaded: Loaded) -> list[str]:
+def _list_foreign_files(loaded: LoadedCheckpoint) -> list[str]:
     """Return the names of files in the folder that other programs wrote, such as .DS_Store."""
     with suppress(OSError):
         return sorted({*os.listdir(loaded.folder)} - {MANIFEST, *loaded.manifest.files})

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from trainrun.checkpoint.files import (
+    FileDigest,
     FileLayer,
-    Written,
     explain_disk_errors,
     format_folder_name,
     list_committed_steps,
@@ -39,7 +39,7 @@ from trainrun.checkpoint.files import (
 )
 from trainrun.checkpoint.load import (
     BEST,
-    Loaded,
+    LoadedCheckpoint,
     is_intact_checkpoint,
     load_latest,
     read_committed_metrics,
@@ -167,7 +167,7 @@ class SaveInProgress:
     files: Mapping[int, StatePart] = field(default_factory=dict)
     ranked: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    written: Future[dict[str, Written]] = field(default_factory=Future)
+    written: Future[dict[str, FileDigest]] = field(default_factory=Future)
 
 
 class CheckpointManager:
@@ -251,7 +251,7 @@ class CheckpointManager:
         saved_before = state.saved_step
         if save is not None and reason == "best" and self._is_superseded(save, state):
             saved_before, self._in_progress = save.saved_before, None
-            self._copies.give_back(save.part.tensors)
+            self._copies.release_tensors(save.part.tensors)
         self.finish_save(state)
         if reason == "measured":
             self._add_metric(state)
@@ -292,7 +292,7 @@ class CheckpointManager:
         for text in [] if self._mirror is None else self._mirror.take_notes():
             self._note(text)
 
-    def load_latest(self) -> Loaded | None:
+    def load_latest(self) -> LoadedCheckpoint | None:
         """Return the newest undamaged checkpoint to resume from; None only if none was ever committed."""
         self.finish_save(None)
         self._remove_leftovers()
@@ -472,7 +472,7 @@ class CheckpointManager:
         try:
             if has_low_priority:
                 lower_thread_priority()
-            written: dict[str, Written] = {}
+            written: dict[str, FileDigest] = {}
             if save.temporary is not None:
                 for rank, part in save.files.items():
                     written |= write_part(save.temporary, rank, part, self._files)
@@ -482,7 +482,7 @@ class CheckpointManager:
         except BaseException as error:  # raised again by `finish_save`
             save.written.set_exception(error)
 
-    def _commit(self, save: SaveInProgress, written: dict[str, Written]) -> None:
+    def _commit(self, save: SaveInProgress, written: dict[str, FileDigest]) -> None:
         if save.temporary is not None:
             commit_checkpoint(
                 save.temporary, replace(save.manifest, files=written), self._files, save.replaces
@@ -508,7 +508,7 @@ class CheckpointManager:
         try:
             parts = run_on_every_rank(self._parallel, save.written.result)
             if self._parallel.world_size > 1:
-                written = {name: Written(*entry) for part in parts for name, entry in part.items()}
+                written = {name: FileDigest(*entry) for part in parts for name, entry in part.items()}
                 run_on_rank_zero(self._parallel, lambda: self._commit(save, written))
         except Exception:
             self._undo_save(save, state)
@@ -517,7 +517,7 @@ class CheckpointManager:
             self._note(text)
         self._show_notes_of_mirror()
         if save.part.is_copy:
-            self._copies.give_back(save.part.tensors)
+            self._copies.release_tensors(save.part.tensors)
         seconds = time.monotonic() - began
         if seconds >= LONG_WAIT_SECONDS and state is not None and step < state.step:
             self._note(f"waited {seconds:.1f} s until the checkpoint of step {step} was written")

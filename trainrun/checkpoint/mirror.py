@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from trainrun.checkpoint.files import (
     PIECE_BYTES,
-    Written,
+    FileDigest,
     format_folder_name,
     list_committed_steps,
     parse_step,
@@ -62,7 +62,7 @@ class Upload(NamedTuple):
     run_files: dict[str, HeldFile]
     files: dict[str, HeldFile]
     manifest: bytes
-    expected: Mapping[str, Written]
+    expected: Mapping[str, FileDigest]
     protected: frozenset[str]
     held: ExitStack
 
@@ -82,7 +82,7 @@ class ObjectStoreMirror:
         self._progress = clock()
         self._notes: list[str] = []
         self._has_failed = False
-        self._uploaded: dict[str, Mapping[str, Written]] = {}
+        self._uploaded: dict[str, Mapping[str, FileDigest]] = {}
         self._thread: threading.Thread | None = None
 
     def offer(self, folder: Path) -> None:
@@ -176,7 +176,7 @@ class ObjectStoreMirror:
             if other != self._run_id:
                 raise CheckpointError(f"another run ({other}) is there; give each run a URL of its own")
 
-    def _copy(self, path: str, source: HeldFile) -> Written:
+    def _copy(self, path: str, source: HeldFile) -> FileDigest:
         """Copy a file into the store; return its size and hash. Raise CheckpointError if not all arrived."""
         content, left = hashlib.sha256(), source.size
         self._store.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -191,7 +191,7 @@ class ObjectStoreMirror:
         arrived = self._store.info(path)["size"]
         if left or arrived != source.size:
             raise CheckpointError(f"{path}: {arrived:,} of {source.size:,} bytes arrived")
-        return Written(source.size, content.hexdigest())
+        return FileDigest(source.size, content.hexdigest())
 
     def _advance(self) -> None:
         with self._changed:
@@ -323,13 +323,13 @@ def download_run_files(store: Any, source: str, folder: Path) -> None:
     """Download the other files of a run, all or none. Raise CheckpointError."""
     try:
         entries = json.loads(store.cat_file(f"{source}/{RUN_FILES}"))
-        files = {name: Written(*entry) for name, entry in entries.items() if name == Path(name).name}
+        files = {name: FileDigest(*entry) for name, entry in entries.items() if name == Path(name).name}
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{source}/{RUN_FILES}: not a list of files ({error})") from error
     download_checked_files(store, f"{source}/run", folder, files)
 
 
-def download_checked_files(store: Any, source: str, folder: Path, files: Mapping[str, Written]) -> None:
+def download_checked_files(store: Any, source: str, folder: Path, files: Mapping[str, FileDigest]) -> None:
     """Download files into a new folder, which exists afterwards only if all are there. Raise CheckpointError."""
     part = folder.with_name(f"{folder.name}.part")
     part.mkdir()
@@ -341,11 +341,11 @@ def download_checked_files(store: Any, source: str, folder: Path, files: Mapping
         shutil.rmtree(part, ignore_errors=True)
 
 
-def download_file(store: Any, source: str, path: Path, expected: Written) -> None:
+def download_file(store: Any, source: str, path: Path, expected: FileDigest) -> None:
     content = hashlib.sha256()
     with store.open(source, "rb") as file, path.open("xb") as target:
         while piece := file.read(PIECE_BYTES):
             target.write(piece)
             content.update(piece)
-    if Written(path.stat().st_size, content.hexdigest()) != expected:
+    if FileDigest(path.stat().st_size, content.hexdigest()) != expected:
         raise CheckpointError(f"{source}: another size or SHA-256 than when it was uploaded")

@@ -43,7 +43,13 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from trainrun.checkpoint.files import FileLayer, Written, explain_disk_errors, format_folder_name, set_aside
+from trainrun.checkpoint.files import (
+    FileDigest,
+    FileLayer,
+    explain_disk_errors,
+    format_folder_name,
+    set_aside,
+)
 from trainrun.errors import CheckpointError, SaveError
 from trainrun.interfaces import Parallel, TensorShard
 from trainrun.user_code import format_error_with_line
@@ -308,7 +314,7 @@ class Manifest:
     kind: str
     metric: Metric | None
     fingerprint: Mapping[str, Any]
-    files: Mapping[str, Written]
+    files: Mapping[str, FileDigest]
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -336,7 +342,7 @@ def make_temporary_folder(root: Path, step: int, files: FileLayer) -> str:
     return name
 
 
-def write_part(temporary: Path, rank: int, part: StatePart, files: FileLayer) -> dict[str, Written]:
+def write_part(temporary: Path, rank: int, part: StatePart, files: FileLayer) -> dict[str, FileDigest]:
     """Write the two files of one rank durably; return their sizes and hashes by name. Raise SaveError."""
     for event in part.events:
         event.synchronize()
@@ -428,7 +434,7 @@ class CopyMemory:
                 copy.copy_(tensors[name], non_blocking=bool(devices))
         return HostCopy(copies, [_record_event(device) for device in devices])
 
-    def give_back(self, tensors: dict[str, Tensor]) -> None:
+    def release_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Keep the memory of a copy for the next one."""
         self._memory = tensors
 

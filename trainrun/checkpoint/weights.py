@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.checkpoint.load import (
-    Loaded,
+    LoadedCheckpoint,
     find_best_checkpoint,
     load_together,
     open_regular_file,
@@ -55,7 +55,7 @@ EVERY = "*"  # in `init.rename`: the beginning of every name
 Kind = tuple[tuple[int, ...], torch.dtype]
 
 
-class Initial(NamedTuple):
+class InitialWeights(NamedTuple):
     """The result of `init_from`: its source, the parameters that were loaded, and lines for the user."""
 
     source: str
@@ -73,7 +73,7 @@ class Initial(NamedTuple):
 class FrozenBase:
     """The weights that checkpoints leave out: frozen parameters with the values of `init_from`."""
 
-    def __init__(self, model: nn.Module, initial: Initial, notes: list[str]) -> None:
+    def __init__(self, model: nn.Module, initial: InitialWeights, notes: list[str]) -> None:
         """Raise ConfigError if there are no weights to leave out."""
         source = initial.source
         initial_ids = {id(param) for param in initial.params}
@@ -131,7 +131,7 @@ class FrozenBase:
             )
 
 
-def find_base_weights(init_from: str | None, loaded: Loaded) -> str | None:
+def find_base_weights(init_from: str | None, loaded: LoadedCheckpoint) -> str | None:
     """Return the path of the weights that a checkpoint leaves out: `init_from` if it exists, else the path in the
     checkpoint.
 
@@ -174,7 +174,7 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def choose_evaluated_weights(
-    loaded: Loaded, live: Mapping[str, Tensor] | None = None, wish: bool | None = None
+    loaded: LoadedCheckpoint, live: Mapping[str, Tensor] | None = None, wish: bool | None = None
 ) -> tuple[dict[str, Tensor], bool]:
     """Return the weights with which a checkpoint is evaluated, and whether they are averaged.
 
@@ -202,7 +202,7 @@ def choose_evaluated_weights(
 
 def load_initial(
     model: nn.Module, init_from: str, parallel: Parallel, chosen: InitConfig | None = None
-) -> Initial:
+) -> InitialWeights:
     """Copy weights into a model. All ranks call it together.
 
     init_from: a run (its best checkpoint, else its last), a checkpoint, a safetensors file, the index or folder of a
@@ -218,7 +218,9 @@ def load_initial(
     model.load_state_dict(parallel.load_state_dict(here | selected, here))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     params = [parameters[name] for name in selected if name in parameters]
-    return Initial(init_from, params, [f"weights: {len(selected)} tensors of {init_from}{about}", *lines])
+    return InitialWeights(
+        init_from, params, [f"weights: {len(selected)} tensors of {init_from}{about}", *lines]
+    )
 
 
 def _select_tensors(

@@ -95,7 +95,7 @@ BY_NAMES: tuple[tuple[str, Cases], ...] = (
     ("eval_strategy evaluation_strategy", {"epoch": ("trainer.val_check_interval=1.0",), "no": ("data.val=null",)}),
     ("transform", {"lora": ("transform.lora._target_=trainrun.transform.lora.lora",)}),
     ("save_strategy", {"no": ("checkpoint.enabled=false",)}),
-    ("report_to logger", {
+    ("build_report logger", {
         "none": ("monitor.tracker=null",), **{name: (f"monitor.tracker={name}",) for name in get_args(TrackerName)},
     }),
 )  # fmt: skip

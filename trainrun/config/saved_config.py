@@ -168,7 +168,9 @@ def make_paths_absolute(values: Any_, base: Path) -> Any_:
         is_there = os.path.exists(there) or (may_be_pattern and any(glob.iglob(pattern, root_dir=base)))
         if not is_there or there == value:
             return value
-        return FromEnvironment.of(there, value.reference) if isinstance(value, FromEnvironment) else there
+        return (
+            FromEnvironment.resolve(there, value.reference) if isinstance(value, FromEnvironment) else there
+        )
 
     return map_config(values, make_absolute)  # type: ignore[no-any-return]
 

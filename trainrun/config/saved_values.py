@@ -65,7 +65,7 @@ class FromEnvironment(str):
     reference: str
 
     @classmethod
-    def of(cls, value: str, reference: str) -> FromEnvironment:
+    def resolve(cls, value: str, reference: str) -> FromEnvironment:
         text = cls(value)
         text.reference = reference
         return text
@@ -97,7 +97,7 @@ def add_references(cfg: DictConfig, config: RunConfig) -> RunConfig:
 
     def mark_environment_value(key: str, value: Any) -> Any:
         text = from_environment.get(key)
-        return FromEnvironment.of(value, text) if text is not None and isinstance(value, str) else value
+        return FromEnvironment.resolve(value, text) if text is not None and isinstance(value, str) else value
 
     marked: RunConfig = map_config(config, mark_environment_value)
     return replace_values(marked, {"references": references})
@@ -174,7 +174,7 @@ def expand_home_folder(config: Any_) -> Any_:
     def expand_path(_: str, value: Any) -> Any:
         if not isinstance(value, str) or not HOME_FOLDER.match(value):
             return value
-        return FromEnvironment.of(os.path.expanduser(value), value)
+        return FromEnvironment.resolve(os.path.expanduser(value), value)
 
     result: Any_ = map_config(config, expand_path)
     return result

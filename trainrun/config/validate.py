@@ -26,9 +26,9 @@ from trainrun.limits import (
     NODES,
     BelowOne,
     Count,
+    DurationLimits,
     Fraction,
     Lasting,
-    Lasts,
     Limits,
     NotNegative,
     NotNegativeInt,
@@ -285,7 +285,7 @@ def _describe_plural(kind: Any) -> str:
 
 def _describe_limit(limit: Any) -> str:
     """Return a limit in words: `1 or more and below 2`."""
-    if isinstance(limit, Lasts):
+    if isinstance(limit, DurationLimits):
         return f"as {', '.join(f'2{unit}' for unit in limit.units)}"
     if not isinstance(limit, Limits):
         return str(limit)

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from trainrun.data.batch import is_integer
 from trainrun.data.facts import describe_source
 from trainrun.data.map_style import describe_location
-from trainrun.data.readers.pictures.decode import Form
+from trainrun.data.readers.pictures.decode import PictureForm
 from trainrun.data.readers.pictures.image_folder import ImageFolder
 from trainrun.data.readers.reader_protocol import ReaderDataset
 from trainrun.data.readers.records.values import PICTURE_MAGICS
@@ -131,7 +131,7 @@ class Samples:
             ) from error
 
 
-def image_file_form(source: Any) -> Form | None:
+def image_file_form(source: Any) -> PictureForm | None:
     """Return how the images of a source are decoded, if each sample is an image file and a target; else None."""
     if not isinstance(source, ImageFolder | ReaderDataset) or source.form is None or len(source) == 0:
         return None

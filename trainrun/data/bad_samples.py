@@ -16,7 +16,7 @@ NAMED = 3  # faults in one report
 LEAST_SAMPLES = 1000  # that a share is held against: two faults in the first batch say nothing of the rest
 
 
-class Skips:
+class SkipCounter:
     """The counts of skipped samples of one stream, in the main process. total: since the stream was opened.
 
     samples, batches: of this rank in an epoch.

@@ -56,7 +56,7 @@ def describe_source(source: Any, key: str = "data.train", options: StreamOptions
 
     The input is the first element of a sample, after the transform. An IterableDataset is not read, because a sample
     taken from it might be lost. Attributes: `num_classes`, `class_names` (or torchvision's `classes`), and `targets`,
-    the label of each sample. options: how the samples are read, and the facts of a `Look` if there is one.
+    the label of each sample. options: how the samples are read, and the facts of a `SourceFacts` if there is one.
     """
     options = StreamOptions(key, True, 1, 0) if options is None else options
     names, inputs = find_class_names(source), list_input_columns(source)

@@ -25,20 +25,20 @@ from trainrun.data.batch import Preparation, convert_numbers, is_integer, map_le
 from trainrun.data.engines.batch_reader import (
     FILLERS_TRIED,
     BatchReader,
-    Key,
-    Recipe,
+    BatchRequest,
+    SampleSteps,
 )
 from trainrun.data.engines.generators import GLOBAL_GENERATORS, RecordDraws
 from trainrun.data.map_style import choose_spread_indices
-from trainrun.data.same_samples import digest_of
+from trainrun.data.same_samples import hash_samples
 from trainrun.data.scale import Scale
 from trainrun.data.sequences.lengths import (
-    Measured,
+    SequenceLengths,
     learn_lengths,
     measure_columns,
     read_all_lengths,
 )
-from trainrun.data.stream_options import FirstInput, Look, StreamOptions
+from trainrun.data.stream_options import FirstInput, SourceFacts, StreamOptions
 from trainrun.data.tensor_dataset import Columns, as_bytes, find_columns, measure_length
 from trainrun.errors import DataError
 from trainrun.interfaces import TARGET_KEYS, choose_input_key
@@ -58,16 +58,16 @@ ROWS_READ = 8  # spread over the source; each is read three times
 READ_SECONDS = 0.5  # after so long no further row is begun
 
 
-def look_at(source: Any, options: StreamOptions) -> Look:
+def inspect_source(source: Any, options: StreamOptions) -> SourceFacts:
     """Read a few samples of a source that can be indexed, and return their facts. No other source is read."""
     if isinstance(source, IterableDataset):
-        return Look()
+        return SourceFacts()
     columns = find_columns(source, options.key)
     dataset = source if columns is None else columns
     if measure_length(dataset, options.key) == 0:
-        return Look(fault=f"{options.key}: the data set is empty")
+        return SourceFacts(fault=f"{options.key}: the data set is empty")
     if columns is not None and options.transform is None and options.collate_fn is None:
-        return Look(describe_first_input(columns[0]), drawn_from=())
+        return SourceFacts(describe_first_input(columns[0]), drawn_from=())
     return read_in_child(partial(_look, dataset, options), options)
 
 
@@ -75,12 +75,12 @@ def find_kind_of_input(source: Any, options: StreamOptions) -> str:
     """Return the kind of the first input, as in `FirstInput`; "" if no sample can be read, which is reported
     elsewhere.
     """
-    look = look_at(source, options) if options.look is None else options.look
+    look = inspect_source(source, options) if options.look is None else options.look
     return "" if look.first is None else look.first.kind
 
 
-def find_sequences(source: Any, options: StreamOptions) -> Measured:
-    """Return the sequences of a source, from its `Look`, or with all lengths if `options` need them.
+def find_sequences(source: Any, options: StreamOptions) -> SequenceLengths:
+    """Return the sequences of a source, from its `SourceFacts`, or with all lengths if `options` need them.
 
     The result is the same on every rank, except for `seen`. Raise DataError if a sample cannot be read, or if all
     lengths are needed and the fields of a sample are unknown.
@@ -162,19 +162,19 @@ def uses_fork(options: StreamOptions) -> bool:
     return can_fork_safely()
 
 
-def build_recipe(options: StreamOptions, scale: Scale | None = None) -> Recipe:
+def build_recipe(options: StreamOptions, scale: Scale | None = None) -> SampleSteps:
     """Return the steps that are applied to samples whose form is not known yet."""
-    return Recipe(Preparation(options.float_dtype, options.max_sequence_length), options.seed, options.key,
+    return SampleSteps(Preparation(options.float_dtype, options.max_sequence_length), options.seed, options.key,
                   options.transform, options.collate_fn, options.on_error == "skip", options.training, scale,
                   options.transform_key)  # fmt: skip
 
 
-def _look(dataset: Any, options: StreamOptions) -> Look:
+def _look(dataset: Any, options: StreamOptions) -> SourceFacts:
     raw, scale = as_bytes(dataset)
     recipe = build_recipe(options, scale)
     first, fault = _read_first_input(BatchReader(raw, recipe), recipe.skips)
     if first is None:
-        return Look(fault=fault)
+        return SourceFacts(fault=fault)
     reads = _SampleReads(raw, recipe, options.batch_size)
     for row in choose_spread_indices(len(raw), ROWS_READ).tolist():
         reads.read(row)
@@ -191,7 +191,7 @@ def _look(dataset: Any, options: StreamOptions) -> Look:
 class _SampleReads:
     """Reads of samples in three ways, for a comparison: seeded, seeded again in the same way, and with other seeds."""
 
-    def __init__(self, dataset: Any, recipe: Recipe, batch_size: int) -> None:
+    def __init__(self, dataset: Any, recipe: SampleSteps, batch_size: int) -> None:
         self._draws = RecordDraws()
         self._reader = BatchReader(dataset, recipe, self._draws)
         self._again = BatchReader(dataset, recipe)
@@ -234,16 +234,16 @@ class _SampleReads:
         """
         rows = self._rows
         try:
-            data = self._reader.read(Key(0, rows[:1], True, False)).data
+            data = self._reader.read(BatchRequest(0, rows[:1], True, False)).data
             sizes: list[int] = []
             map_leaves(data, lambda leaf: sizes.append(leaf.nbytes) if isinstance(leaf, Tensor) else None)
             self._sample_bytes = sum(sizes)
             if self._reader.draws_for_batches:
-                self._reader.read(Key(0, rows, True, False))
+                self._reader.read(BatchRequest(0, rows, True, False))
         except DataError:
             return
 
-    def look(self, first: FirstInput) -> Look:
+    def look(self, first: FirstInput) -> SourceFacts:
         times = self._times[1:] or self._times or [(0.0, 0.0, 0)]  # the first opens what the data set reads
         seconds, busy, pauses = (sum(each) / len(times) for each in zip(*times, strict=True))
         if pauses < 1:  # what is missing of the time, other processes have had
@@ -251,14 +251,16 @@ class _SampleReads:
         moved = {place: tuple(sorted(names)) for place, names in self._draws.moved.items()}
         drawn = {name for names in moved.values() for name in names}
         drawn_from = tuple(name for name in GLOBAL_GENERATORS if self._depends or name in drawn)
-        return Look(first, "", seconds, busy, self._sample_bytes, drawn_from, moved, tuple(self._changes))
+        return SourceFacts(
+            first, "", seconds, busy, self._sample_bytes, drawn_from, moved, tuple(self._changes)
+        )
 
 
 def _digest_sample(reader: BatchReader, row: int) -> tuple[str, str]:
     """Read a sample. Return its digests before and after the transform."""
     sample = reader.read_sample(0, row)
-    raw = digest_of([sample])
-    return raw, digest_of([reader.transform_sample(sample, 0, row)])
+    raw = hash_samples([sample])
+    return raw, hash_samples([reader.transform_sample(sample, 0, row)])
 
 
 def _read_first_input(reader: BatchReader, skips: bool) -> tuple[FirstInput | None, str]:

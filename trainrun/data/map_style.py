@@ -58,14 +58,14 @@ def choose_spread_indices(count: int, most: int) -> np.ndarray[Any, np.dtype[np.
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
-def name_of(dataset: Any) -> str:
+def find_class_name(dataset: Any) -> str:
     """Return the class name of a data set, for messages. For a cache, return that of its source."""
-    return str(find_reader_attribute(dataset, "name_of_source") or type(dataset).__name__)
+    return str(find_reader_attribute(dataset, "source_class_name") or type(dataset).__name__)
 
 
 def name_kind(source: Any) -> str:
     """Return what an iterable data set is, for messages."""
-    return str(find_reader_attribute(source, "name_of_source") or "an IterableDataset")
+    return str(find_reader_attribute(source, "source_class_name") or "an IterableDataset")
 
 
 def copy_shallow(dataset: Any) -> Any:

@@ -10,8 +10,8 @@ from torch.utils.data import IterableDataset
 
 from trainrun.data.batch import Preparation
 from trainrun.data.engines.in_memory import ResidentBatches, choose_evaluation_batch_size, explain_resident
-from trainrun.data.engines.stream import AsInData, OpenedStream, ReadBy
-from trainrun.data.scale import Scale, Scaled
+from trainrun.data.engines.stream import OpenedStream, RenumberedBatches, StreamEngine
+from trainrun.data.scale import Scale, ScaledBatches
 from trainrun.data.stream_options import (
     Collate,
     PreparedStream,
@@ -50,7 +50,7 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[OpenedStream, str
     if options.tally is not None:
         options.tally.planned = prepared.positions
     finish = partial(_finish_batches, options, prepared.collate, prepared.scale, prepared.samples)
-    reason, read_by = explain_resident(prepared), ReadBy("resident", 0)
+    reason, read_by = explain_resident(prepared), StreamEngine("resident", 0)
     if reason:
         batches = finish(ResidentBatches(prepared))
     else:
@@ -65,9 +65,9 @@ def add_look(source: Any, options: StreamOptions) -> StreamOptions:
     quiet = options.transform is None and options.collate_fn is None
     if options.look is not None or (quiet and find_columns(source, options.key) is not None):
         return options
-    from trainrun.data.look import look_at
+    from trainrun.data.look import inspect_source
 
-    return replace(options, look=look_at(source, options))
+    return replace(options, look=inspect_source(source, options))
 
 
 def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
@@ -76,11 +76,11 @@ def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
     source, scale = as_bytes(source)
     columns = None
     if options.cache != "none":
-        from trainrun.data.cache.cached import Cached, open_cache
+        from trainrun.data.cache.cached import CachedDataset, open_cache
 
         gather = options.gather if options.world_size > 1 else None
         source = open_cache(source, options.cache, options.key, options.report, gather, options)
-        if isinstance(source, Cached):
+        if isinstance(source, CachedDataset):
             columns = source.as_columns()
             notes += [f"{options.key}: {source.note}"]
     columns = find_columns(source, options.key) if columns is None else columns
@@ -123,9 +123,9 @@ def only_joins_rows(collate: Collate | None) -> bool:
     """Return whether samples of one shape are only joined, without padding."""
     if collate is None:
         return True
-    from trainrun.data.sequences.collate import Padded
+    from trainrun.data.sequences.collate import PadCollate
 
-    return collate == Padded()
+    return collate == PadCollate()
 
 
 def _find_sample_setting(options: StreamOptions, collate: Collate | None) -> str:
@@ -146,7 +146,7 @@ def _finish_batches(
 
         batches = count_tokens(batches, collate, options.tally)
     if scale is not None and options.transform is None and options.collate_fn is None:
-        batches = Scaled(batches, scale, options.float_dtype)
+        batches = ScaledBatches(batches, scale, options.float_dtype)
     number = None if options.drawn is None else options.drawn.number
     if options.augment:
         from trainrun.data.augment.augmented import augment_batches
@@ -156,7 +156,7 @@ def _finish_batches(
         )
     number = number if samples is None else len(samples)
     if number is not None:
-        batches = AsInData(batches, number, samples)
+        batches = RenumberedBatches(batches, number, samples)
     return batches
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from trainrun.data.batch import map_leaves
-from trainrun.data.cache.samples import NotKept, flatten_sample
+from trainrun.data.cache.samples import NotCacheable, flatten_sample
 from trainrun.errors import DataError
 
 DIVIDED = (
@@ -17,7 +17,7 @@ DIVIDED = (
 )
 
 
-def digest_of(samples: Sequence[Any]) -> str:
+def hash_samples(samples: Sequence[Any]) -> str:
     """Return a digest of tensors, arrays, numbers, text and objects with `tobytes`. Other values count by their type
     only.
 
@@ -32,7 +32,7 @@ def digest_of(samples: Sequence[Any]) -> str:
             digest.update(repr(kinds).encode())
             for buffer in buffers:
                 digest.update(buffer.data)
-        except NotKept:
+        except NotCacheable:
             with suppress(Exception):  # what is called tobytes may be anything
                 objects = getattr(getattr(leaf, "dtype", None), "hasobject", False)
                 digest.update(repr(leaf.shape).encode() if objects else leaf.tobytes())

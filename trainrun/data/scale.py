@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainrun.data.engines.stream import Around
+from trainrun.data.engines.stream import BatchesWrapper
 from trainrun.interfaces import Batches, MicroBatch
 
 
@@ -35,7 +35,7 @@ class Scale:
         return (self(sample[0]), *sample[1:])
 
 
-class Scaled(Around):
+class ScaledBatches(BatchesWrapper):
     """A stream whose pictures are scaled on the device, in the type of the run. It implements `Batches`."""
 
     def __init__(self, batches: Batches, scale: Scale, float_dtype: torch.dtype) -> None:

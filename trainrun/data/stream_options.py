@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from trainrun.data.batch import Preparation
-from trainrun.data.engines.stream import ReadBy
+from trainrun.data.engines.stream import StreamEngine
 from trainrun.data.order.sampler import Plan, StreamPlan, build_batch_size_error
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
-from trainrun.output import say_note
+from trainrun.output import print_note
 
 if TYPE_CHECKING:
     from trainrun.data.augment.augmented import NamedAugmentation
-    from trainrun.data.order.drawn import Drawn
+    from trainrun.data.order.drawn import WeightedSamples
     from trainrun.data.scale import Scale
-    from trainrun.data.sequences.lengths import Measured
+    from trainrun.data.sequences.lengths import SequenceLengths
 
 CPU = torch.device("cpu")
 COMPOSED = (
@@ -38,11 +38,11 @@ Collate = Callable[[list[Any]], Any]
 Report = Callable[[str], None]
 
 
-def report_to(listeners: Sequence[Report]) -> Report:
+def build_report(listeners: Sequence[Report]) -> Report:
     """Return a function that sends a line to all listeners, or to stderr if there are none, as on most ranks."""
 
     def report(text: str) -> None:
-        for listener in listeners or (say_note,):
+        for listener in listeners or (print_note,):
             listener(text)
 
     return report
@@ -85,7 +85,7 @@ class SourceStates:
         if len(self._known) > self.KEPT:
             del self._known[next(iter(self._known))]
 
-    def position_at(self, epoch: int, place: int) -> Any:
+    def find_position(self, epoch: int, place: int) -> Any:
         """Return the stored position of an epoch; None if it must be read again from the beginning."""
         return self._known.get((epoch, place))
 
@@ -98,7 +98,7 @@ class FirstInput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Look:
+class SourceFacts:
     """Facts about the samples of a source, from reading a few of them.
 
     first: None if no sample can be read. fault: the reason. seconds, busy_seconds: wall time and processor time to
@@ -116,7 +116,7 @@ class Look:
     drawn_from: tuple[str, ...] = ("random", "numpy.random", "torch")
     draws: dict[str, tuple[str, ...]] = field(default_factory=dict)
     changes: tuple[str, ...] = ()
-    sequences: Measured | None = None
+    sequences: SequenceLengths | None = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class StreamOptions:
     augment: tuple[NamedAugmentation, ...] = ()
     on_error: str = "raise"
     max_skipped_fraction: float = 0.01
-    report: Report = say_note
+    report: Report = print_note
     truncate: str = "right"
     padding: str = "longest"
     max_tokens: int | None = None
@@ -178,11 +178,11 @@ class StreamOptions:
     float_dtype: torch.dtype = torch.float32
     tally: TokenCounter | None = None
     sizes: Sizes | None = None
-    drawn: Drawn | None = None
+    drawn: WeightedSamples | None = None
     shuffle_buffer: int | None = None
     places: SourceStates = field(default_factory=SourceStates)
-    look: Look | None = None
-    beside: ReadBy | None = None
+    look: SourceFacts | None = None
+    beside: StreamEngine | None = None
 
     @property
     def needs_lengths(self) -> bool:
@@ -198,7 +198,7 @@ class StreamOptions:
         return self.collate_fn is None or (self.padding, self.truncate) != ("longest", "right")
 
     @property
-    def pins(self) -> bool:
+    def pins_memory(self) -> bool:
         """Return whether batches are copied to page-locked memory."""
         return self.pin_memory and self.device.type == "cuda"
 
@@ -226,7 +226,7 @@ class PreparedStream:
     samples: Tensor | None = None
 
     @property
-    def look(self) -> Look | None:
+    def look(self) -> SourceFacts | None:
         """Return the facts of a few samples; None for plain tensors and arrays."""
         return self.options.look
 

@@ -23,7 +23,7 @@ from trainrun.assemble.data_pipeline import (
     open_split,
     parse_split_kind,
 )
-from trainrun.checkpoint.load import Loaded
+from trainrun.checkpoint.load import LoadedCheckpoint
 from trainrun.cli.run_arguments import build_missing_split_error
 from trainrun.config.saved_values import separate_secrets
 from trainrun.config.schema import RunConfig, read_value, replace_values
@@ -82,7 +82,7 @@ class ServedModel(nn.Module):
         if self.scale is not None:
             first = self.scale(first).to(self.dtype)
         for key, change, _ in self.changes:
-            first = change((first,), self.draws.named(key))[0]
+            first = change((first,), self.draws.derive(key))[0]
         args, named = self.call.fill([first, *rest])
         return output_tensors(self.model(*args, **named))
 
@@ -130,13 +130,15 @@ def functions_before_model(config: RunConfig, split: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_real_samples(config: RunConfig, model: nn.Module, split: str, loaded: Loaded) -> RealSamples:
+def load_real_samples(
+    config: RunConfig, model: nn.Module, split: str, loaded: LoadedCheckpoint
+) -> RealSamples:
     """Return real samples of a split with the outputs of the network.
 
     loaded: the checkpoint, with the state of the task. Raise ConfigError if there are no samples, or if the call of
         the network cannot be exported.
     """
-    config, parallel = config_in_full_precision(config), Single(CPU)
+    config, parallel = build_full_precision_config(config), Single(CPU)
     dtype = torch.float64 if config.precision.mode == "64-true" else torch.float32
     sources, _ = build_sources(config, [])
     split = existing_split(sources, split)
@@ -170,7 +172,7 @@ def load_real_samples(config: RunConfig, model: nn.Module, split: str, loaded: L
     return RealSamples(tried[0][0], [inputs for _, inputs, _ in alike], [outputs for *_, outputs in alike])
 
 
-def config_in_full_precision(config: RunConfig) -> RunConfig:
+def build_full_precision_config(config: RunConfig) -> RunConfig:
     """Return the config for reading samples: small batches in this process, 16-bit weights as float32."""
     changes: dict[str, Any] = {"data.val_batch_size": BATCH, "data.num_workers": 0}
     if config.precision.mode in ("bf16-true", "16-true"):
@@ -187,7 +189,9 @@ def existing_split(sources: Mapping[str, Any], split: str) -> str:
     return names[0]
 
 
-def build_loaded_task(config: RunConfig, sources: Mapping[str, Any], model: nn.Module, loaded: Loaded) -> Any:
+def build_loaded_task(
+    config: RunConfig, sources: Mapping[str, Any], model: nn.Module, loaded: LoadedCheckpoint
+) -> Any:
     """Return the task with its state from the checkpoint, and with `info` if its step takes it."""
     train = build_stream_options(config, Single(CPU), "train", lambda line: None)
     task = build_task(config, collect_facts(sources, train))

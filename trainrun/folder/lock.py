@@ -38,13 +38,13 @@ class RunBusy(TrainrunError):
     exit_code = EXIT_AGAIN
 
 
-def print_note(text: str) -> None:
+def print_lock_note(text: str) -> None:
     say(f"trainrun: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def lock_run_folder(
-    run: RunDir, note: Callable[[str], None] = print_note, patient: bool = False
+    run: RunDir, note: Callable[[str], None] = print_lock_note, patient: bool = False
 ) -> Iterator[None]:
     """Lock the run folder inside the block. Raise RunBusy if another process trains there.
 

@@ -65,7 +65,7 @@ def estimate_mutual_information(mean: Tensor, log_var: Tensor, noise: Tensor) ->
     return float((log_density - mixture).mean())
 
 
-def compute_noise_of_code(mean: Tensor, log_var: Tensor, code: Tensor) -> Tensor:
+def compute_code_noise(mean: Tensor, log_var: Tensor, code: Tensor) -> Tensor:
     """Return the noise with which N(mean, exp(log_var)) gives this code."""
     return (code - mean) * (-0.5 * log_var).exp()
 
@@ -316,7 +316,7 @@ def shuffle_codes(batches: list[Any], mean: Tensor, log_var: Tensor) -> list[Any
     order = torch.randperm(len(code), generator=torch.Generator().manual_seed(0)).to(code.device)
     others = torch.empty_like(code)
     others[order] = code[order.roll(1)]
-    noise = compute_noise_of_code(mean, log_var, others)
+    noise = compute_code_noise(mean, log_var, others)
     parts = torch.split(noise, [len(batch["noise"]) for batch in named])
     return [
         {**batch, "noise": part.to(batch["noise"].dtype)} for batch, part in zip(named, parts, strict=True)

@@ -23,7 +23,7 @@ from typing import Any
 from trainrun.config.schema import RunConfig
 from trainrun.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError
 from trainrun.launch.launch_options import LaunchOptions
-from trainrun.output import say, say_note
+from trainrun.output import print_note, say
 from trainrun.parallel.launch import CLEAN_CODES, END_SECONDS, SETTLE_SECONDS, collect_signals
 from trainrun.runtime.machine import signal_at_parent_exit
 
@@ -68,7 +68,7 @@ def run_on_cluster(options: LaunchOptions, config: RunConfig, words: Sequence[st
     with collect_signals() as received:
         for attempt in range(config.parallel.max_restarts + 1):
             if attempt:
-                say_note(f"the ranks start again ({attempt} of {config.parallel.max_restarts} restarts)")
+                print_note(f"the ranks start again ({attempt} of {config.parallel.max_restarts} restarts)")
             code = run_all_ranks(ray, options, num_local, words, received)
             if code in (*CLEAN_CODES, EXIT_USAGE) or received:
                 break
@@ -123,7 +123,7 @@ def wait_for_machines(group: Any, received: list[int]) -> bool:
             return False
         num_waits += 1
         if num_waits == NOTE_WAITS:
-            say_note(
+            print_note(
                 f"launch=ray: waits for {len(group.bundle_specs)} machines with {group.bundle_specs[0]} each"
             )
     return True

@@ -88,9 +88,9 @@ class MetricLogger:
         )  # batches of the validation at hand, and all of them
 
     def on_start(self, facts: RunFacts, state: TrainState) -> None:
-        facts = replace(facts, seconds_before=state.seconds, epochs_before=self.epoch_of(state))
+        facts = replace(facts, seconds_before=state.seconds, epochs_before=self.compute_epoch(state))
         self._mark, self._marked_step, self._marked_items = perf_counter(), state.step, state.items
-        self.step, self._saved_seconds = state.step, self._phases.seconds_of(CHECKPOINT)
+        self.step, self._saved_seconds = state.step, self._phases.read_seconds(CHECKPOINT)
         if self._tokens is not None:
             self._tokens.take()  # batches were tried before
         if self._rank_times is not None:
@@ -133,7 +133,7 @@ class MetricLogger:
             row["skipped_steps"] = float(state.skipped_steps)
         row |= self._measure_speed(state, tokens)
         for monitor in self._monitors:
-            monitor.on_step(state.step, self.epoch_of(state), row)
+            monitor.on_step(state.step, self.compute_epoch(state), row)
         if self._rank_times is not None:
             times, note = self._rank_times.measure(state.step)
             self.write_row("ranks", state.step, times)
@@ -183,7 +183,7 @@ class MetricLogger:
 
     def _measure_speed(self, state: TrainState, tokens: float) -> dict[str, float]:
         now = perf_counter()
-        saving = self._phases.seconds_of(CHECKPOINT)
+        saving = self._phases.read_seconds(CHECKPOINT)
         self._elsewhere += saving - self._saved_seconds
         self._saved_seconds = saving
         seconds, steps = now - self._mark - self._elsewhere, state.step - self._marked_step
@@ -213,7 +213,7 @@ class MetricLogger:
         self._elsewhere += sum(value for name, value in metrics.items() if name.endswith("/seconds"))
         row = {**self._metrics_since_validation(state, scheduled), **metrics}
         for monitor in self._monitors:
-            monitor.on_eval(state.step, self.epoch_of(state), row)
+            monitor.on_eval(state.step, self.compute_epoch(state), row)
         losses = ((name, value) for name, value in metrics.items() if name.endswith("/loss"))
         named, loss = next(losses, ("", 0.0))  # of the first validation set
         if self._why_nan is not None and self._monitors and not math.isfinite(loss):
@@ -252,7 +252,7 @@ class MetricLogger:
         for monitor in self._monitors:
             monitor.on_note(text)
 
-    def epoch_of(self, state: TrainState) -> float:
+    def compute_epoch(self, state: TrainState) -> float:
         """Return the finished epochs, plus the fraction of the current one if the length of an epoch is known."""
         if not self._steps_per_epoch:
             return float(state.epoch)

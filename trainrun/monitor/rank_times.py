@@ -58,7 +58,7 @@ class RankTimes:
         return {"steps": num_steps, "seconds": rounded}, note
 
     def _read_phases(self) -> list[float]:
-        return [self._phases.seconds_of(phase) for phase in MEASURED]
+        return [self._phases.read_seconds(phase) for phase in MEASURED]
 
     def _compare(self, seconds: dict[int, tuple[float, ...]], num_steps: int) -> str:
         """Add the seconds. After 50 steps, return the note about a slow rank that has not been named."""

@@ -155,7 +155,7 @@ def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
     folder = format_path_to_paste(run.root)
     commands = []
     words = run.overrides.read_text(encoding="utf-8").splitlines() if run.overrides.is_file() else []
-    objects = objects_in_settings(words)
+    objects = find_python_objects(words)
     longer = doubled_limit(summary, facts.config.get("trainer") or {})
     if objects and longer and run.checkpoints.is_dir():
         commands.append(format_call([f"ckpt_path={run.root}", longer], objects))
@@ -170,7 +170,7 @@ def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
     return commands
 
 
-def objects_in_settings(words: Sequence[str]) -> dict[str, str]:
+def find_python_objects(words: Sequence[str]) -> dict[str, str]:
     """Return the Python objects (`model`, `data`, `val`) in the settings of a run, by name, each with its
     description.
     """

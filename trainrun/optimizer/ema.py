@@ -45,7 +45,7 @@ class WeightSwap:
         )
 
     @contextmanager
-    def weights_swapped_in(self) -> Iterator[None]:
+    def swap_weights_in(self) -> Iterator[None]:
         """Put the other weights into the model inside the block. A nested block changes nothing."""
         if self._weights is not None:
             yield
@@ -57,7 +57,7 @@ class WeightSwap:
             self._leave()
 
     @contextmanager
-    def weights_swapped_out(self) -> Iterator[bool]:
+    def swap_weights_out(self) -> Iterator[bool]:
         """Restore the model's own weights inside the block. Yield whether the model had the other weights."""
         was_in_model = self._weights is not None
         self._leave()
@@ -106,14 +106,14 @@ class Ema:
             self._average_weights(newest=(1 - self._decay) / (1 - self._decay**num_looks))
 
     @contextmanager
-    def weights_swapped_in(self) -> Iterator[None]:
+    def swap_weights_in(self) -> Iterator[None]:
         """Put the averages into the model's parameters inside the block. Restore their values afterwards, bit for
         bit.
 
         Enter it before `evaluating`: a model that merges weights in `eval()` then merges the averages.
         """
         self._match_parameters()
-        with self.swap.weights_swapped_in() if self._averages else nullcontext():
+        with self.swap.swap_weights_in() if self._averages else nullcontext():
             yield
 
     def _put_into_model(self) -> None:
@@ -229,9 +229,9 @@ class OptimizerAverage:
     def update(self) -> None:
         """Do nothing: the optimizers update their averages themselves."""
 
-    def weights_swapped_in(self) -> AbstractContextManager[None]:
+    def swap_weights_in(self) -> AbstractContextManager[None]:
         """Put the weights for evaluation into the model inside the block; restore its own afterwards, bit for bit."""
-        return self.swap.weights_swapped_in()
+        return self.swap.swap_weights_in()
 
     def _switch_to_evaluation(self) -> None:
         for optimizer in self._optimizers:
@@ -243,7 +243,7 @@ class OptimizerAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state with the weights for evaluation, as `module`."""
-        with self.weights_swapped_in():
+        with self.swap_weights_in():
             module = {
                 name: value.detach().clone() if isinstance(value, Tensor) else value
                 for name, value in self._model.state_dict().items()

@@ -77,7 +77,9 @@ class GroupDivision:
         above: dict[nn.Parameter, int] = {}
         self._told = ""
         if rules.layer_decay is not None:
-            above, layers = layers_above(model, members, f"{rules.key}.layer_decay={rules.layer_decay:g}")
+            above, layers = count_layers_above(
+                model, members, f"{rules.key}.layer_decay={rules.layer_decay:g}"
+            )
             lowest = rules.layer_decay ** max(above.values())
             self._told = f"{rules.key}.layer_decay={rules.layer_decay:g}: {layers}; lr x {lowest:.3g} to 1"
         self.groups: list[dict[str, Any]] = []
@@ -221,7 +223,7 @@ def peak_rates(keywords: dict[str, Any], optimizer: Optimizer) -> dict[str, list
 SHOWN = 3
 
 
-def layers_above(
+def count_layers_above(
     model: nn.Module, members: Collection[nn.Parameter], key: str
 ) -> tuple[dict[nn.Parameter, int], str]:
     """Return how many layers are above that of each parameter, and a description of the layers.

@@ -86,7 +86,7 @@ class Ddp:
         self.agree, self.sum_over_ranks = exchanges.agree, exchanges.sum_over_ranks
         self.gather, self.barrier, self.broadcast = exchanges.gather, exchanges.barrier, exchanges.broadcast
 
-    def building_model(self) -> AbstractContextManager[Any]:
+    def model_init_context(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -134,7 +134,7 @@ class Ddp:
     def grad_norm(self, norm: Tensor) -> Tensor:
         return norm
 
-    def any_rank(self, flag: Tensor) -> Tensor:
+    def reduce_any(self, flag: Tensor) -> Tensor:
         return flag
 
     def state_dict(self, tree: Any) -> Any:

@@ -147,7 +147,7 @@ class DeferredInit(TorchDispatchMode):
         self._owners: list[Tensor] = []  # one tensor for each storage, so that no identity is used twice
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def record_init(self) -> Iterator[None]:
         """Record the calls of the block. Raise ConfigError if the block reads memory that a deferred tensor has not."""
         try:
             with self:
@@ -170,7 +170,7 @@ class DeferredInit(TorchDispatchMode):
         built: dict[int, Tensor] = {}
         weights = {param.untyped_storage()._cdata for param in model.parameters()}
 
-        def give_memory(leaf: Any) -> Any:
+        def allocate_memory(leaf: Any) -> Any:
             if not is_deferred(leaf) or leaf.untyped_storage()._cdata in weights:
                 return leaf
             if id(leaf) not in built:
@@ -178,11 +178,11 @@ class DeferredInit(TorchDispatchMode):
             return built[id(leaf)]
 
         for module in model.modules():
-            module._buffers.update(map_tree_leaves(dict(module._buffers), give_memory))
+            module._buffers.update(map_tree_leaves(dict(module._buffers), allocate_memory))
             attributes = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
             for name, value in attributes.items():
-                if any(map(is_deferred, tensors_in(value))):
-                    vars(module)[name] = map_tree_leaves(value, give_memory)
+                if any(map(is_deferred, find_tensors(value))):
+                    vars(module)[name] = map_tree_leaves(value, allocate_memory)
 
     def build_tensor(self, tensor: Tensor) -> Tensor:
         """Return the tensor with memory on the host, as an undeferred constructor would have made it."""
@@ -203,7 +203,7 @@ class DeferredInit(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if not any(map(is_deferred, tensors_in((args, kwargs)))):
+        if not any(map(is_deferred, find_tensors((args, kwargs)))):
             return self._create(function, args, kwargs)
         if must_compute(function, args, kwargs):
             return self._call_with_memory(function, args, kwargs)
@@ -212,7 +212,7 @@ class DeferredInit(TorchDispatchMode):
         DeferredTensor.computes_shapes = True
         try:
             result = function(*shapes[0], **shapes[1])
-            has_storage = all(leaf.layout == torch.strided for leaf in tensors_in(result))
+            has_storage = all(leaf.layout == torch.strided for leaf in find_tensors(result))
         except NotImplementedError:  # the shape is not known without the values
             if written_arguments(function, args, kwargs):
                 raise
@@ -227,13 +227,13 @@ class DeferredInit(TorchDispatchMode):
         return result
 
     def _call_with_memory(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        inputs, options = map_tree_leaves((args, replace_device(kwargs, HOST)), self._give_memory)
+        inputs, options = map_tree_leaves((args, replace_device(kwargs, HOST)), self._allocate_memory)
         return function(*inputs, **options)
 
     def _create(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a function that has no deferred arguments. The result is deferred if it is large and new."""
         takes_device = any(argument.name == "device" for argument in function._schema.arguments)
-        if not takes_device or tensors_in((args, kwargs)):
+        if not takes_device or find_tensors((args, kwargs)):
             return function(*args, **kwargs)
         device = torch.device(kwargs.get("device") or HOST)
         if (
@@ -270,8 +270,8 @@ class DeferredInit(TorchDispatchMode):
     def _record(
         self, function: Any, arguments: Any, args: Any, kwargs: Any, result: Any, random: Any
     ) -> None:  # fmt: skip
-        outputs = [self._window(leaf) for leaf in tensors_in(result)]
-        inputs = [self._window(leaf) for leaf in tensors_in((args, kwargs)) if is_deferred(leaf)]
+        outputs = [self._window(leaf) for leaf in find_tensors(result)]
+        inputs = [self._window(leaf) for leaf in find_tensors((args, kwargs)) if is_deferred(leaf)]
         reads = {window.storage for window in inputs}
         new = {window.storage for window in outputs} - reads
         written = [self._window(leaf) for leaf in written_arguments(function, args, kwargs)]
@@ -280,7 +280,7 @@ class DeferredInit(TorchDispatchMode):
             return  # a view, or memory without values
         overwrites = not written
         if len(written) == 1 and is_overwriting(function) and written[0].covers_storage():
-            others = [leaf for leaf in tensors_in((args[1:], kwargs)) if is_deferred(leaf)]
+            others = [leaf for leaf in find_tensors((args[1:], kwargs)) if is_deferred(leaf)]
             reads, overwrites = {self._window(leaf).storage for leaf in others}, True
             overwrites = written[0].storage not in reads
         for storage in writes:
@@ -319,7 +319,7 @@ class DeferredInit(TorchDispatchMode):
             int(tensor.storage_offset()),
         )  # fmt: skip
 
-    def _give_memory(self, leaf: Any) -> Any:
+    def _allocate_memory(self, leaf: Any) -> Any:
         return self.build_tensor(leaf) if is_deferred(leaf) else leaf
 
     def _build(self, window: Window, before: int) -> Tensor:
@@ -330,7 +330,7 @@ class DeferredInit(TorchDispatchMode):
         with torch.no_grad():
             for number in sorted(needed):
                 repeat(self._operations[number], storages)
-            return view_of(window, storages)
+            return build_view(window, storages)
 
     def _collect(self, storage: int, before: int, needed: set[int]) -> None:
         """Add the operations that give a storage the values that it has before an operation."""
@@ -349,9 +349,9 @@ class DeferredInit(TorchDispatchMode):
 def repeat(operation: Operation, storages: Storages) -> None:
     """Repeat a recorded call. Its results go to the storages that they had in the recording."""
 
-    def give_memory(leaf: Any) -> Any:
+    def allocate_memory(leaf: Any) -> Any:
         if isinstance(leaf, Window):
-            return view_of(leaf, storages)
+            return build_view(leaf, storages)
         if isinstance(leaf, Constant):
             if leaf.checksum is not None and compute_checksum(leaf.tensor) != leaf.checksum:
                 raise ConfigError(
@@ -361,7 +361,7 @@ def repeat(operation: Operation, storages: Storages) -> None:
             return leaf.tensor
         return leaf
 
-    args, kwargs = map_tree_leaves((operation.args, operation.kwargs), give_memory)
+    args, kwargs = map_tree_leaves((operation.args, operation.kwargs), allocate_memory)
     kwargs = replace_device(kwargs, HOST)
     present_dtype = torch.get_default_dtype()
     torch.set_default_dtype(operation.default_dtype)
@@ -376,7 +376,7 @@ def repeat(operation: Operation, storages: Storages) -> None:
             generator.set_state(present)
     finally:
         torch.set_default_dtype(present_dtype)
-    for window, tensor in zip(operation.outputs, tensors_in(result), strict=True):
+    for window, tensor in zip(operation.outputs, find_tensors(result), strict=True):
         if window.storage not in operation.writes:
             continue
         if (tensor.dtype, tuple(tensor.shape)) != (window.dtype, window.shape):
@@ -388,7 +388,7 @@ def repeat(operation: Operation, storages: Storages) -> None:
         if place is None and window[3:] == (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()):
             storages[window.storage] = made  # a large one is not copied
         elif place is None or place.data_ptr() != made.data_ptr():
-            view_of(window, storages).copy_(tensor)
+            build_view(window, storages).copy_(tensor)
 
 
 def compute_checksum(tensor: Tensor) -> int:
@@ -399,7 +399,7 @@ def compute_checksum(tensor: Tensor) -> int:
     return zlib.crc32(values.view(torch.uint8).numpy().data)
 
 
-def view_of(window: Window, storages: Storages) -> Tensor:
+def build_view(window: Window, storages: Storages) -> Tensor:
     """Return a tensor on its storage, which is allocated if it has no memory yet."""
     if window.storage not in storages:
         storages[window.storage] = torch.UntypedStorage(window.num_bytes)  # type: ignore[no-untyped-call]
@@ -407,7 +407,7 @@ def view_of(window: Window, storages: Storages) -> Tensor:
     return empty.set_(storages[window.storage], window.offset, window.shape, window.strides)
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
+def find_tensors(tree: Any) -> list[Tensor]:
     """Return the tensors among the arguments or results of an operation."""
     found: list[Tensor] = []
     map_tree_leaves(tree, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
@@ -462,7 +462,7 @@ def written_arguments(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
         if is_declared or position in undeclared:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             written.append(given)
-    return tensors_in(written)
+    return find_tensors(written)
 
 
 def must_compute(function: Any, args: Any, kwargs: Any) -> bool:

@@ -43,14 +43,14 @@ def count_visible(installed: int, visible: str | None) -> int:
     return 1 if 0 < slices == count else count  # of slices, CUDA shows a process the first one
 
 
-class Installed(NamedTuple):
+class InstalledGpus(NamedTuple):
     """The GPUs that CUDA can show to a process, and the driver's version with the newest CUDA that it runs."""
 
     gpus: int = 0
     driver: str = ""
 
 
-def query_installed_gpus() -> Installed:
+def query_installed_gpus() -> InstalledGpus:
     """Return the GPUs according to NVIDIA's management library (NVML), in about 20 ms; no GPU without the library.
 
     If all GPUs are split into slices (MIG), CUDA shows one slice to a process.
@@ -58,20 +58,20 @@ def query_installed_gpus() -> Installed:
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return Installed()
+        return InstalledGpus()
     if nvml.nvmlInit_v2() != 0:
-        return Installed()
+        return InstalledGpus()
     try:
         count, cuda, name = ctypes.c_uint(0), ctypes.c_int(0), ctypes.create_string_buffer(96)
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return Installed()
+            return InstalledGpus()
         nvml.nvmlSystemGetDriverVersion(name, ctypes.c_uint(len(name)))
         nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))
         sliced = sum(_is_sliced(nvml, index) for index in range(count.value))
     finally:
         nvml.nvmlShutdown()
     driver = f"driver {name.value.decode()}, for CUDA {cuda.value // 1000}.{cuda.value % 1000 // 10} at most"
-    return Installed(count.value - sliced or min(sliced, 1), driver)
+    return InstalledGpus(count.value - sliced or min(sliced, 1), driver)
 
 
 def _is_sliced(nvml: ctypes.CDLL, index: int) -> bool:

@@ -57,7 +57,7 @@ class MemoryRange(NamedTuple):
     stop: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> MemoryRange:
+    def from_tensor(cls, tensor: Tensor) -> MemoryRange:
         storage, start = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
         address = storage.data_ptr() or storage._cdata  # no two tensors without memory have one address
         return cls(address, start, start + tensor.nbytes)
@@ -71,7 +71,7 @@ def check_shared_memory(model: nn.Module) -> None:
     params = dict(model.named_parameters())
     by_storage = defaultdict(list)
     for name, tensor in (params | dict(model.named_buffers())).items():
-        place = MemoryRange.of(tensor)
+        place = MemoryRange.from_tensor(tensor)
         by_storage[place.storage].append((name, place))
     pairs = (pair for places in by_storage.values() for pair in combinations(places, 2))
     for (name, place), (other, other_place) in pairs:
@@ -87,7 +87,7 @@ def find_views(model: nn.Module) -> list[tuple[Tensor, str]]:
     params = {id(param) for param in model.parameters()}
     weights = defaultdict(list)
     for name, param in model.named_parameters():
-        weights[MemoryRange.of(param).storage].append((name, MemoryRange.of(param)))
+        weights[MemoryRange.from_tensor(param).storage].append((name, MemoryRange.from_tensor(param)))
     views: list[tuple[Tensor, str]] = []
     for module_name, module in model.named_modules():
         attributes = {name: value for name, value in vars(module).items() if name not in OF_TORCH}
@@ -95,7 +95,7 @@ def find_views(model: nn.Module) -> list[tuple[Tensor, str]]:
             for tensor in iterate_tensors(value):
                 if id(tensor) in params or tensor.layout is not torch.strided:
                     continue
-                place = MemoryRange.of(tensor)
+                place = MemoryRange.from_tensor(tensor)
                 for name, of_weight in weights[place.storage]:
                     if place.overlaps(of_weight):
                         views.append((tensor, f"{name} (by {f'{module_name}.{attribute}'.lstrip('.')})"))
@@ -119,7 +119,7 @@ def retire_tensor(tensor: Tensor, what: str) -> None:
 
 
 @torch.no_grad()
-def spoil_memory(memory: Tensor) -> None:
+def overwrite_with_nan(memory: Tensor) -> None:
     """Fill memory with NaN. Memory that is not torch's own, as of a file or of numpy, does not change."""
     if memory.is_floating_point() and memory.untyped_storage().resizable():
         memory.fill_(torch.nan)

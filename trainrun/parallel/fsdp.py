@@ -27,7 +27,12 @@ from trainrun.errors import ConfigError, PluginError, TrainrunError
 from trainrun.interfaces import TensorShard
 from trainrun.parallel.ddp import check_parameters
 from trainrun.parallel.deferred_init import DeferredInit, is_deferred
-from trainrun.parallel.divided_weights import check_shared_memory, find_views, retire_tensor, spoil_memory
+from trainrun.parallel.divided_weights import (
+    check_shared_memory,
+    find_views,
+    overwrite_with_nan,
+    retire_tensor,
+)
 from trainrun.parallel.group import (
     Exchanges,
     Group,
@@ -60,14 +65,14 @@ class LocalShard(NamedTuple):
     start: int
 
 
-class Extras(NamedTuple):
+class ParameterExtras(NamedTuple):
     """What user code has added to a parameter: attributes, and hooks of its gradient."""
 
     attributes: dict[str, Any]
     hooks: Any
 
     @classmethod
-    def of(cls, param: nn.Parameter) -> Extras:
+    def from_parameter(cls, param: nn.Parameter) -> ParameterExtras:
         return cls(dict(vars(param)), param._backward_hooks)
 
 
@@ -120,8 +125,8 @@ class Fsdp:
         self._num_writes: dict[nn.Parameter, tuple[int, str]] = {}
         self._training_outputs: list[Tensor] = []  # of the forwards of a micro-batch
 
-    def building_model(self) -> AbstractContextManager[Any]:
-        return NOTHING if self._recording is None else self._recording.recording()
+    def model_init_context(self) -> AbstractContextManager[Any]:
+        return NOTHING if self._recording is None else self._recording.record_init()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         check_parameters(model, "fsdp")
@@ -136,7 +141,10 @@ class Fsdp:
         with explain_lost_contact():
             spread_tensors([tensor for tensor in tensors if not is_deferred(tensor)], self._host)
             classes = {id(module): type(module) for module in model.modules()}
-            extras = {place: Extras.of(param) for place, param in parameters_by_place(model).items()}
+            extras = {
+                place: ParameterExtras.from_parameter(param)
+                for place, param in parameters_by_place(model).items()
+            }
             self._sharded_modules = self._shard_modules(model, blocks)
             for part in self._sharded_modules:
                 self._prepare_forward(part, extras)
@@ -149,7 +157,7 @@ class Fsdp:
         model.register_forward_hook(self._handle_forward)
         return model
 
-    def _prepare_forward(self, part: Any, extras: Mapping[Place, Extras]) -> None:
+    def _prepare_forward(self, part: Any, extras: Mapping[Place, ParameterExtras]) -> None:
         """Gather the weights of a sharded module once, and give them what user code had added to the parameters."""
         shards = {shard.whole: shard for shard in self._shards}
         sharded = parameters_by_place(part)
@@ -161,7 +169,7 @@ class Fsdp:
                 copy_extras(extras[place], gathered, shard)
                 weights.append((gathered, shard))
                 self._num_writes[gathered] = gathered._version, shard.name
-        refuse_first_writes(part, weights, self.any_rank)
+        refuse_first_writes(part, weights, self.reduce_any)
         part.reshard()
 
     def _fill_shards(self, deferred: Mapping[str, nn.Parameter]) -> None:
@@ -194,7 +202,7 @@ class Fsdp:
                 dist.all_reduce(squared, group=self._shard_group)
         return squared.sqrt().to(norm.device, norm.dtype)
 
-    def any_rank(self, flag: Tensor) -> Tensor:
+    def reduce_any(self, flag: Tensor) -> Tensor:
         # An exchange of its own: the flag depends on the last reduced gradient, and the update on the flag. The norm
         # of `trainer.gradient_clip_val` has the flag in it, so a run that clips makes no further exchange.
         if self.world_size > 1:
@@ -292,7 +300,7 @@ class Fsdp:
             fully_shard(module, mesh=mesh, reshard_after_forward=self._reshard, offload_policy=policy)
             for param, before in memory.items():
                 retire_tensor(param, names[param])
-                spoil_memory(before)
+                overwrite_with_nan(before)
         rank_in_group = mesh.get_local_rank("shard") if self._replicate > 1 else mesh.get_local_rank()
         self._shards = [
             LocalShard(name, whole, *view_local_rows(whole, groups, rank_in_group))
@@ -478,7 +486,7 @@ def parameters_by_place(model: nn.Module) -> dict[Place, nn.Parameter]:
     }
 
 
-def copy_extras(extras: Extras, gathered: nn.Parameter, shard: LocalShard) -> None:
+def copy_extras(extras: ParameterExtras, gathered: nn.Parameter, shard: LocalShard) -> None:
     """Give the parameter that a forward sees the gradient hooks, and each of the three parameters the attributes."""
     # the same object, so that the handle of a hook removes it here too
     gathered._backward_hooks = extras.hooks
@@ -487,7 +495,9 @@ def copy_extras(extras: Extras, gathered: nn.Parameter, shard: LocalShard) -> No
 
 
 def refuse_first_writes(
-    part: nn.Module, weights: Sequence[tuple[nn.Parameter, LocalShard]], any_rank: Callable[[Tensor], Tensor]
+    part: nn.Module,
+    weights: Sequence[tuple[nn.Parameter, LocalShard]],
+    reduce_any: Callable[[Tensor], Tensor],
 ) -> None:
     """Let the first forward of a sharded module raise PluginError if it changes the values of its gathered weights.
 
@@ -500,7 +510,7 @@ def refuse_first_writes(
             return
         handle.remove()
         differs = [float(not has_rows(param, shard)) for param, shard in weights]
-        flags = any_rank(torch.tensor(differs, device=weights[0][0].device)).tolist()
+        flags = reduce_any(torch.tensor(differs, device=weights[0][0].device)).tolist()
         for flag, (_, shard) in zip(flags, weights, strict=True):
             if flag:
                 raise changed_weight_error(shard.name)

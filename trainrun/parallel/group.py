@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not marked so
 
 from trainrun.errors import ConfigError, LaunchError, LostContact, TrainingError, TrainrunError
-from trainrun.interfaces import Agreed
+from trainrun.interfaces import StepAgreement
 from trainrun.parallel.flight_recorder import read_last_exchanges
 from trainrun.runtime.foreach_copy import copy_tensors
 
@@ -97,14 +97,14 @@ class Exchanges:
         self._all = torch.zeros(group.world_size, 3, dtype=torch.float64)
         self._rows = list(self._all.unbind())
 
-    def agree(self, items: int, stop: int, save: int) -> Agreed:
+    def agree(self, items: int, stop: int, save: int) -> StepAgreement:
         self._own.numpy()[:] = items, stop, save
         try:
             dist.all_gather(self._rows, self._own, group=self._host)
         except RuntimeError as error:
             raise explain_failed_exchange(error) from error
         all_items, stops, saves = zip(*self._all.tolist(), strict=True)
-        return Agreed(sum(all_items) / self._world_size, int(max(stops)), int(max(saves)))
+        return StepAgreement(sum(all_items) / self._world_size, int(max(stops)), int(max(saves)))
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         summands = torch.tensor(values, dtype=torch.float64)

@@ -87,14 +87,14 @@ def run_rank(run_dir: RunDir, rank: int, work: Callable[[], int], flag: StopFlag
         try:
             return work()
         except Exception as error:
-            return end_with_error(run_dir, rank, error, flag)
+            return exit_with_error(run_dir, rank, error, flag)
     except KeyboardInterrupt:  # it may come while an error is reported
         return EXIT_INTERRUPTED
     finally:
         flag.quiet_until = math.inf
 
 
-def end_with_error(run_dir: RunDir, rank: int, error: Exception, flag: StopFlag) -> int:
+def exit_with_error(run_dir: RunDir, rank: int, error: Exception, flag: StopFlag) -> int:
     """Report an error of a rank, and return the exit code."""
     if isinstance(error, LostContact) and flag.request:
         return EXIT_INTERRUPTED if flag.request == STOP_INTERRUPTED else EXIT_AGAIN

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.errors import TrainrunError
-from trainrun.interfaces import Agreed
+from trainrun.interfaces import StepAgreement
 from trainrun.tensors import zero_loss
 
 NO_EXCHANGE: AbstractContextManager[Any] = nullcontext()
@@ -28,7 +28,7 @@ class Single:
     forward_is_collective: bool = False
     shares_folder: bool = True
 
-    def building_model(self) -> AbstractContextManager[Any]:
+    def model_init_context(self) -> AbstractContextManager[Any]:
         return NO_EXCHANGE
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -43,7 +43,7 @@ class Single:
     def grad_norm(self, norm: Tensor) -> Tensor:
         return norm
 
-    def any_rank(self, flag: Tensor) -> Tensor:
+    def reduce_any(self, flag: Tensor) -> Tensor:
         return flag
 
     def state_dict(self, tree: Any) -> Any:
@@ -66,8 +66,8 @@ class Single:
     def explain_error(self, error: RuntimeError) -> TrainrunError | None:
         return None
 
-    def agree(self, items: int, stop: int, save: int) -> Agreed:
-        return Agreed(float(items), stop, save)
+    def agree(self, items: int, stop: int, save: int) -> StepAgreement:
+        return StepAgreement(float(items), stop, save)
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         return values

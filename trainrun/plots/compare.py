@@ -121,13 +121,13 @@ def describe_loss_difference(histories: dict[str, History]) -> str:
     """Return one line that names the first step at which the training losses of the runs differ in any bit."""
     losses = []
     for history in histories.values():
-        rows = history.rows_of_kind("train")
+        rows = history.find_rows("train")
         begins = [0, *(row["step"] for row in rows)]  # a loss is the mean since the row before
         loss_of: dict[tuple[int, int, str], Any] = {
             (row["step"], start, "train/loss"): row.get("train/loss")
             for start, row in zip(begins, rows, strict=False)
         }
-        for row in history.rows_of_kind("eval"):
+        for row in history.find_rows("eval"):
             loss_of |= {(row["step"], -1, name): row[name] for name in row if name.endswith("/loss")}
         losses.append(loss_of)
     both = sorted(set.intersection(*map(set, losses)))
@@ -173,16 +173,19 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
 def best_history(histories: Sequence[History]) -> History | None:
     """Return the run with the best value; None if runs have different metrics or all values are equal."""
     judged = [(history.best, history) for history in histories]
-    with_value = [(best, history) for best, history in judged if best is not None]
-    if len({best.metric for best, _ in with_value}) != 1 or len({best.value for best, _ in with_value}) == 1:
+    format_override = [(best, history) for best, history in judged if best is not None]
+    if (
+        len({best.metric for best, _ in format_override}) != 1
+        or len({best.value for best, _ in format_override}) == 1
+    ):
         return None
-    sign = -1 if any(history.summary.get("mode") == "max" for _, history in with_value) else 1
-    return min(with_value, key=lambda pair: sign * pair[0].value)[1]
+    sign = -1 if any(history.summary.get("mode") == "max" for _, history in format_override) else 1
+    return min(format_override, key=lambda pair: sign * pair[0].value)[1]
 
 
 def final_metrics(history: History) -> dict[str, float]:
     """Return the final validation and test metrics of a run."""
-    metrics = dict(history.summary.get("metrics") or {}) | (history.rows_of_kind("test") or [{}])[-1]
+    metrics = dict(history.summary.get("metrics") or {}) | (history.find_rows("test") or [{}])[-1]
     return {name: value for name, value in metrics.items() if "/" in name and not name.endswith("/seconds")}
 
 

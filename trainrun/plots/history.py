@@ -16,7 +16,7 @@ UNKNOWN = "running, or it did not come to an end"
 
 
 @dataclass(frozen=True)
-class Best:
+class BestValue:
     """The best monitored value of a run. metric: as users type it."""
 
     metric: str
@@ -37,7 +37,7 @@ class History:
     facts: dict[str, Any]
     summary: dict[str, Any]
 
-    def rows_of_kind(self, kind: str) -> list[Row]:
+    def find_rows(self, kind: str) -> list[Row]:
         return self.rows.get(kind, [])
 
     @property
@@ -63,20 +63,18 @@ class History:
         return f" (measured in every {format_ordinal(every)} step)"
 
     @property
-    def best(self) -> Best | None:
+    def best(self) -> BestValue | None:
         """The best value of the monitored metric; while the run trains, the lowest validation loss so far. None
         without one.
         """
         metric, value, step = (self.summary.get(name) for name in ("monitor", "value", "best_step"))
         if metric is not None and value is not None and step is not None:
-            return Best(metric, value, step)
-        losses = [
-            row for row in self.rows_of_kind("eval") if row.get("val/loss", float("nan")) < float("inf")
-        ]
+            return BestValue(metric, value, step)
+        losses = [row for row in self.find_rows("eval") if row.get("val/loss", float("nan")) < float("inf")]
         if self.summary or not losses:
             return None
         lowest = min(losses, key=lambda row: row["val/loss"])
-        return Best("val/loss", lowest["val/loss"], lowest["step"])
+        return BestValue("val/loss", lowest["val/loss"], lowest["step"])
 
 
 def read_history(run: RunDir) -> History:

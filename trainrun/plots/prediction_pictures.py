@@ -29,7 +29,7 @@ MOST_DOTS = 132  # of the longer side of a sample, about
 
 def confusion_html(history: History) -> str:
     """Return the newest confusion matrix, with recall, precision and the number of samples of each class."""
-    rows = history.rows_of_kind("confusion")
+    rows = history.find_rows("confusion")
     if not rows:
         return ""
     row = rows[-1]
@@ -77,7 +77,7 @@ def format_share(share: float) -> str:
 
 def regression_html(history: History) -> str:
     """Return charts of predictions against targets and of residuals, two for each output."""
-    rows = history.rows_of_kind("regression")
+    rows = history.find_rows("regression")
     if not rows:
         return ""
     row = rows[-1]

@@ -11,8 +11,8 @@ from typing import Any
 from trainrun.folder.run_folder import RunDir, write_text
 from trainrun.monitor.run_lines import (
     devices_line,
+    find_python_objects,
     format_call,
-    objects_in_settings,
     settings_without_objects,
 )
 from trainrun.output import SPEEDS, format_duration, format_number, format_quantity
@@ -43,7 +43,7 @@ def draw_report(run: RunDir) -> Path:
     """
     history = read_history(run)
     name = str(history.facts.get("name") or run.root.name)
-    notes = [f"step {row.get('step', 0):,}: {row.get('text', '')}" for row in history.rows_of_kind("note")]
+    notes = [f"step {row.get('step', 0):,}: {row.get('text', '')}" for row in history.find_rows("note")]
     dropped = (
         [f"{len(notes) - MOST_NOTES:,} earlier notes are in {run.metrics.name}"]
         if len(notes) > MOST_NOTES
@@ -71,7 +71,7 @@ def draw_report(run: RunDir) -> Path:
         ),
         page.preformatted_text("Settings that differ from the defaults", "\n".join(changed)),
         page.preformatted_text("Command", format_repeat_command(run, changed)),
-        page.text_samples_table(history.rows_of_kind("sample")[-MOST_SAMPLES:]),
+        page.text_samples_table(history.find_rows("sample")[-MOST_SAMPLES:]),
         page.section_html(
             "Curves", charts_html(charts["loss"] + charts["metrics"] + charts["lr"] + charts["throughput"])
         ),
@@ -122,7 +122,7 @@ def overview_page(run: RunDir) -> str:
 
 def layer_table(history: History) -> list[str]:
     """Return the table of layers if the run wrote one (`monitor.summary`)."""
-    if not (layer_rows := history.rows_of_kind("layers")):
+    if not (layer_rows := history.find_rows("layers")):
         return []
     rows = (
         [str(layer["layer"]), layer["class"], layer["output"], format_number(layer["parameters"])]
@@ -148,7 +148,7 @@ def typed_settings(run: RunDir) -> list[str]:
 def format_repeat_command(run: RunDir, changed: Sequence[str]) -> str:
     """Return the command that repeats the training in a new folder; "" if the run was not started by a command."""
     return (
-        format_call(changed, objects_in_settings(_read_text(run.overrides).splitlines()))
+        format_call(changed, find_python_objects(_read_text(run.overrides).splitlines()))
         if run.overrides.is_file()
         else ""
     )
@@ -163,7 +163,7 @@ def result_rows(history: History) -> list[tuple[str, str]]:
     if best is not None:
         rows.append((f"best {best.metric}", f"{format_number(best.value)} at step {best.step:,}"))
     newest = sorted(
-        [*history.rows_of_kind("train")[-1:], *history.rows_of_kind("eval")[-1:]], key=lambda row: row["step"]
+        [*history.find_rows("train")[-1:], *history.find_rows("eval")[-1:]], key=lambda row: row["step"]
     )
     training = {name: value for row in newest for name, value in row.items() if name.startswith("train/")}
     rows += [
@@ -190,7 +190,7 @@ def result_rows(history: History) -> list[tuple[str, str]]:
 
 def evaluation_table(history: History) -> str:
     """Return a table of the newest validations, with a mark at the best; "" without any."""
-    rows = history.rows_of_kind("eval")[-MOST_EVALUATIONS:]
+    rows = history.find_rows("eval")[-MOST_EVALUATIONS:]
     names = [
         name for name in column_names(rows) if name not in NO_METRICS and _split_class_metric(name) is None
     ]
@@ -209,7 +209,7 @@ def evaluation_table(history: History) -> str:
 
 def newest_metrics(history: History) -> dict[str, Any]:
     """Return the newest metrics of every split."""
-    tests = history.rows_of_kind("test")
+    tests = history.find_rows("test")
     test_metrics = {name: tests[-1][name] for name in (tests[-1] if tests else {}) if _is_split_metric(name)}
     return {**(history.summary.get("metrics") or {}), **test_metrics}
 
@@ -221,7 +221,7 @@ def class_tables(history: History) -> list[str]:
         if (place := _split_class_metric(name)) is not None:
             split, _, metric = place[0].rpartition("/")
             columns_of.setdefault(split, {}).setdefault(metric, {})[place[1]] = value
-    confusion = history.rows_of_kind("confusion")
+    confusion = history.find_rows("confusion")
     names = dict(enumerate(confusion[-1].get("class_names", []) if confusion else []))
     return [
         page.heading(f"Classes: {split}")

@@ -48,7 +48,7 @@ Bytes = npt.NDArray[np.uint8]
 
 def draw_confusion_matrix(history: History) -> Figure | None:
     """Draw the newest confusion matrix; rows are true classes, colours their shares. Return None without one."""
-    rows = history.rows_of_kind("confusion")
+    rows = history.find_rows("confusion")
     if not rows:
         return None
     row = rows[-1]
@@ -215,7 +215,7 @@ def mark_best_and_resumes(ax: Axes, history: History) -> None:
     if best is not None:
         text = f"best {best.metric} {readable(best.value)} (step {best.step:,})"
         ax.axvline(best.step, color=canvas.BEST, linewidth=1.2, linestyle="--", label=text)
-    for row in history.rows_of_kind("start"):
+    for row in history.find_rows("start"):
         if row["step"] > 0:
             ax.axvline(row["step"], color=canvas.QUIET, linewidth=1, linestyle=":", label="resumed")
 
@@ -268,7 +268,7 @@ def hardware_charts(history: History) -> list[Chart]:
     """Return charts of memory and load (run, ranks, GPUs), of temperature, power and throttling, and of disk
     traffic.
     """
-    rows = history.rows_of_kind("hardware")
+    rows = history.find_rows("hardware")
     curves_of: dict[str, list[Curve]] = {}
     every_gpu = any("gpu0_percent" in row for row in rows)
     for name in column_names(rows):
@@ -302,8 +302,8 @@ def latent_charts(history: History) -> list[Chart]:
     """Return the charts of `monitor=vae`: KL and activity by dimension at the last measurement, and over time."""
     rows = [
         row
-        for row in history.rows_of_kind("vae")
-        if len(row["activity"]) == len(history.rows_of_kind("vae")[-1]["activity"])
+        for row in history.find_rows("vae")
+        if len(row["activity"]) == len(history.find_rows("vae")[-1]["activity"])
     ]
     if not rows:
         return []

@@ -44,7 +44,7 @@ def phase_seconds_by_block(rows: Sequence[Mapping[str, Any]], most: int = MOST_B
 
 def draw_phase_shares(history: History) -> Figure | None:
     """Draw the time of the run by phase; None if the run recorded no phases."""
-    blocks = phase_seconds_by_block(history.rows_of_kind("ledger"))
+    blocks = phase_seconds_by_block(history.find_rows("ledger"))
     if not len(blocks):
         return None
     picture, (ax,) = canvas.new_panels("Time", 1, height=4.1, fitted=True)
@@ -73,7 +73,7 @@ def draw_phase_shares(history: History) -> Figure | None:
 
 def phase_shares_html(history: History) -> str:
     """Return a bar with the share of each phase, and its legend; "" if the run recorded no phases."""
-    blocks = phase_seconds_by_block(history.rows_of_kind("ledger"))
+    blocks = phase_seconds_by_block(history.find_rows("ledger"))
     if not len(blocks):
         return ""
     sums = dict(zip(ACCOUNTS, blocks.sum(axis=0).tolist(), strict=True))

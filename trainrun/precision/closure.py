@@ -22,7 +22,7 @@ from trainrun.interfaces import GradReport, Parallel, Precision
 from trainrun.precision.update import Update
 
 
-class NotFinite(Exception):
+class NonfiniteGradient(Exception):
     """The error that an evaluation gave a gradient that is not finite."""
 
 
@@ -53,13 +53,13 @@ def step_with_closure(
         usable, norm = precision.check_and_clip(optimizer, want_norm=True)
         norms.append(norm)
         if not usable:
-            raise NotFinite
+            raise NonfiniteGradient
         return loss
 
     skipped = False
     try:
         optimizer.step(evaluate_closure)  # type: ignore[arg-type]
-    except NotFinite:
+    except NonfiniteGradient:
         skipped = True
         with torch.no_grad():
             for param, value_before in zip(params, before, strict=True):

@@ -71,7 +71,7 @@ class Update:
     ) -> None:
         self._parallel = parallel
         self._grad_norm = parallel.grad_norm if parallel else _identity
-        self._any_rank = parallel.any_rank if parallel else _identity
+        self._reduce_any = parallel.reduce_any if parallel else _identity
         self._model = model
         self._device = device
         self._book = (phases or PhaseTimer()).open
@@ -99,7 +99,7 @@ class Update:
         self._cleared: list[nn.Parameter] = []  # those, and the model's others
         self._gradients = GradientLists([])
         self._with_gradient: list[nn.Parameter] = []  # in the last step
-        self.had_gradient: set[Tensor] = set()
+        self.params_with_gradient: set[Tensor] = set()
         self._flag_on_device = False
         self._updated_once = False
 
@@ -178,7 +178,7 @@ class Update:
     def _handle_new_gradients(self, optimizer: Optimizer) -> None:
         """Handle that other parameters have gradients than in the previous step."""
         self._with_gradient = self._gradients.with_gradient
-        self.had_gradient |= set(self._with_gradient)
+        self.params_with_gradient |= set(self._with_gradient)
         parts = joined_optimizers(optimizer) or [optimizer]
         for part in parts:
             start_momentum_at_zero(part)
@@ -213,7 +213,7 @@ class Update:
     def _is_usable(self, optimizer: Optimizer, groups: Groups, norm: Tensor | None) -> bool:
         """Return whether to call `optimizer.step()`. True also if the optimizer checks the gradients on the device."""
         if self._scaler is not None:
-            return not (groups and self._overflowed(self._scaler, optimizer, self._any_rank))
+            return not (groups and self._overflowed(self._scaler, optimizer, self._reduce_any))
         if not self._checks:
             return True
         if self._stopped:
@@ -224,7 +224,7 @@ class Update:
             mark_nonfinite([[norm]], self._found, self._one)
         else:
             mark_nonfinite(groups, self._found, self._one)
-            self._any_rank(self._found)
+            self._reduce_any(self._found)
         if self._flag_on_device and self._updated_once:
             # Not in the first step: fused SGD would keep an uninitialised momentum (torch 2.13).
             return True
@@ -308,7 +308,7 @@ def build_scaler(device: torch.device) -> torch.amp.GradScaler:
 
 
 def has_overflowed(
-    scaler: torch.amp.GradScaler, optimizer: Optimizer, any_rank: Callable[[Tensor], Tensor]
+    scaler: torch.amp.GradScaler, optimizer: Optimizer, reduce_any: Callable[[Tensor], Tensor]
 ) -> bool:
     """Return whether `unscale_` saw a value that is not finite. The host waits for the device.
 
@@ -316,7 +316,7 @@ def has_overflowed(
     optimizer, and SGD would start from an uninitialised momentum.
     """
     flags = scaler._found_inf_per_device(optimizer)
-    return math.fsum(any_rank(flag).item() for flag in flags.values()) != 0
+    return math.fsum(reduce_any(flag).item() for flag in flags.values()) != 0
 
 
 def describe_end_of_run(stopped: bool, scales: bool, most: int) -> str:

@@ -61,7 +61,7 @@ class JudgedLoop:
             judged: Any = JudgedTriggers(run.triggers, judge)
             state = loop.fit(replace(run, triggers=judged), state)
             if state.stop_request < STOP_INTERRUPT and (judge.looked_at != state.step or run.hooks.by_key):
-                judge.look(state)  # hooks may change the weights at the end
+                judge.evaluate_if_due(state)  # hooks may change the weights at the end
             return state
         finally:
             judge.close()
@@ -79,7 +79,7 @@ class JudgedTriggers:
     def after_step(self, state: TrainState) -> Due:
         due: Due = self._triggers.after_step(state)
         if self._judge.is_due(state):
-            self._judge.look(state)
+            self._judge.evaluate_if_due(state)
         if self._judge.is_too_late and not due.stop:
             state.stop_reason = TOO_LATE
             return Due(False, True, due.log)
@@ -135,7 +135,7 @@ class Judge:
         intervals = count_samples(self._run, state) // self._every
         return state.step > self.looked_at and intervals > self._intervals_done
 
-    def look(self, state: TrainState) -> None:
+    def evaluate_if_due(self, state: TrainState) -> None:
         """Evaluate the current weights with the clock stopped. Raise ConfigError if the metric does not exist."""
         run = self._run
         wait_for_device(run.parallel.device)
@@ -193,10 +193,10 @@ def count_samples(run: Components, state: TrainState) -> float:
     lengths, num_samples = run.triggers.rhythm.lengths, run.train.num_samples
     if lengths.steps_per_epoch is not None and num_samples is not None and state.step > 0:
         return lengths.measure_position(state, "epoch")[1] * num_samples
-    return state.step * samples_of_step(run)
+    return state.step * count_step_samples(run)
 
 
-def samples_of_step(run: Components) -> int:
+def count_step_samples(run: Components) -> int:
     config = run.config
     return config.data.batch_size * config.trainer.accumulate_grad_batches * run.parallel.world_size
 
@@ -206,7 +206,7 @@ def default_interval(run: Components) -> int:
     rhythm = run.triggers.rhythm
     if rhythm.total_steps is None:
         raise ConfigError("--every: the length of this training is not known; give a number of samples")
-    samples = rhythm.total_steps * samples_of_step(run)
+    samples = rhythm.total_steps * count_step_samples(run)
     if rhythm.steps_per_epoch is not None and run.train.num_samples is not None:
         samples = round(rhythm.total_steps / rhythm.steps_per_epoch * run.train.num_samples)
     return max(samples // NUM_LOOKS, 1)

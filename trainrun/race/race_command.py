@@ -150,7 +150,7 @@ def run_race(race: Race, changes: Sequence[Variation], again: str) -> int:
             if is_new and not race.runs:
                 remove_new_folder(race.folder, "races")
             raise
-        if race.seeds_of(race.racers[0].name):
+        if race.list_seed_runs(race.racers[0].name):
             write_report(race, changes)
             print_report(race, changes)
             say(f"page: {race.folder / PAGE}", flush=True)
@@ -159,5 +159,5 @@ def run_race(race: Race, changes: Sequence[Variation], again: str) -> int:
         report_result(**race_facts(race, changes))
     if relay.number:
         return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN
-    failed = any(run.error for racer in race.racers for run in race.seeds_of(racer.name))
+    failed = any(run.error for racer in race.racers for run in race.list_seed_runs(racer.name))
     return EXIT_FAILED if failed else EXIT_DONE

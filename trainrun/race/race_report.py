@@ -45,11 +45,11 @@ def race_table(race: Race, results: RaceResults) -> Table:
     rows = []
     for racer in race.racers:
         if len(racer.name) == 1 and results.runs[racer.name]:
-            rows.append([label_of(racer), *standing_cells(results.standing(racer.name, first))])
+            rows.append([format_label(racer), *standing_cells(results.standing(racer.name, first))])
     return head, rows
 
 
-def label_of(racer: Racer) -> str:
+def format_label(racer: Racer) -> str:
     """Return the letter of a racer with its settings. Long ones are left out; the first line of the race has them."""
     return racer.name if len(racer.about) > LONGEST_LABEL else f"{racer.name} {racer.about}"
 
@@ -107,7 +107,7 @@ def variation_table(results: RaceResults, first: str, second: str, changes: Sequ
     return head, rows
 
 
-def notes_of(race: Race, results: RaceResults) -> list[str]:
+def build_notes(race: Race, results: RaceResults) -> list[str]:
     """Return lines that explain the numbers of the table."""
     every = "" if race.every is None else f" every {race.every:,} samples"
     lines = [
@@ -133,7 +133,7 @@ def print_report(race: Race, changes: Sequence[Variation]) -> None:
     say(format_table(*race_table(race, results)))
     if changes:
         say(format_table(*variation_table(results, race.racers[0].name, race.racers[1].name, changes)))
-    for line in notes_of(race, results):
+    for line in build_notes(race, results):
         say(line)
 
 
@@ -156,20 +156,20 @@ def write_report(race: Race, changes: Sequence[Variation]) -> None:
     if changes:
         names = race.racers[0].name, race.racers[1].name
         parts += [page.heading("Differences"), page.html_table(*variation_table(results, *names, changes))]
-    parts += [page.paragraph(line) for line in [*notes_of(race, results), describe_machine()]]
+    parts += [page.paragraph(line) for line in [*build_notes(race, results), describe_machine()]]
     parts.append(charts_html([curves_chart(race, results)]))
     write_text(race.folder / PAGE, page.html_page(title, parts))
 
 
 def curves_chart(race: Race, results: RaceResults) -> Chart:
     """Return the metric of each run of the command line's racers over time and samples."""
-    curves = [curve_of_run(f"{racer.name}, seed {run.seed}", run)
+    curves = [build_run_curve(f"{racer.name}, seed {run.seed}", run)
               for racer in race.racers if len(racer.name) == 1
               for run in results.runs[racer.name] if run.curve]  # fmt: skip
     return Chart(race.goal.metric, curves)
 
 
-def curve_of_run(name: str, run: RaceRun) -> Curve:
+def build_run_curve(name: str, run: RaceRun) -> Curve:
     samples, seconds, values = np.asarray(run.curve, dtype=np.float64).T
     return Curve(name, {"time": seconds + run.start, "samples": samples}, values)
 
@@ -191,14 +191,14 @@ def race_facts(race: Race, changes: Sequence[Variation]) -> dict[str, Any]:
 
 
 def standing_facts(standing: Standing) -> dict[str, Any]:
-    def facts_of(ratio: Ratio | None) -> dict[str, float] | None:
+    def build_ratio_facts(ratio: Ratio | None) -> dict[str, float] | None:
         return None if ratio is None else {"value": ratio.value, "low": ratio.low, "high": ratio.high}
 
     equal = standing.equivalence
     return {
         "arrived": len(standing.runs) - standing.late, "runs": len(standing.runs), "seconds": standing.seconds,
-        "training_seconds": standing.training_seconds, "ratio": facts_of(standing.ratio),
-        "training_ratio": facts_of(standing.training_ratio), "bound": standing.bound, "ends": standing.ends,
+        "training_seconds": standing.training_seconds, "ratio": build_ratio_facts(standing.ratio),
+        "training_ratio": build_ratio_facts(standing.training_ratio), "bound": standing.bound, "ends": standing.ends,
         "peak_bytes": standing.peak_bytes,
         "equivalence": equal and {"verdict": equal.verdict, "low": equal.low, "high": equal.high,
                                   "margin": equal.margin},

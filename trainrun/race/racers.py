@@ -188,7 +188,7 @@ def group_changes(before: Racer, after: Racer) -> dict[str, list[str]]:
     from the option.
     """
     here, there = compose_racer(before.words), compose_racer(after.words)
-    groups = dict.fromkeys(group_of(change.key) for change in compare_configs(here.config, there.config))
+    groups = dict.fromkeys(find_group(change.key) for change in compare_configs(here.config, there.config))
     groups = {group: None for group in groups if group not in NO_DIFFERENCE}
     changes: dict[str, list[str]] = {}
     for group in groups:
@@ -200,13 +200,13 @@ def group_changes(before: Racer, after: Racer) -> dict[str, list[str]]:
         words += [
             f"{change.key}={format_value_as_typed(change.here)}"
             for change in rest
-            if group_of(change.key) == group and change.here is not ABSENT
+            if find_group(change.key) == group and change.here is not ABSENT
         ]
         changes[group] = words
     return changes
 
 
-def group_of(key: str) -> str:
+def find_group(key: str) -> str:
     """Return the section of a key if it is changed as a whole, else the key."""
     return next((name for name in TOGETHER if key == name or key.startswith(f"{name}.")), key)
 

@@ -165,7 +165,7 @@ class RaceResults:
         margin = self.margin
         if margin is None:
             margin = 0.01 * abs(fmean(there.values())) if there else 0.0
-        return equivalence_of(differences, margin)
+        return compute_equivalence(differences, margin)
 
 
 def late_limit(racers: Sequence[Sequence[RaceRun]], with_start: bool) -> float:
@@ -178,7 +178,7 @@ def late_limit(racers: Sequence[Sequence[RaceRun]], with_start: bool) -> float:
     return math.inf
 
 
-def equivalence_of(differences: Sequence[float], margin: float) -> Equivalence | None:
+def compute_equivalence(differences: Sequence[float], margin: float) -> Equivalence | None:
     """Test paired differences for equivalence; positive ones are better. Return None for fewer than two."""
     count = len(differences)
     if count < 2:

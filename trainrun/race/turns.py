@@ -21,9 +21,9 @@ from trainrun.race.racer_process import JUDGED, REQUEST
 from trainrun.race.racers import Racer, validation_reads
 from trainrun.race.standings import RaceResults, RaceRun, late_limit
 from trainrun.runtime.python_module import module_command
-from trainrun.sweep.forked_job import end_with_sweep
+from trainrun.sweep.forked_job import exit_with_sweep
 from trainrun.sweep.job_queue import StopRelay
-from trainrun.sweep.jobs import file_name_of
+from trainrun.sweep.jobs import format_file_name
 from trainrun.sweep.results import OUTPUT, read_result
 
 RACE_FILE: Final = "race.json"
@@ -133,17 +133,17 @@ class Race:
         return validation_reads(self.racers[0])
 
     def results(self) -> RaceResults:
-        runs = {racer.name: self.seeds_of(racer.name) for racer in self.racers}
+        runs = {racer.name: self.list_seed_runs(racer.name) for racer in self.racers}
         return RaceResults(runs, self.goal.mode, self.margin)
 
-    def seeds_of(self, name: str) -> list[RaceRun]:
+    def list_seed_runs(self, name: str) -> list[RaceRun]:
         """Return the finished runs of a racer by seed, for the seeds of this call."""
         runs = self.runs.get(name, {})
         return [runs[seed] for seed in range(self.num_seeds) if seed in runs]
 
     @property
     def is_done(self) -> bool:
-        return all(len(self.seeds_of(racer.name)) == self.num_seeds for racer in self.racers)
+        return all(len(self.list_seed_runs(racer.name)) == self.num_seeds for racer in self.racers)
 
     def run_all(self, relay: StopRelay, command: RunCommand | None = None) -> None:
         """Run all missing runs. Raise ConfigError for a mistake that a run reports before its first step."""
@@ -157,7 +157,7 @@ class Race:
                     continue
                 if relay.number:
                     return
-                run = self._run(racer, seed, f"{file_name_of([racer.name])}-seed{seed}", relay, command)
+                run = self._run(racer, seed, f"{format_file_name([racer.name])}-seed{seed}", relay, command)
                 if relay.number and run.end is None:
                     return  # it was stopped, and is run again
                 self.runs.setdefault(racer.name, {})[seed] = run
@@ -198,7 +198,7 @@ class Race:
         with (folder / OUTPUT).open("wb") as output:
             process = subprocess.Popen(
                 command(folder), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, preexec_fn=lambda: end_with_sweep(()),
+                start_new_session=True, preexec_fn=lambda: exit_with_sweep(()),
             )  # fmt: skip
             relay.add(process)
             code = process.wait()
@@ -213,7 +213,7 @@ class Race:
 
     def _limits(self) -> dict[str, float] | None:
         """Return the seconds after which a run is late; None if no run of the first racer has arrived yet."""
-        first = [run for run in self.seeds_of(self.racers[0].name) if run.arrived is not None]
+        first = [run for run in self.list_seed_runs(self.racers[0].name) if run.arrived is not None]
         if not first:
             return None
         return {"with_start": late_limit([first], True), "training": late_limit([first], False)}
@@ -238,7 +238,7 @@ class Race:
         if run.error:
             did = f"failed: {run.error}"
         total = self.num_seeds * len(self.racers)
-        count = sum(len(self.seeds_of(one.name)) for one in self.racers)
+        count = sum(len(self.list_seed_runs(one.name)) for one in self.racers)
         end = "" if run.end is None else f", ends with {format_number(run.end)}"
         say(f"[{count}/{total}] {racer.name}, seed {run.seed}: {did}{end}", flush=True)
 

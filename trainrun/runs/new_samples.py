@@ -29,7 +29,7 @@ from trainrun.config.schema import RunConfig, replace_values
 from trainrun.data.batch import convert_to_tensor
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.pictures.decode import Form, build_form, decode_picture
+from trainrun.data.readers.pictures.decode import PictureForm, build_form, decode_picture
 from trainrun.data.readers.pictures.image_folder import read_content
 from trainrun.data.readers.tables import csv_files, parquet
 from trainrun.data.readers.tables.arrow_files import ParquetFile, open_table
@@ -278,7 +278,7 @@ def build_picture_samples(
     return NewSamples(partial(decode_new_picture, pictures, form), names)
 
 
-def decode_new_picture(pictures: Sequence[Path | bytes], form: Form, index: int) -> Tensor:
+def decode_new_picture(pictures: Sequence[Path | bytes], form: PictureForm, index: int) -> Tensor:
     picture = pictures[index]
     content = picture if isinstance(picture, bytes) else read_content(str(picture))
     return decode_picture(

@@ -55,7 +55,7 @@ from trainrun.runs.failures import end_hung_rank, keep_overrides_if_accepted
 from trainrun.runtime.collector import collect_between_steps, restore_collector, restore_usual_collection
 from trainrun.runtime.machine import return_kept_memory
 from trainrun.runtime.signals import StopFlag
-from trainrun.runtime.watchdog import Hung, Watchdog
+from trainrun.runtime.watchdog import RunHung, Watchdog
 from trainrun.seeding import derive_seed, seed_everything
 from trainrun.timing.phases import (
     ACCOUNTS,
@@ -100,7 +100,7 @@ def train_rank(
             return train_until_rollback(run_dir, config, order, parallel, flag, phases, back)
         except RollBack as error:
             back = error.with_traceback(None)  # or its frames would hold the parts from before
-        except Hung as error:
+        except RunHung as error:
             raise TrainingError(str(error)) from error
         except SystemExit as error:
             raise TrainingError(f"sys.exit() in code of yours: {format_error_with_line(error)}") from error
@@ -317,7 +317,7 @@ def build_summary(run: Components, state: TrainState, facts: RunFacts) -> dict[s
         "value": state.best_metric,
         "best_step": state.best_step if state.best_step >= 0 else None,
         "step": state.step,
-        "epoch": run.monitors.epoch_of(state),
+        "epoch": run.monitors.compute_epoch(state),
         "seconds": state.seconds,
         **run.monitors.speeds(state.items * run.parallel.world_size / max(state.seconds, 1e-9)),
         "skipped_steps": state.skipped_steps,

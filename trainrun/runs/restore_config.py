@@ -13,14 +13,14 @@ from trainrun.assemble.data_pipeline import TrainingNames, build_sources, open_s
 from trainrun.assemble.resumption import load_checkpoint_weights, load_network_of_run
 from trainrun.assemble.start_choices import read_earlier_choices
 from trainrun.checkpoint.files import list_committed_steps
-from trainrun.checkpoint.load import Loaded, choose_checkpoint, read_checkpoint, resolve_checkpoint
+from trainrun.checkpoint.load import LoadedCheckpoint, choose_checkpoint, read_checkpoint, resolve_checkpoint
 from trainrun.checkpoint.weights import find_base_weights
 from trainrun.config.saved_config import parse_saved_overrides
 from trainrun.config.schema import RunConfig, replace_values
 from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir, list_typed_keys, read_identity
 from trainrun.instantiate import BUILT, is_node
-from trainrun.output import say_note
+from trainrun.output import print_note
 from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.runs.resume import check_modules, load_trusted_config
@@ -77,7 +77,7 @@ def load_parts(
     loaded = read_checkpoint(folder)
     if replaces_all_samples(config, typed, measured):
         if is_held_out and is_training_data(config, device, loaded):
-            say_note(
+            print_note(
                 f"data.path={config.data.path} has as many samples as the run was trained on, so the part that was "
                 f"held out is read; data.train.{measured}_path={config.data.path} reads all of it"
             )
@@ -131,7 +131,7 @@ def replaces_all_samples(config: RunConfig, typed: set[str], split: str) -> bool
     return "data.path" in typed and not is_said and is_node(node) and key in node
 
 
-def is_training_data(config: RunConfig, device: torch.device, loaded: Loaded) -> bool:
+def is_training_data(config: RunConfig, device: torch.device, loaded: LoadedCheckpoint) -> bool:
     """Return whether `data.path` is the training data of the run, judged by the number of samples."""
     try:
         sources, drawn = build_sources(config, [], load_saved_names(loaded))
@@ -158,13 +158,13 @@ def use_all_samples(config: RunConfig, split: str) -> RunConfig:
     return replace_values(config, changes)
 
 
-def load_saved_names(loaded: Loaded) -> TrainingNames:
+def load_saved_names(loaded: LoadedCheckpoint) -> TrainingNames:
     """Return the names of classes and input columns in a checkpoint; empty for an older one without names."""
     stream = loaded.shared.get("stream", {})
     return TrainingNames(stream.get("classes") or (), stream.get("inputs") or {})
 
 
-def restore_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torch.device) -> None:
+def restore_task_state(task: Any, calls: TaskCalls, loaded: LoadedCheckpoint, device: torch.device) -> None:
     """Restore the state and the step of the task. Its loss may depend on the step.
 
     Note the parts of the model that no checkpoint stores.
@@ -174,7 +174,7 @@ def restore_task_state(task: Any, calls: TaskCalls, loaded: Loaded, device: torc
         for lost in (
             lost_name for lost_name in task_state.get("anew", ()) if lost_name.startswith("model: ")
         ):
-            say_note(
+            print_note(
                 f"{loaded.folder.name} does not contain values that changed in {lost}: they have their initial values"
             )
         load_task_state(loaded.folder.name, task, task_state, device)
@@ -189,5 +189,5 @@ def choose_saved_checkpoint(run: RunDir, which: str | None) -> str:
     """Return the checkpoint that `--which` names; without it the best one, or the last one (with a note)."""
     chosen = choose_checkpoint(run.checkpoints, which)
     if which is None and chosen == "last" and list_committed_steps(run.checkpoints):
-        say_note("no metric chose a best checkpoint of this run; the last one is used")
+        print_note("no metric chose a best checkpoint of this run; the last one is used")
     return chosen

@@ -41,7 +41,7 @@ from trainrun.folder.seal import check_files, check_sealed
 from trainrun.folder.status import read_status
 from trainrun.instantiate import TARGET
 from trainrun.monitor.metric_rows import read_valid_lines
-from trainrun.output import say_note
+from trainrun.output import print_note
 
 MAX_WORDS_BYTES = 2**22
 SHOWN = 8
@@ -297,7 +297,7 @@ def describe_finished(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
     )
 
 
-def repair_folder(run: RunDir, note: Callable[[str], None] = say_note) -> None:
+def repair_folder(run: RunDir, note: Callable[[str], None] = print_note) -> None:
     """Repair the folder of a run so that it can continue. Only the process that holds its lock may call this.
 
     Damaged files are set aside. Raises ConfigError if the folder is not writable.

@@ -41,7 +41,7 @@ from trainrun.folder.seal import is_sealed, seal_folder
 from trainrun.folder.status import find_named_run, is_sweep, read_status
 from trainrun.instantiate import BUILT
 from trainrun.limits import is_url
-from trainrun.output import format_count, format_path_to_paste, mask_argument, say, say_note
+from trainrun.output import format_count, format_path_to_paste, mask_argument, print_note, say
 from trainrun.parallel.devices import choose_num_devices, is_started_by_launcher
 from trainrun.parallel.launch import launch_ranks
 from trainrun.runs import resume
@@ -267,7 +267,7 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
     if is_url(folder):
         from trainrun.checkpoint.mirror import fetch_run  # needs an optional package
 
-        folder = fetch_run(str(folder), say_note)
+        folder = fetch_run(str(folder), print_note)
     run = find_named_run(folder)
     if not run.config.is_file():
         raise ConfigError(f"{key}={folder}: no run is there (no config.yaml)")

@@ -28,7 +28,7 @@ from trainrun.data.cache.room import cache_home
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, LostContact
 from trainrun.folder.run_folder import LaunchSpec, RunDir, read_identity, read_json, write_json, write_text
 from trainrun.folder.status import write_status
-from trainrun.output import say, say_note
+from trainrun.output import print_note, say
 from trainrun.parallel.devices import describe_local_ranks_fault
 from trainrun.parallel.handshake import (
     ANSWER_SECONDS,
@@ -159,9 +159,9 @@ def train_as_other_rank() -> int:
     if sees_folder:
         run = RunDir(Path(payload["folder"]))
         return _train_this_rank(run, load_config(run.config, []), order, meeting)
-    run = RunDir(_own_folder(payload))
+    run = RunDir(_read_rank_folder(payload))
     if os.environ["LOCAL_RANK"] == "0":
-        say_note(
+        print_note(
             f"{socket.gethostname()} does not see the run folder of rank 0, {payload['folder']}; files about a failure "
             f"of rank {os.environ['RANK']} would be in {run.root}"
         )
@@ -172,7 +172,7 @@ def train_as_other_rank() -> int:
             run.root.rmdir()
 
 
-def _own_folder(payload: dict[str, Any]) -> Path:
+def _read_rank_folder(payload: dict[str, Any]) -> Path:
     """Return the folder of this machine for the files of its ranks."""
     return cache_home() / "ranks" / str(payload["run_id"])
 
@@ -219,7 +219,7 @@ def _describe_fault(payload: dict[str, Any], sees_folder: bool) -> str:
             "its shards there; name a folder that all machines share with output_dir=..., or use parallel=ddp"
         )
     try:
-        _own_folder(payload).mkdir(parents=True, exist_ok=True)
+        _read_rank_folder(payload).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return (
             f"XDG_CACHE_HOME: {place} cannot write to {error.filename} ({error.strerror}); set it to another folder "

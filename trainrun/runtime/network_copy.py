@@ -26,7 +26,7 @@ def copy_network(network: Network) -> Network:
     copied = {id(part) for part in iterate_held_objects(network, types.FunctionType) if _is_copied(part)}
     parts = list(iterate_held_objects(network))
     functions = [part for part in parts if isinstance(part, types.FunctionType)]
-    functions = [function for function in functions if _refers_to(copied, held_objects(function))]
+    functions = [function for function in functions if _refers_to(copied, find_references(function))]
     copies: dict[int, Any] = {id(function): _copy_function(function) for function in functions}
     duplicate = copy.deepcopy(network, copies)
 
@@ -37,7 +37,7 @@ def copy_network(network: Network) -> Network:
         new = copies[id(function)]
         new.__defaults__, new.__kwdefaults__ = renew(function.__defaults__), renew(function.__kwdefaults__)
         for cell, new_cell in zip(function.__closure__ or (), new.__closure__ or (), strict=True):
-            for value in held_objects(cell):
+            for value in find_references(cell):
                 new_cell.cell_contents = renew(value)
     for param in parts:
         if isinstance(param, nn.Parameter) and id(param) in copies:
@@ -59,10 +59,10 @@ def iterate_held_objects(value: Any, *closed: type) -> Iterator[Any]:
         seen[id(part)] = part  # kept, so that no other object gets its id
         yield part
         if not isinstance(part, closed):
-            waiting += held_objects(part)
+            waiting += find_references(part)
 
 
-def held_objects(value: Any) -> Iterable[Any]:
+def find_references(value: Any) -> Iterable[Any]:
     """Return the objects that a container, an object or a function refers to."""
     if isinstance(value, type | types.ModuleType):
         return ()

@@ -30,7 +30,7 @@ DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy", "ipdb")
 
 
 class Progress(Protocol):
-    """The counters that move while a run makes progress: `monitors.step` and `triggers.looks`."""
+    """The counters that move while a run makes progress: `monitors.step` and `triggers.num_checks`."""
 
     @property
     def monitors(self) -> Any: ...
@@ -38,7 +38,7 @@ class Progress(Protocol):
     def triggers(self) -> Any: ...
 
 
-class Hung(BaseException):
+class RunHung(BaseException):
     """The exception raised in the main thread of a run without progress.
 
     It is no subclass of Exception, because a reader would take that for a damaged sample.
@@ -90,7 +90,7 @@ class Watchdog:
             run = self._components
             last_seen: tuple[int, int, int] | None = None
             if run is not None:
-                last_seen = (run.monitors.step, run.triggers.looks, self._phases.account)
+                last_seen = (run.monitors.step, run.triggers.num_checks, self._phases.account)
             if last_seen is None or last_seen != before or last_seen[2] == COMPILE or is_in_debugger():
                 before, idle = last_seen, 0.0
                 continue
@@ -113,7 +113,7 @@ class Watchdog:
             text += f" (could not be written: {error})"
         if self._ended.is_set() or self._components is None:  # it went on meanwhile
             return
-        self._flag.fault = Hung(text)
+        self._flag.fault = RunHung(text)
         signal.pthread_kill(
             threading.main_thread().ident or 0, signal.SIGUSR2
         )  # its handler raises the fault

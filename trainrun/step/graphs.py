@@ -18,7 +18,7 @@ from trainrun.seeding import restore_random_state
 from trainrun.training.checks.unsaved_state import collect_saved_ids
 from trainrun.training.components import Components
 from trainrun.training.recovery.oom import describe_out_of_memory
-from trainrun.training.without_trace import NoTrial, restore_state
+from trainrun.training.without_trace import TrialNotPossible, restore_state
 
 Function = Callable[..., list[Tensor]]
 Run = Callable[[], list[Tensor]]
@@ -54,7 +54,7 @@ def run_rehearsal(run: Components, batch: Any) -> None:
         with torch.no_grad(), restore_state((run.model,), run.parallel.device):
             draws, outputs, attributes = run_forward()
             draws_now, kept_now, attributes_now = run_forward()
-    except NoTrial as error:
+    except TrialNotPossible as error:
         raise PluginError(
             f"trainer.compile.scope=step: {error}, so two trial steps cannot be taken back; "
             "use trainer.compile.scope=model"

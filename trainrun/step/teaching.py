@@ -43,7 +43,7 @@ NORMALIZE = "trainrun.data.augment.normalize.Normalize"
 LoadRun = Callable[[str], tuple[nn.Module, RunConfig]]
 
 
-def give_teacher(
+def attach_teacher(
     task: Distillation, config: RunConfig, model: nn.Module, source: Any, in_order: Callable[[], Batches],
     parallel: Parallel, load_run: LoadRun, rhythm: Intervals,
 ) -> str:  # fmt: skip

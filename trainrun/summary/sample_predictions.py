@@ -53,7 +53,7 @@ def prediction_rows(run: Components, state: TrainState, run_dir: RunDir) -> list
     if run.val is None or not isinstance(run.task, Predicts):
         return []
     step = _choose_best_step(run, state)
-    predictions = _call_or_note_error(run, lambda: _predictions_of_step(run, state, run_dir, step))
+    predictions = _call_or_note_error(run, lambda: _find_predictions(run, state, run_dir, step))
     pairs = (
         None
         if predictions is None
@@ -93,7 +93,7 @@ def _choose_best_step(run: Components, state: TrainState) -> int:
     return best[0] if all(run.parallel.gather(fits)) and best is not None else state.step
 
 
-def _predictions_of_step(
+def _find_predictions(
     run: Components, state: TrainState, run_dir: RunDir, step: int
 ) -> Predictions | tuple[()]:
     if step == state.step:

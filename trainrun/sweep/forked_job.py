@@ -41,7 +41,7 @@ def import_what_jobs_need() -> None:
     gc.freeze()
 
 
-def end_with_sweep(cores: Sequence[int]) -> None:
+def exit_with_sweep(cores: Sequence[int]) -> None:
     """Prepare the process of a job: on Linux it receives SIGTERM when the sweep's process ends, even by SIGKILL.
 
     cores: the cores that the job may use; empty for all.
@@ -100,7 +100,7 @@ def run_in_fork(
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.setsid()
-        end_with_sweep(cores)
+        exit_with_sweep(cores)
         for descriptor in close:
             os.close(descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

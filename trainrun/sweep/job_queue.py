@@ -19,7 +19,7 @@ from trainrun.folder.lock import lock_run_folder
 from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
 from trainrun.runtime.python_module import module_command
-from trainrun.sweep.forked_job import ForkedJob, end_with_sweep
+from trainrun.sweep.forked_job import ForkedJob, exit_with_sweep
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.places.leases import Lease, Leases
 from trainrun.sweep.progress import SweepProgress
@@ -158,7 +158,7 @@ class JobQueue:
                 self._end(running)
             self._check_time()
             self._prune_jobs()
-            self._look_at_other_workers()
+            self._read_other_workers()
             self._progress.draw()
             time.sleep(POLL_SECONDS)
 
@@ -191,7 +191,7 @@ class JobQueue:
             )  # a pruner lets each job go on that is better than all before it
         self._waiting += [num for num in jobs if not self._keep(num, "before")]
 
-    def _look_at_other_workers(self) -> None:
+    def _read_other_workers(self) -> None:
         """Read what other workers did: drop jobs that they finished, stop jobs that they pruned, retry the others."""
         self._rounds += 1
         if self._rounds % LOOK_ROUNDS:
@@ -294,7 +294,7 @@ class JobQueue:
                 self._command(words, folder),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True, pass_fds=lease.files, env={**os.environ, **environment},
-                preexec_fn=lambda: end_with_sweep(lease.cores),  # a sweep that is killed leaves no job behind
+                preexec_fn=lambda: exit_with_sweep(lease.cores),  # a sweep that is killed leaves no job behind
             )  # fmt: skip
         self._relay.add(process)
         self._running.append(RunningJob(job, process, lease, output, earlier, goes_on, began))
@@ -326,7 +326,7 @@ class JobQueue:
         running.lease.release()  # now: another worker sees the result
         self._progress.end(job, result)
         if self._study is not None:
-            self._prune_points_of(job.num)
+            self._prune_points(job.num)
             self._study.tell(job.num)
         if is_done and result.state != "done" and not self._is_stopping():
             self._refuse_objective(result.error)
@@ -340,14 +340,14 @@ class JobQueue:
             return
         self._judged = now
         for running in self._running:
-            self._prune_points_of(running.job.num)
+            self._prune_points(running.job.num)
         self._stop_pruned_jobs()
 
-    def _prune_points_of(self, num: int) -> None:
+    def _prune_points(self, num: int) -> None:
         """Report new validations of the points of a job, and mark the jobs of points that are worse than others."""
         assert self._study is not None
         running = [one.job.num for one in self._running]
-        for other in self._study.jobs_to_prune(num):
+        for other in self._study.choose_jobs_to_prune(num):
             job = self._sweep.jobs[other]
             if job.result.state not in ("done", "failed"):
                 self._sweep.note(other, replace(job.result, state="pruned"))

@@ -29,12 +29,12 @@ from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_points
 from trainrun.sweep.results import Job, Result, parse_number, short_numbers
 from trainrun.sweep.space import (
     Dimension,
-    jobs_of_point,
-    key_of,
+    build_point,
+    list_point_jobs,
+    list_points,
     num_points,
     parse_dimensions,
-    point_of,
-    points_of,
+    read_override_key,
     varied_keys,
 )
 
@@ -128,8 +128,8 @@ class Sweep:
         options, job_overrides = read_options(split_options(words)[0]), split_options(words)[1]
         dimensions = parse_dimensions(job_overrides)
         call = [hide_password(word) for word in mask_arguments(words)]
-        others = [other for other in self.calls if identity_of(other) != identity_of(call)]
-        searches = [other for other in [*others, call] if identity_of(other)[0] == "optuna"]
+        others = [other for other in self.calls if build_call_key(other) != build_call_key(call)]
+        searches = [other for other in [*others, call] if build_call_key(other)[0] == "optuna"]
         if others and searches:
             raise ConfigError(
                 f"output_dir={self.folder}: contains a sweep with other settings; choose another folder"
@@ -139,7 +139,7 @@ class Sweep:
             self.search = words
             self.typed = dict(zip(mask_arguments(job_overrides), job_overrides, strict=True))
             self._queue_search_points()
-        for point in points_of(words):
+        for point in list_points(words):
             self.add_point(dimensions, point)
 
     def add_point(self, dimensions: Sequence[Dimension], rows: Sequence[tuple[str, ...]]) -> list[int]:
@@ -149,9 +149,9 @@ class Sweep:
         known = {tuple(sorted(mask_arguments(job.words))): job.num for job in self.jobs.values()}
         for row in rows:
             num = known.setdefault(tuple(sorted(mask_arguments(row))), len(self.jobs))
-            words = [word for word in row if key_of(word) in varied]
+            words = [word for word in row if read_override_key(word) in varied]
             words = words or [word for word in row if not word.startswith("-")][:1]
-            name = file_name_of(mask_arguments(words)) or "default"
+            name = format_file_name(mask_arguments(words)) or "default"
             job = self.jobs.setdefault(num, Job(num, row, f"{num}-{name}"))
             if sorted(job.words) != sorted(row):  # its secrets are not in the file
                 self.jobs[num] = replace(job, words=row)
@@ -162,7 +162,7 @@ class Sweep:
             self.trials.append(numbers)
         return numbers
 
-    def revive(self, count: int) -> None:
+    def retry_jobs(self, count: int) -> None:
         """Let the best pruned points continue. count: their number, over all calls together."""
         with self.lock_exclusively():
             points = [point for point in self.points() if any(job.revived for job in point.jobs)]
@@ -194,18 +194,18 @@ class Sweep:
     @property
     def num_jobs(self) -> int:
         """The number of jobs of this call, including the jobs that a search has not created yet."""
-        return len(self.wanted) + (self.points_to_come or 0) * self.jobs_of_a_point
+        return len(self.wanted) + (self.num_points_left or 0) * self.max_jobs_per_point
 
     @property
-    def jobs_of_a_point(self) -> int:
+    def max_jobs_per_point(self) -> int:
         """The largest number of jobs of a point. They differ only in seed or fold."""
         if not self.search:
             return max(map(len, self.trials), default=1)
         dimensions = self.dimensions()
-        return len(jobs_of_point(dimensions, [one.word for one in dimensions if one.key in REPEATED]))
+        return len(list_point_jobs(dimensions, [one.word for one in dimensions if one.key in REPEATED]))
 
     @property
-    def points_to_come(self) -> int | None:
+    def num_points_left(self) -> int | None:
         """The number of points that a search will still create; None if only the time limit ends the search."""
         if not self.search or self.is_stuck:
             return 0
@@ -223,7 +223,7 @@ class Sweep:
     def reason_search_ended(self) -> str:
         """Return why a search ended before `sweep.trials` points; empty if it did not."""
         trials, total = read_options(split_options(self.search)[0]).trials, num_points(self.dimensions())
-        if not self.search or self.points_to_come != 0 or (trials and len(self.trials) >= trials):
+        if not self.search or self.num_points_left != 0 or (trials and len(self.trials) >= trials):
             return ""
         if self.is_stuck:
             return f"no other point in {format_count(MOST_REPEATED, 'ask')}"
@@ -237,7 +237,7 @@ class Sweep:
         """Return the settings of the first job. For a search without jobs, return those of a typical job."""
         if self.wanted:
             return self.jobs[self.wanted[0]].words
-        return point_of(self.dimensions(), lambda dimension: dimension.values_to_check[0])
+        return build_point(self.dimensions(), lambda dimension: dimension.values_to_check[0])
 
     def note(self, num: int, result: Result) -> None:
         """Set the result of a job, and write the file."""
@@ -356,7 +356,7 @@ def file_version(path: Path) -> tuple[int, ...]:
     return about.st_ino, about.st_mtime_ns, about.st_size
 
 
-def identity_of(words: list[str]) -> tuple[Any, ...]:
+def build_call_key(words: list[str]) -> tuple[Any, ...]:
     """Return a key that is equal for two calls which create the same jobs: kind, settings of the jobs, and seed."""
     own, job_overrides = split_options(words)
     options = read_options(own)
@@ -364,7 +364,7 @@ def identity_of(words: list[str]) -> tuple[Any, ...]:
     return options.kind, tuple(job_overrides), about[options.kind]
 
 
-def calls_to_resume(folder: Path, trust: bool) -> list[list[str]]:
+def load_calls(folder: Path, trust: bool) -> list[list[str]]:
     """Return the command lines with which a sweep was started. Raise ConfigError if they cannot be run again.
 
     trust: accept command lines that another user may have written; they can name any code.
@@ -400,11 +400,11 @@ def new_sweep_folder(words: list[str]) -> Path:
     """Return the path of a folder for a new sweep with these settings, named after those that vary."""
     keys = varied_keys(parse_dimensions(split_options(words)[1]))
     now = datetime.now()
-    name = file_name_of(keys) if keys else "sweep"
+    name = format_file_name(keys) if keys else "sweep"
     return Path("sweeps") / f"{now:%Y-%m-%d}" / f"{now:%H-%M-%S}-{name}-{secrets.token_hex(4)}"
 
 
-def file_name_of(words: list[str] | tuple[str, ...]) -> str:
+def format_file_name(words: list[str] | tuple[str, ...]) -> str:
     """Return settings as a file name. A long name is cut and ends with a hash of the whole."""
     text = re.sub(
         r"[^A-Za-z0-9_.=+-]+",

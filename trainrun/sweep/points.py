@@ -58,12 +58,12 @@ class SweepPoint:
             if job.result.state == "done" and job.result.value is not None
         }
 
-    def differences_from(self, other: SweepPoint) -> list[float]:
+    def compute_differences(self, other: SweepPoint) -> list[float]:
         """Return the differences of values with equal seed and fold."""
         there = other.values_by_seed
         return [value - there[seed] for seed, value in self.values_by_seed.items() if seed in there]
 
-    def values_of(self, name: str) -> list[float]:
+    def find_metric_values(self, name: str) -> list[float]:
         """Return the values of one of several objectives."""
         return [job.result.values[name] for job in self.jobs if name in job.result.values]
 

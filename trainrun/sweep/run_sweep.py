@@ -34,7 +34,7 @@ from trainrun.parallel.devices import choose_num_devices
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.forked_job import import_what_jobs_need
 from trainrun.sweep.job_queue import Command, JobQueue, StopRelay, job_command
-from trainrun.sweep.jobs import Sweep, calls_to_resume, open_sweep
+from trainrun.sweep.jobs import Sweep, load_calls, open_sweep
 from trainrun.sweep.options import AUTO, SweepOptions, read_options, split_options, translate_hydra_words
 from trainrun.sweep.places.leases import (
     DevicePlace,
@@ -50,10 +50,10 @@ from trainrun.sweep.results import Job
 from trainrun.sweep.search.study import SweepStudy
 from trainrun.sweep.space import (
     explain_fraction,
+    list_overrides_to_check,
+    list_points,
     num_points,
-    overrides_to_check,
     parse_dimensions,
-    points_of,
     split_branch,
     split_branches,
 )
@@ -108,7 +108,7 @@ def resume_sweep(folder: Path, trust: bool, options: list[str]) -> int:
 
     options: settings of the sweep that replace earlier ones, such as sweep.jobs=2.
     """
-    calls = [replace_options(words, options) for words in calls_to_resume(folder, trust)]
+    calls = [replace_options(words, options) for words in load_calls(folder, trust)]
     kinds = [read_options(split_options(words)[0]).kind for words in calls]
     if set(kinds) == {"grid"}:
         read_options(options)  # raises for settings of points that a grid has not
@@ -137,7 +137,7 @@ def check_words(calls: list[list[str]]) -> None:
     seen: set[str] = set()
     faults: dict[str, None] = {}
     for words in calls:
-        for job in overrides_to_check(words):
+        for job in list_overrides_to_check(words):
             if seen.issuperset(job):
                 continue
             seen.update(job)
@@ -150,7 +150,7 @@ def check_words(calls: list[list[str]]) -> None:
     for words in calls:
         options = read_options(split_options(words)[0])
         if options.pruner != "none":
-            check_validation(overrides_to_check(words)[0], options)
+            check_validation(list_overrides_to_check(words)[0], options)
 
 
 def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = job_command) -> int:
@@ -168,11 +168,11 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
         if forks:
             import_what_jobs_need()
         num_jobs, devices_of = sweep.num_jobs, build_device_counter()
-        places, about = places_of_jobs(sweep, options, devices_of, forks)
+        places, about = choose_job_places(sweep, options, devices_of, forks)
         check_devices(calls, options, places, devices_of)
         study = SweepStudy(sweep, options) if sweep.search or options.pruner != "none" else None
-        sweep.revive(options.revive)
-        notes = [*notes_on_points(calls), *notes_on_pruner(sweep, options, max(len(places), 1))]
+        sweep.retry_jobs(options.revive)
+        notes = [*describe_excess_trials(calls), *describe_pruner(sweep, options, max(len(places), 1))]
         for note in notes:
             say(f"note: {note}", file=sys.stderr)
         jobs = format_count(num_jobs, "job") if num_jobs else "jobs"
@@ -221,7 +221,7 @@ def check_validation(words: Sequence[str], options: SweepOptions) -> None:
         )
 
 
-def notes_on_points(calls: list[list[str]]) -> list[str]:
+def describe_excess_trials(calls: list[list[str]]) -> list[str]:
     """Return a note for each call with a sweep.trials larger than the number of points of its space."""
     notes = []
     for words in calls:
@@ -229,7 +229,7 @@ def notes_on_points(calls: list[list[str]]) -> list[str]:
         options = read_options(own)
         trials, total = options.trials, num_points(parse_dimensions(job_overrides))
         if options.kind == "random" and total is None:
-            total = len(points_of(words))  # of an interval with few numbers
+            total = len(list_points(words))  # of an interval with few numbers
         if trials is not None and total is not None and trials > total:
             notes.append(
                 f"sweep.trials={trials}: the space has {format_count(total, 'point')}, and no other is trained"
@@ -237,9 +237,9 @@ def notes_on_points(calls: list[list[str]]) -> list[str]:
     return notes
 
 
-def notes_on_pruner(sweep: Sweep, options: SweepOptions, num_places: int) -> list[str]:
+def describe_pruner(sweep: Sweep, options: SweepOptions, num_places: int) -> list[str]:
     """Return a note if the jobs of a point cannot run side by side, so that a pruner judges it late."""
-    num_jobs = sweep.jobs_of_a_point
+    num_jobs = sweep.max_jobs_per_point
     if options.pruner == "none" or num_jobs <= num_places:
         return []
     return [
@@ -264,12 +264,12 @@ def write_tables(sweep: Sweep) -> None:
         write_table("means", sweep.folder / MEANS, points_csv(sweep.points()))
     best = best_job(sweep.points())
     if best is not None:
-        from trainrun.sweep.sweep_page import PAGE, build_page, command_to_train_longer, describe_best
+        from trainrun.sweep.sweep_page import PAGE, build_page, describe_best, format_longer_command
 
         write_table("page", sweep.folder / PAGE, build_page(sweep))
         say(f"best: {describe_best(sweep.points()[0], best)}")
         if best.result.state == "done":
-            say(f"train the best longer: {command_to_train_longer(sweep, best)}")
+            say(f"train the best longer: {format_longer_command(sweep, best)}")
     if any(sweep.jobs[num].result.state not in ENDED for num in sweep.wanted) or sweep.num_jobs > len(
         sweep.wanted
     ):
@@ -321,7 +321,7 @@ def check_devices(
     devices_of: Callable[[Job], int],
 ) -> None:
     """Raise ConfigError if a job needs more devices than one job can have. places: empty for the whole machine."""
-    for words in itertools.chain.from_iterable(map(overrides_to_check, calls)) if places else ():
+    for words in itertools.chain.from_iterable(map(list_overrides_to_check, calls)) if places else ():
         count, most = devices_of(Job(0, words, "")), most_devices(places)
         if count > most:
             raise ConfigError(
@@ -330,25 +330,25 @@ def check_devices(
             )
 
 
-def places_of_jobs(
+def choose_job_places(
     sweep: Sweep, options: SweepOptions, devices_of: Callable[[Job], int], forks: bool
 ) -> tuple[list[DevicePlace], str]:
     """Choose the places of the jobs of a sweep. Return them and the reason. forks: whether jobs are forks."""
     if (options.jobs, options.per_device) == (1, 1):
         return [], ""
     words = sweep.first_overrides()
-    most_jobs = None if sweep.points_to_come is None else sweep.num_jobs
+    most_jobs = None if sweep.num_points_left is None else sweep.num_jobs
     measure = None
     if forks:
         num_threads, cores = compose_run(list(words)).config.trainer.num_threads, core_numbers()
         if num_threads != AUTO:
             most_jobs = min(most_jobs or len(cores), max(len(cores) // num_threads, 1))
         elif devices_of(Job(0, words, "")) == 1:
-            measure = partial(gain_of_single_threads, words)
+            measure = partial(measure_thread_gain, words)
     return find_places(options, most_jobs, uses_gpus(sweep), measure)
 
 
-def gain_of_single_threads(words: Sequence[str], cores: Sequence[int]) -> float | None:
+def measure_thread_gain(words: Sequence[str], cores: Sequence[int]) -> float | None:
     """Measure how much two jobs of one thread train, relative to one job of two; print a note if that fails."""
     from trainrun.sweep.places.thread_trial import measure_gain
 

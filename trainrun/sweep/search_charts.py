@@ -36,7 +36,7 @@ def point_charts(sweep: Sweep, points: Sequence[SweepPoint]) -> list[Chart]:
 def history_chart(points: Sequence[SweepPoint]) -> Chart:
     """Return the values of the points in the order in which they were made, and the best so far."""
     in_order = sorted(points, key=lambda point: min(job.num for job in point.jobs))
-    values = means_of(in_order)
+    values = collect_means(in_order)
     sign = points[0].jobs[0].result.sign
     best = sign * np.minimum.accumulate(sign * values)
     positions = {"point": np.arange(len(in_order), dtype=np.float64)}
@@ -66,7 +66,7 @@ def parallel_chart(sweep: Sweep, points: Sequence[SweepPoint], keys: Sequence[st
         axis_positions([point.settings.get(key, "") for point in points], sweep.is_logarithmic(key))
         for key in keys
     ]
-    table = np.stack([*columns, scale_to_unit(means_of(points))], axis=1)
+    table = np.stack([*columns, scale_to_unit(collect_means(points))], axis=1)
     positions = {"setting": np.arange(len(keys) + 1, dtype=np.float64)}
     curves = [
         Curve(f"{point.label}: {format_number(point.mean)}", positions, line, is_faint=place >= MOST_NAMED)
@@ -95,7 +95,7 @@ def scale_to_unit(values: Floats) -> Floats:
     return np.asarray((values - low) / ((high - low) or 1.0), dtype=np.float64)
 
 
-def means_of(points: Sequence[SweepPoint]) -> Floats:
+def collect_means(points: Sequence[SweepPoint]) -> Floats:
     return np.asarray([point.mean for point in points], dtype=np.float64)
 
 
@@ -107,7 +107,7 @@ def front_charts(points: Sequence[SweepPoint]) -> list[Chart]:
 
 
 def front_chart(first: str, second: str, points: Sequence[SweepPoint]) -> Chart:
-    y, x = objective_of_points(first, points), objective_of_points(second, points)
+    y, x = compute_objective_means(first, points), compute_objective_means(second, points)
     order = np.lexsort(
         (objective_sign(first) * y, objective_sign(second) * x)
     )  # from the best of the second on
@@ -124,7 +124,7 @@ def front_chart(first: str, second: str, points: Sequence[SweepPoint]) -> Chart:
     return Chart(f"{first.removeprefix('-')} and {axis}", curves, log=False)
 
 
-def objective_of_points(name: str, points: Sequence[SweepPoint]) -> Floats:
+def compute_objective_means(name: str, points: Sequence[SweepPoint]) -> Floats:
     """Return the mean of an objective over the jobs of each point."""
     return np.asarray([
         fmean(job.result.values[name] for job in point.jobs if name in job.result.values) for point in points

@@ -78,7 +78,7 @@ class Dimension:
 
     @property
     def key(self) -> str:
-        return key_of(self.word)
+        return read_override_key(self.word)
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class Dimension:
             unmarked_word(word) == unmarked_word(self.condition) for word in point
         )
 
-    def with_value(self, value: object) -> str:
+    def format_override(self, value: object) -> str:
         return f"{self.word.partition('=')[0]}={value}"
 
     @property
@@ -99,14 +99,16 @@ class Dimension:
         """The choices, or the override with the lower end of its interval, a fraction inside, and the upper end."""
         if self.interval is None:
             return self.choices
-        low, high = self.with_value(self.interval.low), self.with_value(self.interval.high)
+        low, high = self.format_override(self.interval.low), self.format_override(self.interval.high)
         return (low, high) if self.interval.is_whole else (low, self.fraction, high)
 
     @property
     def fraction(self) -> str:
         """The override with a value of its interval that is no whole number, as most of the values are."""
         assert self.interval is not None
-        return self.with_value(f"{self.interval.low + INSIDE * (self.interval.high - self.interval.low):.6g}")
+        return self.format_override(
+            f"{self.interval.low + INSIDE * (self.interval.high - self.interval.low):.6g}"
+        )
 
     @property
     def all_choices(self) -> tuple[str, ...] | None:
@@ -115,7 +117,7 @@ class Dimension:
             return self.choices
         if not self.interval.is_whole or self.interval.high - self.interval.low >= MOST_COUNTED:
             return None
-        return tuple(map(self.with_value, range(int(self.interval.low), int(self.interval.high) + 1)))
+        return tuple(map(self.format_override, range(int(self.interval.low), int(self.interval.high) + 1)))
 
 
 def parse_dimensions(words: Sequence[str]) -> list[Dimension]:
@@ -147,7 +149,7 @@ def split_branch(word: str) -> tuple[str, str]:
     return (branch["condition"], branch["setting"]) if branch else ("", word)
 
 
-def point_of(dimensions: Sequence[Dimension], pick: Callable[[Dimension], str]) -> tuple[str, ...]:
+def build_point(dimensions: Sequence[Dimension], pick: Callable[[Dimension], str]) -> tuple[str, ...]:
     """Return the overrides of a point: `pick` returns the override of each dimension that applies to it."""
     point: list[str] = []
     for dimension in dimensions:
@@ -156,7 +158,7 @@ def point_of(dimensions: Sequence[Dimension], pick: Callable[[Dimension], str]) 
     return tuple(point)
 
 
-def points_of(words: list[str]) -> list[list[tuple[str, ...]]]:
+def list_points(words: list[str]) -> list[list[tuple[str, ...]]]:
     """Return the points of a call, each as the overrides of its jobs. Raise ConfigError.
 
     The jobs of a point differ only in seed or fold. A sweep=optuna creates its points later, one at a time.
@@ -169,11 +171,13 @@ def points_of(words: list[str]) -> list[list[tuple[str, ...]]]:
         return draw_points(job_overrides, about.trials, about.seed)
     points: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in expand_grid(job_overrides):
-        points.setdefault(tuple(word for word in row if key_of(word) not in REPEATED), []).append(row)
+        points.setdefault(tuple(word for word in row if read_override_key(word) not in REPEATED), []).append(
+            row
+        )
     return list(points.values())
 
 
-def jobs_of_point(dimensions: Sequence[Dimension], point: Sequence[str]) -> list[tuple[str, ...]]:
+def list_point_jobs(dimensions: Sequence[Dimension], point: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the overrides of each job of a point. Every value of seed and fold gives a job."""
     typed = {dimension.word: dimension.choices for dimension in dimensions if dimension.key in REPEATED}
     return list(itertools.product(*[typed.get(word, (word,)) for word in point]))
@@ -221,7 +225,7 @@ def all_points(dimensions: tuple[Dimension, ...]) -> list[tuple[str, ...]] | Non
     return list(dict.fromkeys(iterate_points(counted)))
 
 
-def overrides_to_check(words: list[str]) -> list[tuple[str, ...]]:
+def list_overrides_to_check(words: list[str]) -> list[tuple[str, ...]]:
     """Return points that contain each value, and three values of each interval. Raise ConfigError.
 
     A space may have too many points to check all. So each value is combined with the first values of the others,
@@ -238,10 +242,12 @@ def overrides_to_check(words: list[str]) -> list[tuple[str, ...]]:
             {**branch, dimension.name: value} for value in dimension.values_to_check[0 if branch else 1 :]
         ]
 
-    def point_with(words: dict[str, str]) -> tuple[str, ...]:
-        return point_of(dimensions, lambda dimension: words.get(dimension.name, dimension.values_to_check[0]))
+    def build_point_with(words: dict[str, str]) -> tuple[str, ...]:
+        return build_point(
+            dimensions, lambda dimension: words.get(dimension.name, dimension.values_to_check[0])
+        )
 
-    return list(map(point_with, wanted))
+    return list(map(build_point_with, wanted))
 
 
 def explain_fraction(fault: str, words: list[str]) -> str:
@@ -250,7 +256,7 @@ def explain_fraction(fault: str, words: list[str]) -> str:
         interval = dimension.interval
         if interval and not interval.is_whole and fault.startswith(f"{dimension.fraction}: {WHOLE}"):
             whole = f"int({dimension.word.partition('=')[2]})"
-            return f"{dimension.word}: {fault.partition(': ')[2]}; write {dimension.with_value(whole)}"
+            return f"{dimension.word}: {fault.partition(': ')[2]}; write {dimension.format_override(whole)}"
     return fault
 
 
@@ -287,11 +293,11 @@ def draw_points(words: Sequence[str], count: int, seed: int) -> list[list[tuple[
         def pick(dimension: Dimension, number: int = number) -> str:
             return dimension.word if dimension.key in REPEATED else draw_value(dimension, seed, number)
 
-        point = point_of(dimensions, pick)
+        point = build_point(dimensions, pick)
         repeated = repeated + 1 if point in points else 0
         points[point] = None
     points.update(dict.fromkeys(every or ()))
-    return [jobs_of_point(dimensions, point) for point in itertools.islice(points, wanted)]
+    return [list_point_jobs(dimensions, point) for point in itertools.islice(points, wanted)]
 
 
 def draw_value(dimension: Dimension, seed: int, number: int) -> str:
@@ -306,7 +312,7 @@ def draw_value(dimension: Dimension, seed: int, number: int) -> str:
         value = math.exp(generator.uniform(math.log(low), math.log(top)))
     else:
         value = generator.uniform(low, top)
-    return dimension.with_value(min(math.floor(value), high) if interval.is_whole else f"{value:.6g}")
+    return dimension.format_override(min(math.floor(value), high) if interval.is_whole else f"{value:.6g}")
 
 
 def read_interval(word: str) -> Interval | None:
@@ -383,7 +389,7 @@ def parse_word(word: str) -> Override | None:
         raise ConfigError(explain_unparsable_override(word)) from error
 
 
-def key_of(word: str) -> str:
+def read_override_key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 

@@ -49,16 +49,14 @@ def page_parts(sweep: Sweep) -> list[str]:
     if best is not None:
         parts.append(page.banner("best", describe_best(points[0], best)))
         if best.result.state == "done":
-            parts.append(
-                page.preformatted_text("Train the best longer", command_to_train_longer(sweep, best))
-            )
+            parts.append(page.preformatted_text("Train the best longer", format_longer_command(sweep, best)))
     if charts := charts_html(setting_charts(sweep)):
         parts += [page.heading("Settings"), page.paragraph(describe_charts(sweep)), charts]
     if charts := charts_html(point_charts(sweep, comparable_points(sweep))):
         parts += [page.heading("All points"), charts]
     if repeated_keys(sweep):
         parts += [page.heading("Points"), page.html_table(*point_table(points))]
-    links = [link_to_report(sweep, job) for job in jobs]
+    links = [format_report_link(sweep, job) for job in jobs]
     parts += [page.heading("Jobs"), page.html_table(*job_table(jobs, sweep.swept_keys()), links)]
     if curves := charts_html(job_charts(sweep, jobs)):
         named = "" if len(jobs) <= MOST_NAMED else f"; the best {MOST_NAMED} have colours"
@@ -78,7 +76,7 @@ def describe_best(point: SweepPoint, job: Job) -> str:
     return f"{job.folder}: {job.result.monitor} {format_number(job.result.value)}{mean}"
 
 
-def command_to_train_longer(sweep: Sweep, job: Job) -> str:
+def format_longer_command(sweep: Sweep, job: Job) -> str:
     """Return the command that trains a new run like a job, twice as long if a limit ended the job."""
     run = RunDir(sweep.folder / job.folder)
     config = read_config(run)
@@ -88,7 +86,7 @@ def command_to_train_longer(sweep: Sweep, job: Job) -> str:
     return " ".join(filter(None, [COMMAND, "again", format_path_to_paste(run.root), longer, plots]))
 
 
-def link_to_report(sweep: Sweep, job: Job) -> str:
+def format_report_link(sweep: Sweep, job: Job) -> str:
     report = RunDir(sweep.folder / job.folder).report
     return report.relative_to(sweep.folder).as_posix() if report.is_file() else ""
 

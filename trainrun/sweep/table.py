@@ -78,9 +78,9 @@ def point_table(points: Sequence[SweepPoint]) -> tuple[list[str], list[list[str]
     rows = []
     for point in points:
         num_jobs = f"{len(point.values)} of {len(point.jobs)}"
-        differences = [] if point is points[0] else point.differences_from(points[0])
+        differences = [] if point is points[0] else point.compute_differences(points[0])
         verdict = "" if not differences else WORSE if is_clear(differences, pooled) else UNCLEAR
-        others = [format_mean(point.values_of(name)) for name in names]
+        others = [format_mean(point.find_metric_values(name)) for name in names]
         rows.append([
             point.label, format_mean(point.values), *others, num_jobs, format_differences(differences), verdict,
         ])  # fmt: skip
@@ -94,13 +94,13 @@ def print_tables(sweep: Sweep) -> None:
         head, rows = point_table(sweep.points())
         say(format_table(head, rows))
         if any(row[-1] == UNCLEAR for row in rows):
-            say_advice_on_seeds(len(sweep.points()[0].values))
+            print_seed_advice(len(sweep.points()[0].values))
         jobs = [job for job in jobs if job.result.state != "done"]
     if jobs:
         say(format_table(*job_table(jobs, sweep.swept_keys())))
 
 
-def say_advice_on_seeds(num_jobs: int) -> None:
+def print_seed_advice(num_jobs: int) -> None:
     """Print that more seeds would tell more, if a point has only a few jobs."""
     if 2 <= num_jobs < LEAST_REPLICATES:
         widths = [student_quantile(0.95, count - 1) / math.sqrt(count) for count in (num_jobs, SEEDS)]
@@ -134,7 +134,7 @@ def points_csv(points: Sequence[SweepPoint]) -> str:
     for point in points:
         count = len(point.values)
         settings = [point.settings.get(key, "") for key in keys]
-        others = [fmean(values) if (values := point.values_of(name)) else None for name in names]
+        others = [fmean(values) if (values := point.find_metric_values(name)) else None for name in names]
         rows.append([*settings, point.mean, point.half_interval, count, len(point.jobs) - count, *others])
     return format_csv(rows)
 

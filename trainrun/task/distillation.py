@@ -127,7 +127,7 @@ class Distillation:
         if not torch.is_grad_enabled():
             return self.hard.step(model, batch)
         inputs, target = split_inputs_and_target(batch)
-        answers = self.answer_batch(batch)
+        answers = self.run_teacher(batch)
         with collect_outputs(model, list(self.hidden)) as seen:
             logits = self.hard.logits(model, inputs, batch)
         out = self.hard.compute_step_from_logits(logits, target)
@@ -137,7 +137,7 @@ class Distillation:
         parts |= {"hidden": near.detach()} if self.hidden else {}
         return StepOutput(loss, {**out.sums, **parts})
 
-    def answer_batch(self, batch: Any) -> Answers:
+    def run_teacher(self, batch: Any) -> Answers:
         fields = batch_fields(batch)
         if self.answers and "index" in fields:
             return {name: rows[fields["index"]] for name, rows in self.answers.items()}

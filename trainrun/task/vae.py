@@ -80,7 +80,7 @@ class Vae:
         )  # fmt: skip
         self.checked = self._with_last = False
         if beta_schedule != "constant":  # else no step is asked for, and a training step may be one graph
-            self.step = self._step_at  # type: ignore[method-assign]
+            self.step = self._compute_step  # type: ignore[method-assign]
 
     def count(self, batch: Any) -> int:
         return len(split_inputs_and_optional_target(batch)[0])
@@ -91,7 +91,7 @@ class Vae:
         """
         return self._build_output(model, batch, self.beta, {})
 
-    def _step_at(self, model: nn.Module, batch: Any, info: StepInfo | None = None) -> StepOutput:
+    def _compute_step(self, model: nn.Module, batch: Any, info: StepInfo | None = None) -> StepOutput:
         """Return loss and sums with the scheduled beta, and record beta among the training metrics."""
         if info is None or not info.training:
             return self._build_output(model, batch, self.beta, {})
@@ -144,7 +144,7 @@ class Vae:
         if not self.checked:
             check_noise_is_there(model, batch)
         if self.has_token_inputs(inputs):
-            return self._terms_of_tokens(model, batch)
+            return self._compute_token_terms(model, batch)
         output, bernoulli = run_model(model, inputs, batch), self.likelihood == "bernoulli"
         if not self.checked:
             check_first_output(output, inputs, bernoulli)
@@ -165,7 +165,7 @@ class Vae:
             return self.likelihood == "categorical"
         return isinstance(inputs, Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
 
-    def _terms_of_tokens(self, model: nn.Module, batch: Any) -> BoundTerms:
+    def _compute_token_terms(self, model: nn.Module, batch: Any) -> BoundTerms:
         if not self.checked:
             self._with_last = has_next_tokens(batch)
         tokens, mask = split_tokens_and_mask(batch, self._with_last)

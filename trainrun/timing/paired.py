@@ -2,10 +2,10 @@
 
 what: every turn of a candidate is next to a turn of the base, so that changes of the machine affect both. One pair
     of turns gives the logarithm of one ratio. A claim about a setting in general counts processes
-    (`ratio_of_processes`), because a process may be a few per cent faster than an equal one for all of its life.
+    (`compute_process_ratio`), because a process may be a few per cent faster than an equal one for all of its life.
     More turns in one process do not show that. For a decision inside one process, its turns are enough
-    (`ratio_of_turns`). With fewer than `LEAST_REPLICATES` pairs no interval is printed. If rare slow events must
-    count by their duration, totals are compared (`ratio_of_totals`). The slower half of the candidates is dropped
+    (`compute_turn_ratio`). With fewer than `LEAST_REPLICATES` pairs no interval is printed. If rare slow events must
+    count by their duration, totals are compared (`compute_total_ratio`). The slower half of the candidates is dropped
     early, except those that are not clearly slower. A comparison ends early only at a high confidence: checking
     several times costs at most one hundredth of the claimed confidence.
 when: whenever the package measures what is faster. All functions are pure: the caller provides turns, clock and
@@ -32,7 +32,7 @@ PROCESS_SPREAD: Final = (
     0.05  # by how much two processes of the same settings may differ for all of their lives
 )
 WIDEST: Final = 0.99  # or there would be no upper end
-EARLY: Final = 0.99  # the confidence with which all looks together end a comparison before its time
+EARLY: Final = 0.99  # the confidence with which all checks together end a comparison before its time
 DROPPED: Final = 0.90  # the confidence with which a candidate leaves: nothing is claimed of it
 ONE_PAIR: Final = 0.12  # by how much a single pair must speak for a candidate
 SHORTEST: Final = 1e-12  # seconds
@@ -95,7 +95,7 @@ class Ratio(NamedTuple):
         value, low, high = map(change, self[:3])
         return Ratio(value, low, high, self.pairs, tuple(map(change, self.each)))
 
-    def times(self, factor: float) -> Ratio:
+    def multiply(self, factor: float) -> Ratio:
         return self.map(lambda ratio: factor * ratio)
 
     def inverse(self) -> Ratio:
@@ -138,7 +138,7 @@ class StoppingRules:
     most_pairs: int = 24
 
     @property
-    def looks(self) -> int:
+    def num_checks(self) -> int:
         """Return the maximum number of checks that may end the comparison."""
         doublings = math.log2(max(1.0, self.most_pairs / self.first_rounds))
         return 1 + math.ceil(doublings)
@@ -160,7 +160,7 @@ class Comparison:
 
         The interval of a candidate that was dropped early is slightly too low, because unlucky turns made it drop.
         """
-        return ratio_of_turns(self.pairs[name], confidence)
+        return compute_turn_ratio(self.pairs[name], confidence)
 
     def speed(self, name: str) -> float:
         """Return the median items per second of a candidate, or of `BASE`."""
@@ -215,7 +215,7 @@ def compare_in_turns(
 
 def choose_remaining(comparison: Comparison, staying: Sequence[str], rules: StoppingRules) -> list[str]:
     """Return the candidates that need more turns; none if more turns would not change the result."""
-    early = split_confidence(EARLY, rules.looks)
+    early = split_confidence(EARLY, rules.num_checks)
     ratios = {name: comparison.ratio(name, early) for name in staying if comparison.pairs[name]}
     if not ratios:
         return []
@@ -228,7 +228,7 @@ def choose_remaining(comparison: Comparison, staying: Sequence[str], rules: Stop
         if name not in ratios:
             continue
         close = ratios[name].value * (1 + rules.smallest) >= leader.value
-        hopeless = ratio_of_turns(comparison.pairs[name], DROPPED).high < least
+        hopeless = compute_turn_ratio(comparison.pairs[name], DROPPED).high < least
         if (name in half or close) and not hopeless:
             surviving.append(name)
     alone = len(surviving) == 1 and leader.pairs >= rules.least_pairs and is_settled(leader, rules.smallest)
@@ -291,7 +291,7 @@ def estimate_ratio(logs: Sequence[float], confidence: float) -> Ratio:
     return Ratio(math.exp(middle), math.exp(middle - half), exp_or_infinity(middle + half), count, each)
 
 
-def ratio_of_turns(pairs: Sequence[tuple[float, float]], confidence: float = 0.95) -> Ratio:
+def compute_turn_ratio(pairs: Sequence[tuple[float, float]], confidence: float = 0.95) -> Ratio:
     """Return the second speed divided by the first, from pairs (items per second) of turns in the same processes.
 
     The interval is valid for these processes only: others with the same settings may differ by more.
@@ -299,7 +299,7 @@ def ratio_of_turns(pairs: Sequence[tuple[float, float]], confidence: float = 0.9
     return estimate_ratio([math.log(second / first) for first, second in pairs], confidence)
 
 
-def ratio_of_processes(groups: Sequence[Sequence[tuple[float, float]]], confidence: float) -> Ratio:
+def compute_process_ratio(groups: Sequence[Sequence[tuple[float, float]]], confidence: float) -> Ratio:
     """Return the second speed divided by the first, from the turns of several pairs of processes, one group for each
     pair.
 
@@ -309,7 +309,7 @@ def ratio_of_processes(groups: Sequence[Sequence[tuple[float, float]]], confiden
     return estimate_ratio(logs, confidence)
 
 
-def ratio_of_totals(pairs: Sequence[tuple[TimedItems, TimedItems]]) -> Ratio:
+def compute_total_ratio(pairs: Sequence[tuple[TimedItems, TimedItems]]) -> Ratio:
     """Return the ratio of the total seconds per item: those of the first turns divided by those of the second.
 
     The mean of the ratios of pairs would be different if a batch of few items can take long. The interval is

@@ -72,7 +72,7 @@ class PhaseTimer:
         """Return the open phase."""
         return self._open
 
-    def seconds_of(self, account: int) -> float:
+    def read_seconds(self, account: int) -> float:
         """Return the seconds of a phase so far. In another thread, the seconds since the latest change of phase may
         be missing.
         """
@@ -80,7 +80,7 @@ class PhaseTimer:
 
     def read_from_any_thread(self) -> dict[str, float]:
         """Return the seconds of every phase, from any thread, without a change of phase."""
-        return {name: self.seconds_of(account) for account, name in enumerate(ACCOUNTS)}
+        return {name: self.read_seconds(account) for account, name in enumerate(ACCOUNTS)}
 
     @contextmanager
     def measure(self, account: int) -> Iterator[None]:

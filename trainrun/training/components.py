@@ -15,7 +15,6 @@ from trainrun.config.schema import RunConfig
 from trainrun.data.stream_options import SourceStates
 from trainrun.errors import TrainingError
 from trainrun.interfaces import (
-    Agreed,
     Batches,
     Counting,
     DataFacts,
@@ -24,6 +23,7 @@ from trainrun.interfaces import (
     MicroBatch,
     Parallel,
     Precision,
+    StepAgreement,
     StepReport,
     Task,
 )
@@ -93,14 +93,14 @@ class Components:
     order: Mapping[str, Any] = field(default_factory=dict)
     base: FrozenBase | None = None
 
-    def agree(self, items: int) -> Agreed:
+    def agree(self, items: int) -> StepAgreement:
         """Exchange between all ranks the mean number of items in this step, and their stop, save and validation
         requests.
         """
         triggers = self.triggers
         wishes = 2 * triggers.stop_request() + triggers.validation_request()
         mean, wishes, save, _ = self.parallel.agree(items, wishes, triggers.save_request())
-        return Agreed(mean, wishes // 2, save, wishes % 2 == 1)
+        return StepAgreement(mean, wishes // 2, save, wishes % 2 == 1)
 
     def update(self, closure: Callable[[], Tensor] | None = None) -> GradReport:
         """Unscale, check, clip, update, and clear the gradients. Then advance the schedule and the averaged weights.
@@ -161,7 +161,7 @@ class Components:
         if failure := self.precision.failure(wait=True):
             raise TrainingError(f"step {state.step}: {failure}")
         self.trained.check()
-        with nullcontext(False) if self.ema is None else self.ema.swap.weights_swapped_out() as in_evaluation:
+        with nullcontext(False) if self.ema is None else self.ema.swap.swap_weights_out() as in_evaluation:
             shared, rank_tree = self._build_trees(state)
             if in_evaluation:  # the model is about to hold the averages again
                 model = shared["model"].items()
@@ -194,7 +194,7 @@ class Components:
             (rank_tree if self.parallel.rank else shared)["hooks"] = states
         if task_state := collect_state(self.own_step, self.parallel.device):
             (rank_tree if self.parallel.rank else shared)["step"] = task_state
-        if stands := self.places.position_at(state.epoch, state.batches):
+        if stands := self.places.find_position(state.epoch, state.batches):
             rank_tree["source"] = {"stands": stands}
         return shared, rank_tree
 
@@ -217,7 +217,7 @@ class Components:
         """Yield the model in evaluation mode without gradients, with averaged weights if there are any. Restore it
         afterwards.
         """
-        averaged = nullcontext() if self.ema is None else self.ema.weights_swapped_in()
+        averaged = nullcontext() if self.ema is None else self.ema.swap_weights_in()
         with averaged, evaluation_mode(self.model):
             yield self.model
 

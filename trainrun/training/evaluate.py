@@ -67,7 +67,7 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
             ):
                 run.monitors.on_validation_batch(number, batches.num_batches)
                 problem = problem or batch.whole
-                run.task_calls.see_evaluation_batch(model, batch.data)
+                run.task_calls.draw_first_batch(model, batch.data)
                 for piece_sums, piece_rows, late in run.retry.compute_in_pieces(
                     batch, lambda piece: compute_sums(run, model, piece)
                 ):

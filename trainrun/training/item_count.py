@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from trainrun.errors import PluginError
-from trainrun.interfaces import Agreed, Gradients, MicroBatch, Parallel, StepOutput
+from trainrun.interfaces import Gradients, MicroBatch, Parallel, StepAgreement, StepOutput
 from trainrun.precision.gradients import group_by_kind
 from trainrun.timing.phases import RANKS, PhaseTimer
 from trainrun.training.components import Accumulate, Components
 
 
-class CountedAfter:
+class CountAfterForward:
     """The counting for a task whose outputs contain their count.
 
     num_samples: of a full step of this rank. In the backward, the loss is divided by the nearest power of two. This
@@ -60,7 +60,7 @@ class CountedAfter:
             for grads in group_by_kind(self._model.parameters()):
                 for grad in grads:
                     grad.div_((mean or 1.0) / self.expected)
-        agreed: Agreed = found.agreed._replace(items=mean)
+        agreed: StepAgreement = found.agreed._replace(items=mean)
         return found._replace(items=int(items), agreed=agreed)
 
 
@@ -68,7 +68,7 @@ def divide_by_output_counts(accumulate: Accumulate) -> Accumulate:
     """Wrap `accumulate` so that gradients are divided by the counts in the outputs."""
 
     def accumulate_and_divide(run: Components, micro_batches: list[MicroBatch]) -> Gradients:
-        assert isinstance(run.counting, CountedAfter)
+        assert isinstance(run.counting, CountAfterForward)
         return run.counting.divide_gradients(accumulate(run, micro_batches))
 
     return accumulate_and_divide

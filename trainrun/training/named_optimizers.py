@@ -112,11 +112,11 @@ class JoinedPrecision:
         refuse_single_update(self._named)
 
     @property
-    def had_gradient(self) -> set[Tensor]:
+    def params_with_gradient(self) -> set[Tensor]:
         return {
             param
             for named_optimizer in self._named.values()
-            for param in named_optimizer.guarded.had_gradient
+            for param in named_optimizer.guarded.params_with_gradient
         }
 
     def reload_optimizer_state(self) -> None:

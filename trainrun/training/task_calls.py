@@ -131,7 +131,7 @@ class TaskCalls:
         self._unseen = self._trains and split.startswith("val") and "pictures" in self._hooks
         self._call("on_validation_start", model)
 
-    def see_evaluation_batch(self, model: nn.Module, batch: Any) -> None:
+    def draw_first_batch(self, model: nn.Module, batch: Any) -> None:
         """Let the task make images from the first batch of an evaluation. Called for each batch."""
         if self._unseen and self._makes_pictures:
             self._unseen = False

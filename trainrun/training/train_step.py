@@ -73,7 +73,7 @@ def accumulate_with_retry(run: Components, micro_batches: list[MicroBatch]) -> G
     return run.retry.run(micro_batches, lambda batches: accumulate_gradients(run, batches))
 
 
-class CountedBefore:
+class CountBeforeForward:
     """The counting for a task with a method `count`."""
 
     expected = 1.0

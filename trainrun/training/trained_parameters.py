@@ -104,13 +104,13 @@ class GradientCheck:
 
     def _note_missing_gradients(self) -> None:
         run = self._run
-        if not run.precision.had_gradient:  # a step of one graph shows no gradients
+        if not run.precision.params_with_gradient:  # a step of one graph shows no gradients
             return
         names = [
             name
             for name, param in run.held.named_parameters()
             if param.requires_grad
-            and param not in run.precision.had_gradient
+            and param not in run.precision.params_with_gradient
             and name not in self._without_optimizer
         ]
         by_rank = run.parallel.gather(names)

@@ -205,7 +205,7 @@ class Triggers:
         self._limits, self.rhythm, self._watch, self.best = limits, rhythm, watch, best
         self._on_validation, self._stop, self._failure = on_validation, stop, failure
         self.save_request, self._on_bad = save_request, on_bad
-        self.looks = 0
+        self.num_checks = 0
         self.log = self.sums = False
         self._started = time.monotonic()
         self._deadline = math.inf
@@ -303,7 +303,7 @@ class Triggers:
 
         Called at every batch of a validation, which counts as progress.
         """
-        self.looks += 1
+        self.num_checks += 1
         return self._stop.request > 0
 
     def is_log_due(self, step: int) -> bool:

@@ -46,7 +46,7 @@ PLAIN: Final = (
 )
 
 
-class NoTrial(Exception):
+class TrialNotPossible(Exception):
     """The error that a trial was not made because its effects could not be undone."""
 
 
@@ -79,10 +79,10 @@ def run_trial(
     """Run `work` without lasting effects and return its plain result.
 
     owners: the objects that the work may change if it cannot run in a child process. limit_seconds: of the child.
-        Raises the errors of the work, ChildError for a child that died or is late, and NoTrial.
+        Raises the errors of the work, ChildError for a child that died or is late, and TrialNotPossible.
     """
     if any(is_sharded(owner) for owner in owners):
-        raise NoTrial("the ranks exchange weights in each forward")
+        raise TrialNotPossible("the ranks exchange weights in each forward")
     if device.type == "cpu" and can_fork_safely():
         return run_in_child(functools.partial(_run_without_ranks, work), limit_seconds)
     with restore_state(owners, device):
@@ -108,12 +108,12 @@ def _run_without_ranks(work: Callable[[], T]) -> T:
 def restore_state(owners: Iterable[Any], device: torch.device) -> Iterator[None]:
     """Restore everything that the owners hold, and the random states of this process, at the end of the block.
 
-    Raise NoTrial if the device's memory does not suffice for a copy.
+    Raise TrialNotPossible if the device's memory does not suffice for a copy.
     """
     record = _StateRecord()
     record.record_objects(owners)
     if 2 * record.num_bytes > read_free_bytes(device):
-        raise NoTrial("the model fills the memory")
+        raise TrialNotPossible("the model fills the memory")
     record.copy_memory()
     with restore_random_state():
         try:
@@ -147,7 +147,7 @@ class _StateRecord:
                 continue
             self._seen[id(value)] = value
             if len(self._seen) > MOST_OBJECTS:
-                raise NoTrial("model and task hold too many objects")
+                raise TrialNotPossible("model and task hold too many objects")
             waiting.extend(self._record_value(value))
 
     def copy_memory(self) -> None:

@@ -30,15 +30,15 @@ def channels_last(model: nn.Module) -> nn.Module:
         return model
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     guard_convolutions(model)
-    model.register_forward_pre_hook(_inputs_to_channels_last)
+    model.register_forward_pre_hook(_convert_inputs_to_channels_last)
     return model
 
 
-def _inputs_to_channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(_to_channels_last(value) for value in args)
+def _convert_inputs_to_channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_convert_to_channels_last(value) for value in args)
 
 
-def _to_channels_last(value: Any) -> Any:
+def _convert_to_channels_last(value: Any) -> Any:
     if isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point():
         return value.contiguous(memory_format=torch.channels_last)
     return value
@@ -55,8 +55,8 @@ def guard_convolutions(model: nn.Module) -> None:
         if isinstance(layer, nn.Conv2d) and _needs_guard(layer):
             # `contiguous()` returns such a weight as it is, with the strides that make torch take the faulty way
             layer.weight.data = layer.weight.data.clone(memory_format=torch.contiguous_format)
-            if _inputs_to_contiguous not in layer._forward_pre_hooks.values():
-                layer.register_forward_pre_hook(_inputs_to_contiguous)
+            if _convert_inputs_to_contiguous not in layer._forward_pre_hooks.values():
+                layer.register_forward_pre_hook(_convert_inputs_to_contiguous)
 
 
 def _needs_guard(layer: nn.Conv2d) -> bool:
@@ -64,5 +64,5 @@ def _needs_guard(layer: nn.Conv2d) -> bool:
     return few and max(layer.stride) > 1 and layer.weight.device.type == "cpu"
 
 
-def _inputs_to_contiguous(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _convert_inputs_to_contiguous(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(value.contiguous() if isinstance(value, Tensor) else value for value in args)

@@ -80,7 +80,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
     Raise RuntimeError if there are none.
     """
-    blocks = _blocks_in(model)
+    blocks = _list_blocks(model)
     if not blocks:
         raise RuntimeError(
             f"trainer.compile.scope=regional: {type(model).__name__} has no repeated block (two or more modules of "
@@ -89,13 +89,13 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _blocks_in(module: nn.Module) -> list[nn.Module]:
+def _list_blocks(module: nn.Module) -> list[nn.Module]:
     children = list(module.children())
     if isinstance(module, nn.ModuleList | nn.Sequential):
         kinds = Counter(type(child) for child in children)
         if blocks := [child for child in children if kinds[type(child)] > 1 and any(child.children())]:
             return blocks
-    return [block for child in children for block in _blocks_in(child)]
+    return [block for child in children for block in _list_blocks(child)]
 
 
 def check_compile_options(mode: str | None, backend: str, on_cpu: bool) -> None:

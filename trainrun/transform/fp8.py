@@ -38,7 +38,7 @@ def fp8_linear(model: nn.Module, device: torch.device, compiled: bool = False) -
             f"{KEY}: this GPU has compute capability {'.'.join(map(str, capability))}, and products of 8-bit floats "
             f"need 8.9 or more; {WITHOUT}, precision=bf16-mixed is the fastest here"
         )
-    chosen = layers_to_swap(model)
+    chosen = find_swappable_layers(model)
     if not chosen:
         raise RuntimeError(
             f"{KEY}: the model has no linear layer but the last whose sizes are multiples of {MULTIPLE}; {WITHOUT}"
@@ -63,7 +63,7 @@ def swap_layers(model: nn.Module, chosen: set[str]) -> None:
     convert(model, module_filter_fn=lambda _, name: name in chosen, config=options)
 
 
-def layers_to_swap(model: nn.Module) -> set[str]:
+def find_swappable_layers(model: nn.Module) -> set[str]:
     """Return the names of the linear layers to replace. The last one is left out, because the loss is sensitive to
     it.
     """

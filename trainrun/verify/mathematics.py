@@ -30,7 +30,7 @@ from trainrun.verify.certificate import (
     largest_difference,
 )
 from trainrun.verify.subject_changes import Float64ByDefault, first_samples_node
-from trainrun.verify.trials import Outcome, Trials, config_in_float64
+from trainrun.verify.trials import Outcome, Trials, build_float64_config
 
 MICRO = 2  # samples of the smallest micro-batch
 BOUND = 1e-9  # of a weight, in float64
@@ -96,7 +96,7 @@ def _run_exact(
     samples: int | None = None, num_ranks: int = 1,
 ) -> Outcome:  # fmt: skip
     def change(config: RunConfig) -> RunConfig:
-        config = config_in_float64(config, steps, batch_size, accumulate)
+        config = build_float64_config(config, steps, batch_size, accumulate)
         if samples is not None:
             source = next(iter(named_nodes(config.data.train).values()), config.data.train)
             config = replace_values(config, {"data.train": first_samples_node(source, samples, "train")})

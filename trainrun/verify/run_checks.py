@@ -27,7 +27,7 @@ from trainrun.user_code import format_user_line
 from trainrun.verify import continuity, mathematics
 from trainrun.verify.certificate import FAIL, NONE, Certificate, NotApplicable
 from trainrun.verify.subject_changes import first_samples_node
-from trainrun.verify.trials import StopAt, Trials, config_in_float64, trial_config
+from trainrun.verify.trials import StopAt, Trials, build_float64_config, trial_config
 
 CHANGING_STEPS = 10
 FEW_SAMPLES = 50
@@ -123,7 +123,7 @@ def build_exact_run(config: RunConfig, folder: Path, val_batch_size: int | None)
     """Build the run in float64 on the CPU, as far as the model supports that."""
     changed = trial_config(config)
     nodes = validation_nodes(changed.data)
-    changed = replace(config_in_float64(changed, 1, min(16, changed.data.batch_size), 1), loop=None)
+    changed = replace(build_float64_config(changed, 1, min(16, changed.data.batch_size), 1), loop=None)
     if val_batch_size is not None and nodes:
         few = {
             name.removeprefix("val/"): first_samples_node(node, FEW_SAMPLES, "val")

@@ -216,7 +216,7 @@ def trial_config(config: RunConfig) -> RunConfig:
     })  # fmt: skip
 
 
-def config_in_float64(config: RunConfig, steps: int, batch_size: int, accumulate: int) -> RunConfig:
+def build_float64_config(config: RunConfig, steps: int, batch_size: int, accumulate: int) -> RunConfig:
     """Return a config of plain gradient descent in float64 on one CPU, where results may differ only by rounding."""
     return replace_values(config, {
         "precision.mode": "64-true", "precision.fp8": False,

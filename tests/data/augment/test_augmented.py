@@ -9,7 +9,7 @@ import torch
 from approved import refused
 from torch import Tensor
 
-from trainrun.data.augment.augmented import Augmented, NamedAugmentation, augment_batches
+from trainrun.data.augment.augmented import AugmentedBatches, NamedAugmentation, augment_batches
 from trainrun.data.augment.crop import RandomCrop
 from trainrun.data.augment.cutout import Cutout
 from trainrun.data.augment.draws import Draws
@@ -41,7 +41,7 @@ class Stream:
         return self.plan.num_seen
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
-        for indices, real, last in self.plan.shares(epoch, start):
+        for indices, real, last in self.plan.iterate_rank_batches(epoch, start):
             yield MicroBatch((IMAGES[indices], LABELS[indices]), real, last, indices)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ def all_kinds() -> list[NamedAugmentation]:
 
 
 def stream(batch_size: int, seed: int = 3, **plan: Any) -> Batches:
-    return Augmented(Stream(Plan(N, batch_size, **({"seed": 3} | plan))), all_kinds(), seed)
+    return AugmentedBatches(Stream(Plan(N, batch_size, **({"seed": 3} | plan))), all_kinds(), seed)
 
 
 def by_sample(*streams: Batches, epoch: int = 0) -> dict[int, list[Tensor]]:
@@ -108,7 +108,7 @@ def test_two_of_a_kind_draw_their_own_numbers() -> None:
         seen.append(draws.uniform("u"))
         return batch
 
-    next(Augmented(Stream(Plan(N, 10)), named(a=spy, b=spy), 0).epoch(0))
+    next(AugmentedBatches(Stream(Plan(N, 10)), named(a=spy, b=spy), 0).epoch(0))
     assert not torch.equal(seen[0], seen[1])
 
 
@@ -117,7 +117,7 @@ def test_they_are_applied_in_the_order_given() -> None:
     steps = {
         name: (lambda batch, draws, name=name: (calls.append(name), batch)[1]) for name in ("b", "a", "c")
     }
-    next(Augmented(Stream(Plan(N, 10)), named(**steps), 0).epoch(0))
+    next(AugmentedBatches(Stream(Plan(N, 10)), named(**steps), 0).epoch(0))
     assert calls == ["b", "a", "c"]
 
 
@@ -131,7 +131,9 @@ def test_evaluation_gets_what_is_not_random() -> None:
     assert found.dtype is torch.float64
     assert augment_batches(inner, named(flip=RandomFlip()), 0, False, torch.float32) is inner
     assert augment_batches(inner, (), 0, True, torch.float32) is inner
-    assert isinstance(augment_batches(inner, named(flip=RandomFlip()), 0, True, torch.float32), Augmented)
+    assert isinstance(
+        augment_batches(inner, named(flip=RandomFlip()), 0, True, torch.float32), AugmentedBatches
+    )
 
 
 def test_faults_name_the_augmentation() -> None:
@@ -139,6 +141,6 @@ def test_faults_name_the_augmentation() -> None:
         return (batch[0].flatten(1), batch[1])
 
     with refused(DataError, "data.augment.crop"):
-        next(Augmented(Stream(Plan(N, 10)), named(flat=tokens, crop=RandomCrop()), 0).epoch(0))
+        next(AugmentedBatches(Stream(Plan(N, 10)), named(flat=tokens, crop=RandomCrop()), 0).epoch(0))
     with refused(PluginError, "data.augment.mine"):
-        next(Augmented(Stream(Plan(N, 10)), named(mine=lambda batch, draws: None), 0).epoch(0))
+        next(AugmentedBatches(Stream(Plan(N, 10)), named(mine=lambda batch, draws: None), 0).epoch(0))

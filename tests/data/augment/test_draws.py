@@ -50,7 +50,7 @@ def test_the_bits_are_those_of_splitmix64_in_whole_numbers() -> None:
 
 def test_known_numbers_stay_what_they_are() -> None:
     """A change of them would change every run that augments."""
-    few = draws(torch.tensor([0, 1, 70_000]), seed=42, epoch=5).named("data.augment.crop")
+    few = draws(torch.tensor([0, 1, 70_000]), seed=42, epoch=5).derive("data.augment.crop")
     assert few.integers("place", 0, 9, n=2).tolist() == [[4, 3], [3, 7], [3, 6]]
     assert few.bits("place").flatten().tolist() == [
         8275238473484070708,

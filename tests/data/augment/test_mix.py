@@ -83,7 +83,7 @@ def test_targets_that_are_numbers_or_mixed_already_are_mixed_as_they_are() -> No
         _, target = MixUp()((x, real), draws())
         w = weight.view(8, *[1] * (real.ndim - 1))
         torch.testing.assert_close(target, w * real + (1 - w) * real[partner_positions(real)])
-    twice = MixUp(1.0, CLASSES)(CutMix(1.0, CLASSES)((x, y), draws()), draws().named("other"))
+    twice = MixUp(1.0, CLASSES)(CutMix(1.0, CLASSES)((x, y), draws()), draws().derive("other"))
     torch.testing.assert_close(twice[1].sum(1), torch.ones(8, dtype=torch.float64))
 
 

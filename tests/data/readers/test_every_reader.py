@@ -33,7 +33,7 @@ from trainrun.data.readers.records.record import META_KEY, Facts, encode_facts, 
 from trainrun.data.readers.records.tfrecord import encode_example
 from trainrun.data.readers.tables import parquet
 from trainrun.data.readers.text import text
-from trainrun.data.sequences.fields import Pieces
+from trainrun.data.sequences.fields import PiecesDataset
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
@@ -110,7 +110,7 @@ def picked_rows(folder):
 
 def pieces(folder):
     lines = text_lines(folder)
-    return Pieces(lines, lines.lengths, 8, ("0", "1"))
+    return PiecesDataset(lines, lines.lengths, 8, ("0", "1"))
 
 
 MADE = {

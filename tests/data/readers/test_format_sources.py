@@ -12,7 +12,7 @@ import torch
 from approved import refused
 
 from trainrun.data.readers.arrays import hdf5
-from trainrun.data.readers.open_files import Kept
+from trainrun.data.readers.open_files import ProcessLocalCache
 from trainrun.data.readers.parts import divide_rows
 from trainrun.data.readers.tables import parquet
 from trainrun.errors import DataError
@@ -22,7 +22,7 @@ from trainrun.errors import DataError
 
 def test_the_least_recently_used_value_is_dropped_and_closed():
     made, closed = [], []
-    kept = Kept(lambda key: made.append(key) or key, 2, close=closed.append)
+    kept = ProcessLocalCache(lambda key: made.append(key) or key, 2, close=closed.append)
     for key in (1, 2, 1, 3, 1, 2):
         assert kept[key] == key
     assert (made, closed) == ([1, 2, 3, 2], [2, 3])
@@ -35,7 +35,7 @@ def owner_in_child(kept, queue) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("per_thread", [True, False])
 def test_a_forked_child_makes_its_own_values(per_thread):
-    kept = Kept(lambda key: os.getpid(), 4, per_thread)
+    kept = ProcessLocalCache(lambda key: os.getpid(), 4, per_thread)
     assert kept[0] == os.getpid()
     context = multiprocessing.get_context("fork")
     queue = context.Queue()

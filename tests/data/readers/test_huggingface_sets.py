@@ -18,9 +18,9 @@ from trainrun.data.pipeline import open_batches
 from trainrun.data.readers import column_store
 from trainrun.data.readers.tables import arrow_files
 from trainrun.data.readers.tables.huggingface import load
-from trainrun.data.same_samples import digest_of
-from trainrun.data.sequences.collate import Padded
-from trainrun.data.sequences.fields import Cut, list_fields
+from trainrun.data.same_samples import hash_samples
+from trainrun.data.sequences.collate import PadCollate
+from trainrun.data.sequences.fields import SequenceCutter, list_fields
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
@@ -161,11 +161,11 @@ def test_rows_padded_together_are_the_batch_of_their_samples(tmp_path, columns, 
     fields = list_fields(source[1])
     named = dict(zip(fields, columns or ROWS, strict=True))
     names = tuple(field for field, column in named.items() if column in ragged)
-    cut = Cut(*options["cut"], names) if "cut" in options else None
-    collate = Padded(names, **{**options, "cut": cut})
+    cut = SequenceCutter(*options["cut"], names) if "cut" in options else None
+    collate = PadCollate(names, **{**options, "cut": cut})
     for indices in ([7, 1, 4], [5], [0], [11, 11, 6, 0]):
         rows, samples = source.read_ragged(indices), [source[index] for index in indices]
-        assert digest_of([collate.pad_rows(rows)]) == digest_of([collate(samples)])
+        assert hash_samples([collate.pad_rows(rows)]) == hash_samples([collate(samples)])
 
 
 def test_floats_are_narrow_and_ragged_or_missing_values_are_named(tmp_path):

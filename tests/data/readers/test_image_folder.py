@@ -16,8 +16,8 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from trainrun.data.batch import Preparation
-from trainrun.data.engines.batch_reader import BatchReader, Key, Recipe
-from trainrun.data.readers.pictures.decode import Form
+from trainrun.data.engines.batch_reader import BatchReader, BatchRequest, SampleSteps
+from trainrun.data.readers.pictures.decode import PictureForm
 from trainrun.data.readers.pictures.image_folder import load
 from trainrun.errors import DataError
 
@@ -133,14 +133,16 @@ def test_a_table_of_labels(tmp_path):
 def test_every_picture_has_the_shape_that_is_asked_for(channels, kind):
     for image in (gradient(40, 30), gradient(30, 40).convert("L"), gradient(16, 16), gradient(7, 5)):
         for fit in ("crop", "stretch"):
-            pixels = Form((channels, 16, 16), fit).decode(bytes_of(image, kind))
+            pixels = PictureForm((channels, 16, 16), fit).decode(bytes_of(image, kind))
             assert (pixels.shape, pixels.dtype) == ((channels, 16, 16), torch.uint8)
             assert pixels.is_contiguous()
 
 
 def test_crop_keeps_the_proportion_and_the_middle_and_stretch_keeps_all():
     content = bytes_of(gradient(64, 32))
-    crop, stretch = (Form((3, 16, 16), fit).decode(content)[0, 8].float() for fit in ("crop", "stretch"))
+    crop, stretch = (
+        PictureForm((3, 16, 16), fit).decode(content)[0, 8].float() for fit in ("crop", "stretch")
+    )
     assert (crop[0], crop[-1]) == pytest.approx((255 / 4, 255 * 3 / 4), abs=4)
     assert (stretch[0], stretch[-1]) == pytest.approx((0, 255), abs=10)
 
@@ -149,17 +151,17 @@ def test_pixels_are_those_of_the_file_and_floats_are_scaled():
     image = gradient(9, 5)
     content = bytes_of(image)
     expected = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-    assert torch.equal(Form().decode(content), expected)
-    assert torch.equal(Form((3, 5, 9)).decode(content), expected)
-    assert torch.equal(Form(dtype="float32").decode(content), expected / 255)
+    assert torch.equal(PictureForm().decode(content), expected)
+    assert torch.equal(PictureForm((3, 5, 9)).decode(content), expected)
+    assert torch.equal(PictureForm(dtype="float32").decode(content), expected / 255)
 
 
 @pytest.mark.parametrize("shape", [[3, 8, 12], [1, 5, 5]])
 @pytest.mark.parametrize("dtype", ["uint8", "float32"])
 def test_a_whole_batch_has_the_bits_of_collated_samples(tmp_path, shape, dtype):
     source = load(str(written(tmp_path)), shape=shape, dtype=dtype, val_fraction=0.0)["train"]
-    recipe = Recipe(Preparation(), seed=0, key="data.train")
-    key = Key(0, [3, 0, 7, 3], True, False)
+    recipe = SampleSteps(Preparation(), seed=0, key="data.train")
+    key = BatchRequest(0, [3, 0, 7, 3], True, False)
     whole = BatchReader(source, recipe).read(key)
     one_by_one = BatchReader(source, replace(recipe, collate=default_collate)).read(key)
     assert source.read_batch(key.indices) is not None
@@ -175,7 +177,10 @@ def test_a_damaged_picture_of_a_whole_batch_is_named_and_can_be_skipped(tmp_path
     source = load(str(written(tmp_path)), shape=[3, 8, 12], val_fraction=0.0)["train"]
     bad = source.describe(4)
     Path(bad).write_bytes(b"\x89PNG\r\n\x1a\nnothing")
-    recipe, key = Recipe(Preparation(), seed=0, key="data.train"), Key(0, [3, 4, 5], True, False)
+    recipe, key = (
+        SampleSteps(Preparation(), seed=0, key="data.train"),
+        BatchRequest(0, [3, 4, 5], True, False),
+    )
     with refused(DataError, bad):
         BatchReader(source, recipe).read(key)
     found = BatchReader(source, replace(recipe, skips=True)).read(key)
@@ -188,11 +193,11 @@ def test_a_damaged_picture_of_a_whole_batch_is_named_and_can_be_skipped(tmp_path
 @pytest.mark.parametrize("size", [(512, 512), (700, 400)])
 def test_a_large_jpeg_decoded_at_a_part_of_its_size_differs_little(fit, size):
     content = bytes_of(gradient(*size), "JPEG", quality=95)
-    fast, slow = (Form((3, 32, 32), fit, draft=draft).decode(content) for draft in (True, False))
+    fast, slow = (PictureForm((3, 32, 32), fit, draft=draft).decode(content) for draft in (True, False))
     assert not torch.equal(fast, slow)
     assert (fast.int() - slow.int()).abs().max() <= 4
     near = bytes_of(gradient(60, 60), "JPEG")
-    same = [Form((3, 32, 32), draft=draft).decode(near) for draft in (True, False)]
+    same = [PictureForm((3, 32, 32), draft=draft).decode(near) for draft in (True, False)]
     assert torch.equal(*same), "less than twice the size: decoded whole"
 
 
@@ -206,7 +211,7 @@ def test_pictures_stand_upright(orientation, kind, shape):
     exif[0x0112] = orientation
     content = bytes_of(gradient(28, 20), kind, exif=exif.tobytes())
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
-    got = Form(shape, "stretch", draft=False).decode(content)
+    got = PictureForm(shape, "stretch", draft=False).decode(content)
     if shape is not None:
         upright = upright.resize((14, 10), Image.Resampling.BILINEAR)
     difference = got.int() - torch.from_numpy(np.array(upright)).permute(2, 0, 1).int()
@@ -216,15 +221,15 @@ def test_pictures_stand_upright(orientation, kind, shape):
 def test_other_modes():
     wide = Image.fromarray((np.arange(64).reshape(8, 8) * 1000).astype(np.uint16))
     assert torch.equal(
-        Form((1, 8, 8)).decode(bytes_of(wide))[0], torch.arange(64).reshape(8, 8) * 1000 // 256
+        PictureForm((1, 8, 8)).decode(bytes_of(wide))[0], torch.arange(64).reshape(8, 8) * 1000 // 256
     )
     clear = picture(colour=(9, 8, 7, 0), mode="RGBA")
-    assert Form().decode(bytes_of(clear))[:, 0, 0].tolist() == [9, 8, 7]
+    assert PictureForm().decode(bytes_of(clear))[:, 0, 0].tolist() == [9, 8, 7]
     palette = gradient(8, 8).quantize(4)
     expected = torch.from_numpy(np.array(palette.convert("RGB"))).permute(2, 0, 1)
-    assert torch.equal(Form().decode(bytes_of(palette)), expected)
+    assert torch.equal(PictureForm().decode(bytes_of(palette)), expected)
     inks = Image.new("CMYK", (8, 8), (0, 0, 0, 0))
-    assert Form().decode(bytes_of(inks, "JPEG")).min() > 250
+    assert PictureForm().decode(bytes_of(inks, "JPEG")).min() > 250
 
 
 def test_damaged_pictures_name_the_file(tmp_path):

@@ -13,7 +13,7 @@ import torch
 from approved import refused
 from PIL import Image
 
-from trainrun.data.look import digest_of
+from trainrun.data.look import hash_samples
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers import column_store, mapped_rows
 from trainrun.data.readers.tables.parquet import load
@@ -292,7 +292,7 @@ def test_row_groups_change_no_sample(path, tmp_path, row_group_size, inputs, sto
     pq.write_table(table(), other, row_group_size=row_group_size)
     sources = [load(file, inputs=inputs, target="kind")["train"] for file in (path, other)]
     for i in range(len(sources[0])):
-        assert digest_of(sources[0][i]) == digest_of(sources[1][i])
+        assert hash_samples(sources[0][i]) == hash_samples(sources[1][i])
     with pytest.raises(IndexError):
         sources[0][N]
 

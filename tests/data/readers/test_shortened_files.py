@@ -59,7 +59,7 @@ def lines(folder: Path) -> tuple[Any, Path]:
     return load_text(str(folder / "a.txt"), kind="lines", val_fraction=0.0)["train"], folder / "a.txt"
 
 
-class Counted:
+class CountingBatches:
     def __len__(self) -> int:
         return 512
 
@@ -71,7 +71,7 @@ class Counted:
 
 
 def cached(folder: Path) -> tuple[Any, Path]:
-    return Counted(), folder
+    return CountingBatches(), folder
 
 
 def ended(work: Callable[[], int]) -> int:

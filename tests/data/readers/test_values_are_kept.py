@@ -16,7 +16,7 @@ from PIL import Image
 
 from trainrun.data import batch
 from trainrun.data.batch import Preparation, convert_numbers, mask_changed_integers
-from trainrun.data.readers.pictures.decode import Form, decode_16_bits, decode_picture
+from trainrun.data.readers.pictures.decode import PictureForm, decode_16_bits, decode_picture
 from trainrun.data.readers.pictures.image_folder import load as load_pictures
 from trainrun.data.readers.tables.csv_files import load as load_csv
 from trainrun.data.readers.tables.parquet import load as load_parquet
@@ -60,7 +60,7 @@ def test_all_16_bits_of_every_kind_of_pixel_are_read(channels: int) -> None:
     values = values_of(channels)
     content = png_of(values)
     assert np.array_equal(decode_16_bits(content), values)
-    found = Form(None, dtype="float32").decode(content)
+    found = PictureForm(None, dtype="float32").decode(content)
     colors = values[..., [0] * 3] if channels < 3 else values[..., :3]
     expected = torch.from_numpy(colors.astype(np.float32)).movedim(2, 0) / 65535
     assert torch.equal(found, expected)
@@ -70,11 +70,11 @@ def test_a_picture_that_pillow_wrote_and_one_of_a_single_grey() -> None:
     values = values_of(1)[..., 0]
     out = io.BytesIO()
     Image.fromarray(values).save(out, "PNG")
-    found = Form((1, 7, 5), dtype="float32").decode(out.getvalue())
+    found = PictureForm((1, 7, 5), dtype="float32").decode(out.getvalue())
     assert torch.equal(found[0], torch.from_numpy(values.astype(np.float32)) / 65535)
-    small = Form((1, 3, 3), "stretch", "float32").decode(png_of(np.full((7, 5, 1), 200, np.uint16)))
+    small = PictureForm((1, 3, 3), "stretch", "float32").decode(png_of(np.full((7, 5, 1), 200, np.uint16)))
     assert torch.allclose(small, torch.tensor(200 / 65535))
-    grey = Form((1, 7, 5), dtype="float32").decode(png_of(np.full((7, 5, 3), 300, np.uint16)))
+    grey = PictureForm((1, 7, 5), dtype="float32").decode(png_of(np.full((7, 5, 3), 300, np.uint16)))
     assert torch.allclose(grey, torch.tensor(300 / 65535))
 
 
@@ -92,7 +92,7 @@ def test_a_folder_of_dark_16_bit_pictures_keeps_them_apart(tmp_path: Path) -> No
 
 
 def test_a_16_bit_picture_among_8_bit_ones_is_refused_by_name() -> None:
-    form = Form((1, 4, 4), only_bytes=True)
+    form = PictureForm((1, 4, 4), only_bytes=True)
     with refused(DataError, "x.png", "data.train.dtype=uint8"):
         decode_picture(png_of(values_of(1, 4, 4)), form, lambda: "x.png", np.empty((1, 4, 4), np.uint8))
 
@@ -101,7 +101,7 @@ def test_a_16_bit_picture_among_8_bit_ones_is_refused_by_name() -> None:
 def test_a_damaged_16_bit_picture_is_a_fault_of_its_file(size: int) -> None:
     content = png_of(values_of(3))[:size]
     with refused(DataError, "x.png"):
-        decode_picture(content, Form(None, dtype="float32"), lambda: "x.png")
+        decode_picture(content, PictureForm(None, dtype="float32"), lambda: "x.png")
 
 
 IDS = 2**24 + np.arange(71)

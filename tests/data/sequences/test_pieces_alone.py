@@ -14,7 +14,7 @@ from trainrun.data.pipeline import open_batches
 from trainrun.data.readers.tables import parquet
 from trainrun.data.readers.text.text import TextSamples
 from trainrun.data.readers.text.text import load as load_text
-from trainrun.data.sequences.fields import Pieces, map_fields
+from trainrun.data.sequences.fields import PiecesDataset, map_fields
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns, find_columns
 
@@ -71,7 +71,7 @@ def test_a_piece_is_that_of_the_whole_sample(source_of: Any, tmp_path: Path) -> 
     source, names = source_of(tmp_path), NAMES[source_of]
     first = [np.asarray(leaf) for leaf in leaves_of(source[0])]
     lengths = np.array([len(leaves_of(source[index])[0]) for index in range(len(source))])
-    pieces = Pieces(source, lengths, SIZE, names)
+    pieces = PiecesDataset(source, lengths, SIZE, names)
     assert len(pieces) > len(source)
     for index in range(len(pieces)):
         begin, whole = int(pieces.begin[index]), source[int(pieces.sample[index])]
@@ -114,7 +114,7 @@ def test_no_whole_sample_is_read_for_a_piece(tmp_path: Path, monkeypatch: pytest
 
 def test_of_a_table_only_the_piece_is_copied(tmp_path: Path) -> None:
     source = table_of(tmp_path, None, ids=[list(range(10_000))] * 3)
-    pieces = Pieces(source, np.full(3, 10_000), SIZE, ("inputs",))
+    pieces = PiecesDataset(source, np.full(3, 10_000), SIZE, ("inputs",))
     found = pieces[7]
     owner = found if found.base is None else found.base
     assert found.tolist() == [28, 29, 30, 31]
@@ -130,7 +130,7 @@ def test_rows_of_columns_are_cut_before_they_are_copied(names: tuple[str, ...]) 
     }
     columns = find_columns(arrays, "data.train")
     assert isinstance(columns, Columns)
-    found = Pieces(columns, np.full(3, 10), SIZE, names)[4]
+    found = PiecesDataset(columns, np.full(3, 10), SIZE, names)[4]
     assert found["x"].tolist() == [14, 15, 16, 17]
     assert found["y"].tolist() == ([44, 45, 46, 47] if "y" in names else list(range(40, 50)))
     assert found["label"] == 1

@@ -13,7 +13,7 @@ from trainrun.data.facts import describe_source
 from trainrun.data.order.sampler import Plan
 from trainrun.data.pipeline import open_batches
 from trainrun.data.sequences.choose import plan_sequences
-from trainrun.data.sequences.collate import Padded
+from trainrun.data.sequences.collate import PadCollate
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
@@ -127,7 +127,7 @@ def test_lists_of_numbers_are_rows_where_they_are_equally_long_too(numbers):
     first = next(iter(batches.epoch(0))).data
     assert first["x"].tolist() == [numbers] * 4
     assert describe_source(equal).shape == (3,)
-    assert Padded()([(numbers, 1), (numbers, 0)])[0].tolist() == [numbers] * 2
+    assert PadCollate()([(numbers, 1), (numbers, 0)])[0].tolist() == [numbers] * 2
 
 
 def test_a_sample_that_is_a_list_of_numbers_has_as_many_fields():
@@ -178,7 +178,7 @@ def test_the_verdict_says_what_batches_hold(padding, size, truncate, multiple):
     found = chosen(Knowing(lengths=lengths), 8, padding=padding, max_tokens=tokens, max_sequence_length=size,
                    truncate=truncate, pad_multiple=multiple)  # fmt: skip
     empty = total = 0
-    for share in found.plan.shares(0, 0):
+    for share in found.plan.iterate_rank_batches(0, 0):
         batch = batch_fields(found.collate([found.source[index] for index in share.indices.tolist()]))
         mask = batch["attention_mask"] if "attention_mask" in batch else batch["segment_ids"] > 0
         empty += int((~mask).sum())
@@ -228,19 +228,19 @@ def test_what_does_not_go_together_is_refused():
     )
 
 
-class Drawn(Text):
+class WeightedSamples(Text):
     def __getitem__(self, index, generator=None):
         return super().__getitem__(index)
 
 
 def test_pieces_of_samples_that_are_drawn_anew_are_refused():
     refuses(
-        Drawn(),
+        WeightedSamples(),
         "data.truncate=split",
         truncate="split",
         max_sequence_length=2,
     )
-    assert chosen(Drawn(), truncate="left", max_sequence_length=2) is not None
+    assert chosen(WeightedSamples(), truncate="left", max_sequence_length=2) is not None
 
 
 def test_a_sample_that_cannot_be_read_is_named_where_all_are_needed():

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from trainrun.data.order.sampler import Plan
 from trainrun.data.sequences.choose import plan_sequences
-from trainrun.data.sequences.collate import Packed, Padded
+from trainrun.data.sequences.collate import PackCollate, PadCollate
 from trainrun.data.stream_options import StreamOptions
 from trainrun.task.classification import Classification
 from trainrun.task.regression import Regression
@@ -126,7 +126,7 @@ def stream(source, batch_size=5, **options):
     found = plan_sequences(
         source, Plan(len(source), batch_size, seed=1), StreamOptions("data.train", True, 1, 1, **options)
     )
-    for share in found.plan.shares(1, 0):
+    for share in found.plan.iterate_rank_batches(1, 0):
         yield share.indices, found.collate, [found.source[index] for index in share.indices.tolist()]
 
 
@@ -199,7 +199,7 @@ def test_sequences_of_targets_count_their_own_positions(loss, whole):
     samples = [(torch.randn(size, 3).double(), -100 * torch.randn(size, 2).double()) for size in (4, 1, 3)]
     samples = [(x, y.long().clamp(min=-100) if whole else y) for x, y in samples]
     model, task = nn.Linear(3, 2).double(), Regression(loss)
-    batch = Padded(("inputs", "target"), padding_value=1e9)(samples)
+    batch = PadCollate(("inputs", "target"), padding_value=1e9)(samples)
     assert task.count(batch) == 3
     out = task.step(model, batch)
     single = [Regression(loss).step(model, tuple(part[None] for part in sample)) for sample in samples]
@@ -210,7 +210,7 @@ def test_sequences_of_targets_count_their_own_positions(loss, whole):
 def test_poison_reaches_what_does_not_mask():
     """The guard of the tests above: without its mask the model does notice the padding."""
     source, model = Pairs(), poisoned(Attention(causal=False))
-    batch = with_poison(Padded(("inputs", "target")))([source[0], source[1], source[2]])
+    batch = with_poison(PadCollate(("inputs", "target")))([source[0], source[1], source[2]])
     blind = Classification().step(model, tuple(part.clone() for part in batch)).loss_sum
     assert abs(blind.item() - reference(model, source, [0, 1, 2])[0]) > 1
-    assert isinstance(with_poison(Packed(("inputs",), 4)), Packed)
+    assert isinstance(with_poison(PackCollate(("inputs",), 4)), PackCollate)

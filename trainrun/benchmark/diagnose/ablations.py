@@ -16,13 +16,13 @@ import torch
 from trainrun.benchmark.pacing import OpenStream
 from trainrun.benchmark.worker_messages import SAVING, RunInfo
 from trainrun.config.schema import RunConfig
-from trainrun.data.engines.stream import Around
+from trainrun.data.engines.stream import BatchesWrapper
 from trainrun.interfaces import GradReport, MicroBatch, StepReport
 from trainrun.timing.phases import OPTIMIZER, RUNNER
 from trainrun.training.components import Components
 
 
-class CachedBatches(Around):
+class CachedBatches(BatchesWrapper):
     """A stream that repeats the batches of the last turn of the unchanged run, which are on the device already.
 
     The same batches are used because batches of other shapes would take another time. A model must not write into

@@ -25,7 +25,7 @@ from trainrun.benchmark.diagnose.ablations import (
     ablation_title,
     useful_ablations,
 )
-from trainrun.benchmark.diagnose.rounds import Rounds, Side, gain_of_part
+from trainrun.benchmark.diagnose.rounds import Rounds, Side, compute_total_gain
 from trainrun.benchmark.measured_run import CHECKPOINT, measure_rare_work, rare_work_intervals
 from trainrun.benchmark.run_overrides import compose_config, replace_overrides, start_choice_overrides
 from trainrun.benchmark.worker_messages import (
@@ -33,7 +33,7 @@ from trainrun.benchmark.worker_messages import (
     SAVING,
     Load,
     Profile,
-    Profiled,
+    ProfileResult,
     RunInfo,
     Turn,
 )
@@ -106,7 +106,7 @@ class Diagnosis:
     load_speed: float
     load_cores: float
     overrides: tuple[str, ...] = ()
-    profiled: Profiled | None = None
+    profiled: ProfileResult | None = None
     untried: tuple[str, ...] = ()
 
 
@@ -124,7 +124,7 @@ def diagnose(
         diagnosis = Examination(pool, base, overrides, budget, reserved, progress).diagnosis()
         if trace:
             progress("a few steps under torch's profiler", budget.remaining_seconds())
-            diagnosis = replace(diagnosis, profiled=base.ask(Profile()))
+            diagnosis = replace(diagnosis, profiled=base.request(Profile()))
         return diagnosis
 
 
@@ -155,7 +155,7 @@ class Examination:
 
     def diagnosis(self) -> Diagnosis:
         pace = self._find_pace()
-        load: Turn = self._base.ask(Load(max(2, min(self._steps, 50)) if self._warm else 1, self._warm))
+        load: Turn = self._base.request(Load(max(2, min(self._steps, 50)) if self._warm else 1, self._warm))
         names = self._choose_ablations()
         sides = {name: self._build_side(self._base, name) for name in names if name not in OTHER_RUNS}
         for (
@@ -310,7 +310,7 @@ class Examination:
         if not late:
             costs |= self._logging_cost(loop_seconds)
         what_ifs = [
-            WhatIf(name, gain_of_part(ratios[ablation], step_seconds, loop_seconds), about, setting)
+            WhatIf(name, compute_total_gain(ratios[ablation], step_seconds, loop_seconds), about, setting)
             for name, ablation, about, setting in self._iterate_causes(ratios)
             if name not in costs
         ]
@@ -330,7 +330,7 @@ class Examination:
         gain.
         """
         read = [DATA] if CACHED in self._known else []
-        ratios = {name: rounds.ratio_of_phase(phase) for name, phase in self._known.items()}
+        ratios = {name: rounds.compute_phase_ratio(phase) for name, phase in self._known.items()}
         for name, pairs in rounds.pairs.items():
             if pairs:
                 same = [LOGGING] if name == LARGER else [] if name in OTHER_READING else read

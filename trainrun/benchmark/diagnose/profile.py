@@ -13,14 +13,14 @@ from typing import Final
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trainrun.benchmark.worker_messages import Profiled
+from trainrun.benchmark.worker_messages import ProfileResult
 from trainrun.runtime.machine import wait_for_device
 
 STEPS: Final = 5
 MOST_OPERATIONS: Final = 12
 
 
-def profile_steps(run: Callable[[int], None], device: torch.device, file: Path) -> Profiled:
+def profile_steps(run: Callable[[int], None], device: torch.device, file: Path) -> ProfileResult:
     """Profile STEPS steps of `run` after as many warm-up steps. file: the path of the trace, `.json.gz`."""
     run(STEPS)
     on_gpu = device.type == "cuda"
@@ -31,4 +31,4 @@ def profile_steps(run: Callable[[int], None], device: torch.device, file: Path) 
     profiler.export_chrome_trace(str(file))
     sort_key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     table = profiler.key_averages().table(sort_key, MOST_OPERATIONS, max_name_column_width=46)
-    return Profiled(table, file.read_bytes())
+    return ProfileResult(table, file.read_bytes())

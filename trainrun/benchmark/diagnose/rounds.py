@@ -20,7 +20,7 @@ from trainrun.timing.paired import (
     Ratio,
     TimedItems,
     TurnSchedule,
-    ratio_of_totals,
+    compute_total_ratio,
     sum_timed_items,
 )
 
@@ -65,9 +65,9 @@ class Rounds:
 
     @property
     def base(self) -> TimedItems:
-        return sum_timed_items(turn_to_timed_items(turn) for turn in self.own)
+        return sum_timed_items(build_timed_items(turn) for turn in self.own)
 
-    def seconds_of(self, phases: Sequence[int]) -> float:
+    def read_phase_seconds(self, phases: Sequence[int]) -> float:
         """Return the seconds per item that the unchanged loop spends in these phases."""
         return sum(turn.phase(phase) for turn in self.own for phase in phases) / self.base.items
 
@@ -83,22 +83,22 @@ class Rounds:
         """
         pairs = self.pairs[name]
         by_position = padding_factor > 0 and all(turn.positions for pair in pairs for turn in pair)
-        ratio = ratio_of_totals([
-            (turn_to_timed_items(base, without, by_position), turn_to_timed_items(turn, without, by_position))
+        ratio = compute_total_ratio([
+            (build_timed_items(base, without, by_position), build_timed_items(turn, without, by_position))
             for base, turn in pairs
         ])  # fmt: skip
         if by_position:
-            ratio = ratio.times(padding_factor)
-        same_seconds = self.seconds_of(without)
+            ratio = ratio.multiply(padding_factor)
+        same_seconds = self.read_phase_seconds(without)
         if not same_seconds:
             return ratio
         seconds = self.base.seconds_per_item
-        return gain_of_part(ratio, seconds, seconds - same_seconds)
+        return compute_total_gain(ratio, seconds, seconds - same_seconds)
 
-    def ratio_of_phase(self, phase: int) -> Ratio:
+    def compute_phase_ratio(self, phase: int) -> Ratio:
         """Return how many times as fast the unchanged loop would be without this phase."""
-        return ratio_of_totals(
-            [(turn_to_timed_items(turn), turn_to_timed_items(turn, [phase])) for turn in self.own]
+        return compute_total_ratio(
+            [(build_timed_items(turn), build_timed_items(turn, [phase])) for turn in self.own]
         )
 
     def compile_seconds(self, total_steps: int | None) -> float:
@@ -114,12 +114,12 @@ class Rounds:
         )
 
 
-def turn_to_timed_items(turn: Turn, without: Sequence[int] = (), by_position: bool = False) -> TimedItems:
+def build_timed_items(turn: Turn, without: Sequence[int] = (), by_position: bool = False) -> TimedItems:
     seconds = turn.running_seconds - sum(turn.phase(phase) for phase in without)
     return TimedItems(seconds, turn.positions if by_position else turn.items)
 
 
-def gain_of_part(ratio: Ratio, total_seconds: float, part_seconds: float) -> Ratio:
+def compute_total_gain(ratio: Ratio, total_seconds: float, part_seconds: float) -> Ratio:
     """Return the gain of the total time if a part of it gains by `ratio`."""
 
     def total_gain(part_gain: float) -> float:

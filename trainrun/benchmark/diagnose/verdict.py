@@ -7,7 +7,7 @@ from typing import Final
 
 from trainrun.benchmark.diagnose.ablations import BUCKET
 from trainrun.benchmark.diagnose.diagnosis import CLEAR, Diagnosis, WhatIf
-from trainrun.benchmark.remedies import Remedy, loading_computes, remedies_for
+from trainrun.benchmark.remedies import Remedy, find_remedies, loading_computes
 
 LARGE: Final = 1.3  # of a larger batch, which is another training: a gain below it is not worth a word
 LEAST_OF_LARGER: Final = 3  # pairs with it, for the same reason: the interval of two may be narrow by luck
@@ -93,7 +93,7 @@ def likely_costs(diagnosis: Diagnosis) -> list[WhatIf]:
         each
         for each in diagnosis.what_ifs
         if each.gain.value >= (LARGE if each.name == "dispatch" else CLEAR)
-        and (each.name != "update" or remedies_for(each, diagnosis))
+        and (each.name != "update" or find_remedies(each, diagnosis))
     ]
     inside = max((each.gain.value for each in clear if each.name in INSIDE), default=1.0)
 
@@ -124,7 +124,7 @@ def gain_text(what_if: WhatIf) -> str:
 
 
 def build_cause(diagnosis: Diagnosis, what_if: WhatIf) -> Cause:
-    return Cause(what_if, describe_cause(diagnosis, what_if.name), remedies_for(what_if, diagnosis))
+    return Cause(what_if, describe_cause(diagnosis, what_if.name), find_remedies(what_if, diagnosis))
 
 
 def describe_cause(diagnosis: Diagnosis, name: str) -> str:

@@ -41,7 +41,7 @@ LIMIT = 24 * 3600.0  # seconds
 ROOM = 4.0  # below the rate of the smallest loss, where it is about to rise again
 
 
-class Diverged(Exception):
+class LossDiverged(Exception):
     """The exception that ends a range test before its last step."""
 
 
@@ -80,7 +80,7 @@ class RateSweep:
         many = max(FIRST, round(WINDOW * wanted.steps))
         newest = self.found.losses[-many:]
         if not math.isfinite(loss) or min(newest) > DIVERGED * max(self._smallest, 1e-12):
-            raise Diverged
+            raise LossDiverged
         if len(newest) == many:
             self._smallest = min(self._smallest, sum(newest) / many)
         return report
@@ -143,7 +143,9 @@ def main(wish: Namespace, words: list[str]) -> int:
     config = compose_config(typed)
     with WorkerPool() as pool, progress_line() as progress:
         progress("range test", 60.0)
-        curve: RateLosses = pool.start(config).ask(RateRange(wish.low, wish.high, wish.steps), limit=LIMIT)
+        curve: RateLosses = pool.start(config).request(
+            RateRange(wish.low, wish.high, wish.steps), limit=LIMIT
+        )
     advice = suggest_rate(curve)
     typed_lr = (config.optimizer or {}).get("lr")
     scale = typed_lr / curve.peaks[0] if isinstance(typed_lr, float | int) and typed_lr > 0 else 1.0

@@ -19,7 +19,7 @@ from trainrun.benchmark.budget import TURN_SECONDS, Budget
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination
 from trainrun.benchmark.diagnose.verdict import CAUSES, certain_causes, reach_verdict
 from trainrun.benchmark.measured_run import MeasuredRun
-from trainrun.benchmark.remedies import EFFECTS, EXACT, Remedy, model_remedies, new_settings, remedies_for
+from trainrun.benchmark.remedies import EFFECTS, EXACT, Remedy, find_remedies, model_remedies, new_settings
 from trainrun.benchmark.run_overrides import (
     LOADER_KEYS,
     compose_config,
@@ -35,7 +35,7 @@ from trainrun.timing.paired import (
     Ratio,
     StoppingRules,
     compare_in_turns,
-    ratio_of_processes,
+    compute_process_ratio,
 )
 
 CONFIRM_PART: Final = 0.4  # of the budget at least: for fresh processes that confirm the best
@@ -199,7 +199,7 @@ class Tuner:
         return MeasuredRun(worker, config, self._turn_seconds, usual)
 
     def _diagnosis_seconds(self) -> float:
-        left = self._deadline_of_trials() - self.budget.clock()
+        left = self._compute_trials_deadline() - self.budget.clock()
         return min(DIAGNOSIS_PART * self.budget.seconds, left / 2)  # the other half is for its remedies
 
     def _diagnose(self) -> Diagnosis:
@@ -208,12 +208,12 @@ class Tuner:
         worker, overrides = self.base.worker, self._best_settings()
         return Examination(self._pool, worker, overrides, budget, 1.0, self._say).diagnosis()
 
-    def _deadline_of_trials(self) -> float:
+    def _compute_trials_deadline(self) -> float:
         """Return the clock time at which trials end. The rest of the budget is for the comparison in new processes."""
-        needed = CONFIRM_ROOM * LEAST_PROCESSES * self._seconds_of_pair()
+        needed = CONFIRM_ROOM * LEAST_PROCESSES * self._estimate_pair_seconds()
         return self.budget.deadline() - max(CONFIRM_PART * self.budget.seconds, needed)
 
-    def _deadline_of_cause(self, gains: Sequence[float]) -> float:
+    def _compute_cause_deadline(self, gains: Sequence[float]) -> float:
         """Return the clock time until which remedies of the first of several causes are tried.
 
         gains: the promised gain of each cause, above 1. The time that is left is divided in proportion to their
@@ -221,18 +221,18 @@ class Tuner:
         """
         now = self.budget.clock()
         logs = [math.log(gain) for gain in gains]
-        return now + logs[0] / sum(logs) * max(0.0, self._deadline_of_trials() - now)
+        return now + logs[0] / sum(logs) * max(0.0, self._compute_trials_deadline() - now)
 
     def _best_settings(self) -> list[str]:
         return replace_overrides(self.overrides, used_settings(self.trials))
 
     def _improve(self, diagnosis: Diagnosis) -> bool:
         """Try the remedies of one cause after the other until one is kept. Return whether one was kept."""
-        causes = [(what_if, remedies_for(what_if, diagnosis)) for what_if in certain_causes(diagnosis)]
+        causes = [(what_if, find_remedies(what_if, diagnosis)) for what_if in certain_causes(diagnosis)]
         causes = [(what_if, remedies) for what_if, remedies in causes if remedies]
         gains = [what_if.gain.value for what_if, _ in causes]
         for number, (what_if, remedies) in enumerate(causes):
-            ends = self._deadline_of_cause(gains[number:])
+            ends = self._compute_cause_deadline(gains[number:])
             for compiles in (False, True):  # compiling may take all the time
                 some = [remedy for remedy in remedies if remedy.compiles is compiles]
                 if self._keep_fastest(CAUSES[what_if.name], gains[number], some, ends):
@@ -242,7 +242,7 @@ class Tuner:
         for cause, faster_models in model_remedies(info, run_seconds).items():
             useful = [remedy for remedy in faster_models if self.is_allowed(remedy)]
             untried = new_settings(useful, self.add_start_choices(()))
-            if self._keep_fastest(cause, None, untried, self._deadline_of_trials()):
+            if self._keep_fastest(cause, None, untried, self._compute_trials_deadline()):
                 return True
         return False
 
@@ -303,8 +303,10 @@ class Tuner:
             remedies, key=lambda remedy: bool(remedy.start_cost)
         ):  # they may take all the time
             trial = Trial(cause, promised, remedy)
-            if ends - self.budget.clock() > self._start_seconds + self._seconds_of_rounds(len(runs) + 1):
-                left = ends - self.budget.clock() - self._seconds_of_rounds(len(runs) + 1)
+            if ends - self.budget.clock() > self._start_seconds + self._estimate_rounds_seconds(
+                len(runs) + 1
+            ):
+                left = ends - self.budget.clock() - self._estimate_rounds_seconds(len(runs) + 1)
                 run, reason = self._start_remedy(remedy, left)
                 trial = replace(trial, reason=reason)
                 if run is not None:
@@ -342,7 +344,7 @@ class Tuner:
             run.close()
         return None, reason
 
-    def _seconds_of_rounds(self, runs: int) -> float:
+    def _estimate_rounds_seconds(self, runs: int) -> float:
         return TURN_COST * FEWEST_ROUNDS * (runs + 1) * self._turn_seconds
 
     def confirm(self, settings: Sequence[str]) -> Ratio | None:
@@ -352,7 +354,7 @@ class Tuner:
         result would bias it.
         """
         groups: list[list[tuple[float, float]]] = []
-        wanted, clock = self._affordable_pairs(self._seconds_of_pair()), self.budget.clock
+        wanted, clock = self._affordable_pairs(self._estimate_pair_seconds()), self.budget.clock
         while len(groups) < wanted and wanted >= LEAST_PROCESSES:
             self._say(f"fresh processes, pair {len(groups) + 1}", self.budget.remaining_seconds())
             began = clock()
@@ -364,14 +366,16 @@ class Tuner:
             if len(groups) == 1:
                 wanted = 1 + self._affordable_pairs(clock() - began, num_done=1)
         if len(groups) < LEAST_PROCESSES:
-            needed = self.budget.elapsed_seconds + CONFIRM_ROOM * LEAST_PROCESSES * self._seconds_of_pair()
+            needed = (
+                self.budget.elapsed_seconds + CONFIRM_ROOM * LEAST_PROCESSES * self._estimate_pair_seconds()
+            )
             self.problem = (
                 f"no time for {LEAST_PROCESSES} pairs of fresh processes; try --budget {needed:.0f}"
             )
             return None
-        return ratio_of_processes(groups, SURE)
+        return compute_process_ratio(groups, SURE)
 
-    def _seconds_of_pair(self) -> float:
+    def _estimate_pair_seconds(self) -> float:
         """Estimate the seconds of a pair of new processes from earlier starts."""
         extra: float = self.base.worker.start_seconds - self._own.worker.start_seconds
         return 2 * self._start_seconds + max(0.0, extra)
@@ -396,7 +400,7 @@ class Tuner:
         settings = [self.overrides, replace_overrides(self.overrides, changes)]
         runs = []
         for overrides in settings if own_first else settings[::-1]:
-            runs.append(self._start(overrides, PAIR_LIMIT * self._seconds_of_pair()))
+            runs.append(self._start(overrides, PAIR_LIMIT * self._estimate_pair_seconds()))
             runs[-1].find_pace()
         own_run, best = runs if own_first else runs[::-1]
         rules = StoppingRules(

@@ -9,7 +9,7 @@ import torch
 
 from trainrun.data.augment.draws import Draws
 from trainrun.data.batch import attach_fields
-from trainrun.data.engines.stream import Around
+from trainrun.data.engines.stream import BatchesWrapper
 from trainrun.data.split_batch import list_tensors
 from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import Batches, MicroBatch, read_attached_fields
@@ -44,10 +44,10 @@ def augment_batches(batches: Batches, augmentations: Sequence[NamedAugmentation]
     number: see `Draws`.
     """
     chosen = [item for item in augmentations if training or not item.random]
-    return Augmented(batches, chosen, seed, float_dtype, number) if chosen else batches
+    return AugmentedBatches(batches, chosen, seed, float_dtype, number) if chosen else batches
 
 
-class Augmented(Around):
+class AugmentedBatches(BatchesWrapper):
     """A stream whose batches are augmented in the given order."""
 
     def __init__(self, batches: Batches, augmentations: Sequence[NamedAugmentation], seed: int,
@@ -69,7 +69,7 @@ class Augmented(Around):
         for key, apply, _ in self._augmentations:
             fields = dict(read_attached_fields(data))
             try:
-                data = apply(data, draws.named(key))
+                data = apply(data, draws.derive(key))
             except DataError as error:
                 raise DataError(f"{key}: {error}") from error
             if data is None:

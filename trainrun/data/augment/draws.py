@@ -42,7 +42,7 @@ class Draws:
     stream: str = ""
     number: int | None = None
 
-    def named(self, name: str) -> Draws:
+    def derive(self, name: str) -> Draws:
         """Return draws with separate random streams, for example for one of several augmentations."""
         return replace(self, stream=f"{self.stream}{name}/")
 

@@ -43,10 +43,10 @@ class Normalize:
                 f"mean has {len(self.mean)} values, but the images have {images.shape[1]} channels"
             )
         dtype = draws.float_dtype if are_bytes else images.dtype
-        mean, scale = self._constants_on(images.device, dtype, are_bytes)
+        mean, scale = self._move_constants(images.device, dtype, are_bytes)
         return replace_images(batch, torch.sub(images, mean).mul_(scale))  # uint8 minus a float is a float
 
-    def _constants_on(self, device: torch.device, dtype: torch.dtype, whole: bool) -> tuple[Tensor, Tensor]:
+    def _move_constants(self, device: torch.device, dtype: torch.dtype, whole: bool) -> tuple[Tensor, Tensor]:
         """Return mean and 1 / deviation in units of the pixels, (C, 1, 1), on a device. They are copied once."""
         if (device, dtype, whole) not in self._constants:
             unit = 255 if whole else 1

@@ -27,7 +27,7 @@ from trainrun.data.cache.fingerprint import build_content_key, fingerprint_sourc
 from trainrun.data.cache.probe import Probe, build_randomness_error, explain_randomness, probe_samples
 from trainrun.data.cache.samples import (
     Leaf,
-    NotKept,
+    NotCacheable,
     SampleForm,
     flatten_sample,
     pack_values,
@@ -41,7 +41,7 @@ from trainrun.data.engines.choice import MAX_AUTO_WORKERS
 from trainrun.data.engines.generators import read_generator_states, seed_globals
 from trainrun.data.engines.workers import LoaderWorkers
 from trainrun.data.look import read_in_child
-from trainrun.data.map_style import describe_location, is_thread_safe, name_kind, name_of
+from trainrun.data.map_style import describe_location, find_class_name, is_thread_safe, name_kind
 from trainrun.data.readers.column_store import (
     Array,
     ColumnWriter,
@@ -102,7 +102,7 @@ def open_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
         built.append(True)
         return build(writer)
 
-    named = f"{key}: {name_of(source)}, {format_count(len(source), 'sample')}{describe_location(source, 0)}"
+    named = f"{key}: {find_class_name(source)}, {format_count(len(source), 'sample')}{describe_location(source, 0)}"
     content = build_content_key(source, source_key, probe.digest)
     try:
         stored = open_or_build(wanted.folder, content, named, expected, build_on_disk, say)
@@ -113,7 +113,7 @@ def open_cache(source: Any, spec: str, key: str, say: Say = LOG.info, gather: Ga
         ) from error
     story = "built" if built else "found"
     note = f"cache on disk, {format_quantity(count_stored_bytes(stored))}B ({story})"
-    return Cached(source, stored.arrays, stored.facts, probe.form, probe.leaves, where, note)
+    return CachedDataset(source, stored.arrays, stored.facts, probe.form, probe.leaves, where, note)
 
 
 def count_stored_bytes(stored: StoredColumns) -> int:
@@ -121,7 +121,8 @@ def count_stored_bytes(stored: StoredColumns) -> int:
 
 
 def cache_in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe,
-                    build: Callable[[ColumnWriter], dict[str, Any]], gather: Gather | None) -> Cached:  # fmt: skip
+                    build: Callable[[ColumnWriter], dict[str, Any]],
+                    gather: Gather | None) -> CachedDataset:  # fmt: skip
     """Fill a cache in memory, which the ranks of one machine share."""
     if not hasattr(os, "memfd_create"):
         raise DataError(f"{where}: needs Linux; use data.cache=disk:<folder>")
@@ -154,10 +155,10 @@ def cache_in_memory(source: Any, wanted: CacheSpec, where: str, probe: Probe,
     part = "" if num_kept == number else f", {num_kept / number:.0%} of the samples"
     shared = "" if ranks == 1 else f", one for {ranks} ranks"
     note = f"cache in memory, {format_quantity(count_stored_bytes(stored))}B{part}{shared}"
-    return Cached(source, stored.arrays, stored.facts, probe.form, probe.leaves, where, note)
+    return CachedDataset(source, stored.arrays, stored.facts, probe.form, probe.leaves, where, note)
 
 
-class NotRead(NamedTuple):
+class UncachedSample(NamedTuple):
     """A sample that cannot be read and so is not in the cache. random: why it must not be cached."""
 
     random: str = ""
@@ -198,8 +199,8 @@ def build_block(samples: Sequence[Any], form: SampleForm, leaves: Sequence[Leaf]
     shapes: list[list[Any]] = [[] for _ in leaves]
     for sample in samples:
         parts: list[tuple[Leaf, Array]] = []
-        if not isinstance(sample, NotRead):
-            with suppress(NotKept):
+        if not isinstance(sample, UncachedSample):
+            with suppress(NotCacheable):
                 own_form, own_leaves, own_buffers = flatten_sample(sample)
                 if sample_kind(own_form, own_leaves) == kind:
                     parts = list(zip(own_leaves, own_buffers, strict=True))
@@ -212,7 +213,7 @@ def build_block(samples: Sequence[Any], form: SampleForm, leaves: Sequence[Leaf]
         np.array(shape, np.int64).reshape(len(samples), len(leaf.shape))
         for shape, leaf in zip(shapes, leaves, strict=True)
     ]
-    random = next((read.random for read in samples if isinstance(read, NotRead) and read.random), "")
+    random = next((read.random for read in samples if isinstance(read, UncachedSample) and read.random), "")
     return SampleBlock(list(map(np.concatenate, buffers)), tables, np.array(is_kept), num_unlike, random)
 
 
@@ -242,8 +243,8 @@ class BlockReader:
         for place, index in enumerate(indices):  # one of them drew
             with suppress(Exception):  # it is tried again when it is asked for
                 if why := explain_randomness(partial(self._read_sample, index), index):
-                    samples[place] = NotRead(why)
-        all_read = not any(isinstance(sample, NotRead) for sample in samples)
+                    samples[place] = UncachedSample(why)
+        all_read = not any(isinstance(sample, UncachedSample) for sample in samples)
         self.seeds_itself = all_read and read_generator_states() != before
         return samples
 
@@ -264,7 +265,7 @@ class BlockReader:
         try:
             return self.source[index]
         except Exception:
-            return NotRead()
+            return UncachedSample()
 
 
 def write_cache(
@@ -336,7 +337,7 @@ def read_blocks(
     workers = LoaderWorkers(reader, chunks, num_workers, StreamOptions(key, True, 1, 0))
     try:
         for chunk, block in zip(chunks, workers, strict=True):
-            lost = [NotRead()] * len(chunk)
+            lost = [UncachedSample()] * len(chunk)
             yield build_block(lost, reader.form, reader.leaves) if isinstance(block, WorkerFailure) else block
     finally:
         workers.close()
@@ -357,7 +358,7 @@ def build_progress_printer(key: str, say: Callable[[str], Any]) -> Callable[[int
     return tell
 
 
-class Cached:
+class CachedDataset:
     """A map-style source with its cache. Samples that are not cached are read each time.
 
     Every sample is a copy, equal to the sample of the source. note: a line for the start of a run.
@@ -382,7 +383,7 @@ class Cached:
             self._ends = [np.append(0, size.cumsum()) for size in sizes]
 
     def __reduce__(self) -> Any:
-        return Cached, self._arguments
+        return CachedDataset, self._arguments
 
     def __len__(self) -> int:
         return len(self.source)
@@ -449,7 +450,7 @@ class Cached:
         return self.count_cached() == len(self) or is_thread_safe(self.source)
 
     @property
-    def name_of_source(self) -> str:
+    def source_class_name(self) -> str:
         """Return the class name of the cached data set, which messages about unreadable samples name."""
         return type(self.source).__name__
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from trainrun.data.cache.samples import NotKept, flatten_sample
+from trainrun.data.cache.samples import NotCacheable, flatten_sample
 from trainrun.data.readers.paths import describe_version
 from trainrun.errors import DataError
 
@@ -193,7 +193,7 @@ def _describe_array(value: Any) -> list[Any] | None:
     """Return type, shape and digest of an array; None if it has objects, which pickle processes."""
     try:
         raw = flatten_sample(value.detach().cpu() if isinstance(value, Tensor) else value)[2][0]
-    except NotKept:
+    except NotCacheable:
         return None
     step, block = 2**20, 2**20
     if raw.nbytes > WHOLE_ARRAY_BYTES:

@@ -10,7 +10,7 @@ from itertools import product
 from operator import getitem
 from typing import Any, NamedTuple
 
-from trainrun.data.cache.samples import Leaf, NotKept, SampleForm, flatten_sample, sample_kind
+from trainrun.data.cache.samples import Leaf, NotCacheable, SampleForm, flatten_sample, sample_kind
 from trainrun.data.engines.batch_reader import has_epochs
 from trainrun.data.engines.generators import has_parameter, read_generator_states
 from trainrun.data.tensor_dataset import list_parts
@@ -61,7 +61,7 @@ def probe_samples(source: Any, where: str) -> Probe:
             look = _digest_sample(source[row])
             why = explain_randomness(partial(getitem, source, row), row, look)
         except Exception as error:
-            if isinstance(error, NotKept) and not looks:
+            if isinstance(error, NotCacheable) and not looks:
                 raise DataError(
                     f"{where}: sample {row} holds {error}, which a cache cannot store; allowed: CPU tensors, arrays, "
                     "numbers, str and bytes in tuples, lists and dicts; convert it in __getitem__, or use "

@@ -46,7 +46,7 @@ def cache_home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainrun"
 
 
-def note_folder(folder: Path) -> None:
+def record_folder(folder: Path) -> None:
     """Record a folder that holds caches, for `trainrun cache` and for the limit."""
     path = str(folder.resolve())
     note = cache_home() / "folders" / hashlib.sha256(path.encode()).hexdigest()[:16]
@@ -134,7 +134,7 @@ def make_room(folder: Path, needed: int, where: str, say: Callable[[str], object
     needs, limit = f"it needs about {format_quantity(needed)}B", read_limit(folder)
     if needed > limit:
         raise OSError(f"{needs}, and caches on this disk may take {format_quantity(limit)}B ({LIMIT})")
-    note_folder(folder)
+    record_folder(folder)
     remove_unfinished(folder)
     device = folder.stat().st_dev
     here = [other for other in {*list_cache_folders(), folder.resolve()} if other.stat().st_dev == device]

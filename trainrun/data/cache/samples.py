@@ -19,7 +19,7 @@ NUMBERS = "?bhilefdBq"  # types of NumPy numbers that torch takes as they are
 PYTHON_NUMBERS: dict[type, type] = {bool: np.bool_, int: np.int64, float: np.float64}
 
 
-class NotKept(TypeError):
+class NotCacheable(TypeError):
     """The error for a sample with values that a cache cannot store exactly."""
 
 
@@ -57,7 +57,7 @@ class Leaf(NamedTuple):
 def flatten_sample(sample: Any) -> tuple[SampleForm, tuple[Leaf, ...], list[Buffer]]:
     """Flatten a sample into (form, leaves, buffers). Buffers may share memory with the sample.
 
-    Raise NotKept if a value cannot be stored exactly.
+    Raise NotCacheable if a value cannot be stored exactly.
     """
     leaves: list[tuple[Leaf, Buffer]] = []
     form = _flatten_value(sample, leaves)
@@ -80,7 +80,7 @@ def _encode_leaf(value: Any) -> tuple[Leaf, Buffer]:
     if kind is Tensor:
         strange = value.layout != torch.strided or value.requires_grad or value.is_quantized
         if strange or value.device.type != "cpu":
-            raise NotKept("a tensor that is not a plain one on the CPU without gradients")
+            raise NotCacheable("a tensor that is not a plain one on the CPU without gradients")
         values = value.resolve_conj().resolve_neg().contiguous().reshape(-1)
         return Leaf("tensor", value.dtype, tuple(value.shape)), values.view(torch.uint8).numpy()
     if kind is str or kind is bytes or value is None:
@@ -94,11 +94,11 @@ def _encode_leaf(value: Any) -> tuple[Leaf, Buffer]:
         try:
             array = np.array(value, PYTHON_NUMBERS[kind])
         except OverflowError as error:
-            raise NotKept("an int of more than 64 bits") from error
+            raise NotCacheable("an int of more than 64 bits") from error
     else:
-        raise NotKept(f"a {kind.__module__}.{kind.__qualname__}")
+        raise NotCacheable(f"a {kind.__module__}.{kind.__qualname__}")
     if array.dtype.hasobject or array.dtype.itemsize == 0:
-        raise NotKept(f"an array of dtype {array.dtype}")
+        raise NotCacheable(f"an array of dtype {array.dtype}")
     return Leaf(name, array.dtype, array.shape), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 

@@ -23,7 +23,7 @@ from trainrun.data.readers.column_store import make_draft_folder, sync_folder
 from trainrun.data.readers.records.record import META_NAME
 from trainrun.errors import DataError
 from trainrun.limits import is_url
-from trainrun.output import format_count, format_quantity, say_note
+from trainrun.output import format_count, format_quantity, print_note
 from trainrun.runtime.object_store import open_object_store
 
 VERSION_NAMES = (
@@ -135,7 +135,7 @@ def find_or_download(store: Any, url: str, listed: dict[str, dict[str, Any]]) ->
     path = cache_home() / "stored" / hashlib.sha256(repr(versions).encode()).hexdigest()[:24]
     path.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(TRIES):
-        if path in _held or hold_folder(path):
+        if path in _held or lock_folder(path):
             return path
         with make_draft_folder(path) as draft:
             if not path.is_dir():
@@ -145,7 +145,7 @@ def find_or_download(store: Any, url: str, listed: dict[str, dict[str, Any]]) ->
     raise OSError(f"{path} is removed again and again")
 
 
-def hold_folder(path: Path) -> bool:
+def lock_folder(path: Path) -> bool:
     """Lock a complete folder against removal while this process lives. Return whether the folder exists."""
     descriptor = open_shared(path / META) if path.is_dir() else None
     if descriptor is not None:
@@ -156,8 +156,8 @@ def hold_folder(path: Path) -> bool:
 def download_files(store: Any, url: str, listed: dict[str, dict[str, Any]], folder: Path) -> None:
     """Download files into a folder, and then write the file that describes them."""
     num_bytes = sum(info["size"] for info in listed.values())
-    make_room(folder.parent, num_bytes, url, say_note)
-    say_note(
+    make_room(folder.parent, num_bytes, url, print_note)
+    print_note(
         f"{url}: downloading {format_count(len(listed), 'file')}, {format_quantity(num_bytes)}B, to {folder.parent}"
     )
     targets = {path: folder / FOLDER / name for path, name in shorten_names(list(listed)).items()}

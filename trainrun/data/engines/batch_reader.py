@@ -25,9 +25,9 @@ from trainrun.data.map_style import (
     copy_shallow,
     describe_location,
     find_batch_method,
+    find_class_name,
     find_innermost,
     has_own_getitems,
-    name_of,
 )
 from trainrun.data.scale import Scale
 from trainrun.data.sequences.collate import stack_samples
@@ -42,7 +42,7 @@ FILLERS_TRIED = 100
 SAMPLE, AT_ONCE, COLLATE_KEY = "__getitem__", "__getitems__", "data.collate_fn"  # what is called
 
 
-class Key(NamedTuple):
+class BatchRequest(NamedTuple):
     """A request for one batch. It includes the epoch, because persistent workers do not see a changed attribute."""
 
     epoch: int
@@ -65,7 +65,7 @@ def raise_or_return_failure(error: DataError) -> WorkerFailure:
     return WorkerFailure(str(error), traceback.format_exc())
 
 
-class Reading(NamedTuple):
+class LoadedBatch(NamedTuple):
     """A batch on its way to the main process.
 
     data: None if no sample could be read and no filler is needed. Its fields are detached (`detach_fields`).
@@ -87,7 +87,7 @@ class Reading(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SampleSteps:
     """The steps that are applied to samples, in this order: `scale` and `transform` to each, `preparation` and
     `collate` to the batch.
 
@@ -111,7 +111,7 @@ class Recipe:
     drawn_from: tuple[str, ...] = GLOBAL_GENERATORS
 
 
-def hint_at_whole_sample(sample: Any, error: BaseException) -> str:
+def describe_whole_sample_error(sample: Any, error: BaseException) -> str:
     """Return a hint for a transform that fails because it gets the whole sample instead of the picture."""
     if not (isinstance(sample, tuple | list | dict) and isinstance(error, TypeError | AttributeError)):
         return ""
@@ -125,7 +125,7 @@ class Transform:
     known.
     """
 
-    def __init__(self, recipe: Recipe, dataset: Any, number: int | None = None) -> None:
+    def __init__(self, recipe: SampleSteps, dataset: Any, number: int | None = None) -> None:
         self._recipe, self._dataset, self._number = recipe, dataset, number
         self._takes_generator = has_parameter(recipe.transform, "generator")
 
@@ -149,7 +149,7 @@ class Transform:
             place = describe_location(self._dataset, row)
             raise DataError(
                 f"{recipe.transform_key}: sample {row}{place} of {recipe.key} cannot be transformed: "
-                f"{format_error_with_line(error)}{hint_at_whole_sample(sample, error)}"
+                f"{format_error_with_line(error)}{describe_whole_sample_error(sample, error)}"
             ) from error
 
 
@@ -163,7 +163,7 @@ class BatchReader:
     another epoch.
     """
 
-    def __init__(self, dataset: Any, recipe: Recipe, calls: SeedsCalls | None = None) -> None:
+    def __init__(self, dataset: Any, recipe: SampleSteps, calls: SeedsCalls | None = None) -> None:
         if has_epochs(dataset):
             dataset = copy_shallow(dataset)
         self.dataset = dataset
@@ -194,25 +194,25 @@ class BatchReader:
         """Return whether a function of the user that receives a batch might use random numbers."""
         return (self._at_once and not self._takes_generators) or self.recipe.collate is not None
 
-    def __getitem__(self, key: Key) -> Reading | WorkerFailure:
+    def __getitem__(self, key: BatchRequest) -> LoadedBatch | WorkerFailure:
         try:
             return self.read(key)
         except DataError as error:
             return raise_or_return_failure(error)
 
-    def read(self, key: Key) -> Reading:
+    def read(self, key: BatchRequest) -> LoadedBatch:
         """Read a batch. Raise DataError with the number of a sample that cannot be read."""
         if self._read_batch is not None:
             batch = self._read_whole_batch(self._read_batch, self._find_rows(key.indices))
             if batch is not None:
-                return Reading(batch, *key[1:])
+                return LoadedBatch(batch, *key[1:])
         self._begin_epoch(key.epoch)
         calls = self._calls
         if not isinstance(calls, SeedGlobals) or not calls.others:
             return self._read_samples(key)
         return self._read_unseeded(key, calls.others)
 
-    def _read_unseeded(self, key: Key, generators: tuple[str, ...]) -> Reading:
+    def _read_unseeded(self, key: BatchRequest, generators: tuple[str, ...]) -> LoadedBatch:
         """Read a batch without seeding these generators. If one of them is used, read again with all of them seeded."""
         before, reading, fault = read_generator_states(generators), None, None
         try:
@@ -229,17 +229,17 @@ class BatchReader:
             raise fault
         return reading
 
-    def _read_samples(self, key: Key) -> Reading:
+    def _read_samples(self, key: BatchRequest) -> LoadedBatch:
         """Read, transform and collate the samples of a batch."""
         samples, faults = self._samples(key.epoch, key.indices)
         if samples:
             indices = [index for index, _ in samples]
             data = self._collate(key, [sample for _, sample in samples])
-            return Reading(data, indices, key.real, key.last, faults)
+            return LoadedBatch(data, indices, key.real, key.last, faults)
         if not self.recipe.training:
-            return Reading(None, [], False, key.last, faults)
+            return LoadedBatch(None, [], False, key.last, faults)
         index, sample = self._read_filler(key)
-        return Reading(self._collate(key, [sample]), [index], False, key.last, faults)
+        return LoadedBatch(self._collate(key, [sample]), [index], False, key.last, faults)
 
     def _find_rows(self, indices: list[int]) -> list[int]:
         return [index % self.number for index in indices]
@@ -281,7 +281,7 @@ class BatchReader:
         """Return the same reader for a thread during the training."""
         return BatchReader(self.dataset, self.recipe, LeaveGlobals())
 
-    def _collate(self, key: Key, samples: list[Any]) -> Any:
+    def _collate(self, key: BatchRequest, samples: list[Any]) -> Any:
         if self.recipe.collate is None:
             return collate_samples(samples, self.recipe)
         self._calls.before(COLLATE_KEY, self.recipe.seed, key.epoch, key.indices[0], COLLATE)
@@ -310,7 +310,7 @@ class BatchReader:
                 faults.append(str(error))
         return samples, tuple(faults)
 
-    def _read_filler(self, key: Key) -> tuple[int, Any]:
+    def _read_filler(self, key: BatchRequest) -> tuple[int, Any]:
         """Return the next sample of the data set that can be read."""
         number = self.number
         for step in range(1, min(number, FILLERS_TRIED) + 1):
@@ -374,7 +374,7 @@ class BatchReader:
 
     def _build_error(self, which: str, place: str, error: BaseException) -> DataError:
         return DataError(
-            f"{self.recipe.key}: {which}{place} of {name_of(self.dataset)} cannot be read: "
+            f"{self.recipe.key}: {which}{place} of {find_class_name(self.dataset)} cannot be read: "
             f"{format_error_with_line(error)}"
         )
 
@@ -387,7 +387,7 @@ def _format_list(indices: list[int]) -> str:
     return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
 
 
-def collate_samples(samples: list[Any], recipe: Recipe) -> Any:
+def collate_samples(samples: list[Any], recipe: SampleSteps) -> Any:
     """Collate samples into a batch. Unlike with torch's function, tuples stay tuples."""
     preparation = recipe.preparation
     try:

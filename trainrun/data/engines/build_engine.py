@@ -6,21 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from trainrun.data.bad_samples import Skips
+from trainrun.data.bad_samples import SkipCounter
 from trainrun.data.batch import Preparation
-from trainrun.data.engines.batch_reader import AT_ONCE, COLLATE_KEY, BatchReader, Recipe
+from trainrun.data.engines.batch_reader import AT_ONCE, COLLATE_KEY, BatchReader, SampleSteps
 from trainrun.data.engines.choice import choose_engine, describe_workers
 from trainrun.data.engines.device_feed import DeviceFeed
 from trainrun.data.engines.in_memory import ResidentBatches
 from trainrun.data.engines.iterable import (
-    Alike,
-    InStep,
+    CheckSameSamples,
+    EvenBatches,
     StreamReader,
     continues_previous_pass,
     has_parts,
 )
 from trainrun.data.engines.loader import LoaderBatches
-from trainrun.data.engines.stream import ReadBy
+from trainrun.data.engines.stream import StreamEngine
 from trainrun.data.engines.threads import ThreadBatches
 from trainrun.data.look import build_recipe
 from trainrun.data.map_style import name_kind
@@ -68,7 +68,7 @@ NOT_COMPARED = (
 )
 
 
-def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, ReadBy, str]:
+def open_engine(prepared: PreparedStream, finish: Finish) -> tuple[Batches, StreamEngine, str]:
     """Return the stream of the chosen engine, who reads it, and the reason.
 
     finish: applied to its batches on the device.
@@ -110,9 +110,9 @@ def check_randomness(reader: BatchReader, options: StreamOptions) -> tuple[Batch
     return BatchReader(reader.dataset, recipe), note
 
 
-def _build_skips(options: StreamOptions, plan: StreamPlan) -> Skips:
+def _build_skips(options: StreamOptions, plan: StreamPlan) -> SkipCounter:
     samples = plan.num_seen / options.world_size
-    return Skips(options.key, options.max_skipped_fraction, options.report, samples, plan.num_batches)
+    return SkipCounter(options.key, options.max_skipped_fraction, options.report, samples, plan.num_batches)
 
 
 def _feed_device(batches: Batches, options: StreamOptions) -> Batches:
@@ -131,7 +131,7 @@ def _build_reader(prepared: PreparedStream) -> BatchReader:
 
 def open_iterable(
     source: Any, options: StreamOptions, sequences: SequencePlanner
-) -> tuple[Batches, Collate | None, ReadBy, str]:
+) -> tuple[Batches, Collate | None, StreamEngine, str]:
     """Open an IterableDataset. Return its stream, its collate function, who reads it, and a line about that."""
     number, reason = _choose_iterable_workers(source, options)
     parts = options.world_size * max(1, number)
@@ -158,7 +158,7 @@ def open_iterable(
     preparation = Preparation(
         options.float_dtype, options.max_sequence_length if sequence_plan is None else None
     )
-    recipe = Recipe(preparation, options.seed, options.key, options.transform, collate,
+    recipe = SampleSteps(preparation, options.seed, options.key, options.transform, collate,
                     transform_key=options.transform_key)  # fmt: skip
     reader = StreamReader(
         source, plan, length, most, recipe, options.shuffle_buffer or 0, max(1, number) * divided
@@ -166,7 +166,7 @@ def open_iterable(
     options.places.parts = reader.parts
     on_host: Batches = LoaderBatches(reader, plan, number, options, _build_skips(options, plan))
     if options.training and options.world_size > 1 and options.gather is not None:
-        on_host = (InStep if divided else Alike)(on_host, options.gather, options.key)
+        on_host = (EvenBatches if divided else CheckSameSamples)(on_host, options.gather, options.key)
     if divided:
         reason += f"; each of {parts} readers has a part of its own"
     if length is most is None and not options.training:
@@ -174,7 +174,7 @@ def open_iterable(
     return (
         _feed_device(on_host, options),
         collate,
-        ReadBy("workers", number),
+        StreamEngine("workers", number),
         f"{describe_workers(number)} ({reason})",
     )
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from trainrun.data.engines.in_memory import count_resident_bytes, explain_resident, resident_bytes
-from trainrun.data.engines.stream import ReadBy
-from trainrun.data.map_style import find_batch_method, is_thread_safe, name_of
+from trainrun.data.engines.stream import StreamEngine
+from trainrun.data.map_style import find_batch_method, find_class_name, is_thread_safe
 from trainrun.data.stream_options import PreparedStream, StreamOptions, describe_unused
 from trainrun.data.tensor_dataset import list_parts
 from trainrun.errors import DataError
@@ -39,7 +39,7 @@ WORKERS_ON_TWO_CORES = 2  # a batch takes as long to read as with one, where the
 class Choice(NamedTuple):
     """The readers of a stream, and the reason."""
 
-    read_by: ReadBy
+    read_by: StreamEngine
     reason: str
 
 
@@ -47,7 +47,7 @@ def choose_engine(prepared: PreparedStream) -> Choice:
     """Return who reads the stream. Raise DataError if the settings cannot be followed."""
     options = prepared.options
     if reason := explain_resident(prepared):
-        return Choice(ReadBy("resident", 0), reason)
+        return Choice(StreamEngine("resident", 0), reason)
     if options.engine == "threads" or (options.engine == "auto" and options.num_threads != "auto"):
         return _check_threads(prepared)
     batch_bytes = _count_sample_bytes(prepared) * options.batch_size
@@ -56,11 +56,18 @@ def choose_engine(prepared: PreparedStream) -> Choice:
             choose_workers(options.num_workers, options.local_world_size), batch_bytes, options
         )
     beside = options.beside
-    if beside is not None and beside.in_this_process and not _reads_columns(prepared):
+    if beside is not None and beside.runs_in_main_process and not _reads_columns(prepared):
         return _follow_training(prepared, beside)
     choice = _choose_by_look(prepared)
-    if beside is not None and beside.engine == "workers" and beside.number and choice.read_by.in_this_process:
-        choice = Choice(ReadBy("workers", 1), f"{describe_workers(1)} (as data.train is read by workers)")
+    if (
+        beside is not None
+        and beside.engine == "workers"
+        and beside.number
+        and choice.read_by.runs_in_main_process
+    ):
+        choice = Choice(
+            StreamEngine("workers", 1), f"{describe_workers(1)} (as data.train is read by workers)"
+        )
     return limit_workers(choice, batch_bytes, options)
 
 
@@ -76,16 +83,16 @@ def _reads_columns(prepared: PreparedStream) -> bool:
     return prepared.columns is not None and not prepared.runs_user_code
 
 
-def _follow_training(prepared: PreparedStream, beside: ReadBy) -> Choice:
+def _follow_training(prepared: PreparedStream, beside: StreamEngine) -> Choice:
     """Return the choice for a stream whose training samples are read in the main process."""
     if beside.engine == "threads" and _allows_threads(prepared):
         return Choice(beside, f"{format_count(beside.number, 'loader thread')} (as data.train)")
-    return Choice(ReadBy("workers", 0), f"{describe_workers(0)} (as data.train)")
+    return Choice(StreamEngine("workers", 0), f"{describe_workers(0)} (as data.train)")
 
 
 def _choose_by_look(prepared: PreparedStream) -> Choice:
     options, look = prepared.options, prepared.look
-    main = ReadBy("workers", 0)
+    main = StreamEngine("workers", 0)
     if _reads_columns(prepared):
         why = "data.engine=workers" if options.engine == "workers" else prepared.single
         why = why or f"too much to be resident on {options.device}"
@@ -107,15 +114,15 @@ def _choose_by_look(prepared: PreparedStream) -> Choice:
         why = f"{takes}, most of it waiting"
         if _allows_threads(prepared) and not look.draws:
             return Choice(
-                ReadBy("threads", READERS_THAT_WAIT),
+                StreamEngine("threads", READERS_THAT_WAIT),
                 f"{format_count(READERS_THAT_WAIT, 'loader thread')} ({why})",
             )
         number = max(READERS_THAT_WAIT, by_cores.read_by.number)
-        return Choice(ReadBy("workers", number), f"{describe_workers(number)} ({why})")
+        return Choice(StreamEngine("workers", number), f"{describe_workers(number)} ({why})")
     is_long = seconds * prepared.plan.num_batches >= WORTH_A_WORKER
     if not by_cores.read_by.number and is_long and count_cores_per_rank(options.local_world_size) >= 2:
         number = WORKERS_ON_TWO_CORES
-        return Choice(ReadBy("workers", number), f"{describe_workers(number)} ({takes})")
+        return Choice(StreamEngine("workers", number), f"{describe_workers(number)} ({takes})")
     return Choice(by_cores.read_by, f"{by_cores.reason[:-1]}; {takes})")
 
 
@@ -141,7 +148,7 @@ def _check_threads(prepared: PreparedStream) -> Choice:
     unsafe = [part for part in list_parts(prepared.dataset) if not is_thread_safe(part)]
     if unsafe:
         raise DataError(
-            f"{setting}: {name_of(unsafe[0])} ({options.key}) has no attribute `thread_safe = True`; use "
+            f"{setting}: {find_class_name(unsafe[0])} ({options.key}) has no attribute `thread_safe = True`; use "
             "data.engine=workers, or add the attribute if several threads may read it at once"
         )
     draws = {} if prepared.look is None else prepared.look.draws
@@ -154,12 +161,14 @@ def _check_threads(prepared: PreparedStream) -> Choice:
         )
     vain = describe_unused(options, "num_workers")
     if number != "auto":
-        return Choice(ReadBy("threads", number), f"{format_count(number, 'loader thread')} (asked for{vain})")
+        return Choice(
+            StreamEngine("threads", number), f"{format_count(number, 'loader thread')} (asked for{vain})"
+        )
     cores = max(1, count_usable_cores() // options.local_world_size)
     several = min(MAX_AUTO_THREADS, max(1, cores - 1)) if _allows_threads(prepared) else 1
     why = "" if _allows_threads(prepared) else f"; {prepared.single} is not known to allow more"
     return Choice(
-        ReadBy("threads", several),
+        StreamEngine("threads", several),
         f"{format_count(several, 'loader thread')} (data.engine=threads{why}{vain})",
     )
 
@@ -167,13 +176,13 @@ def _check_threads(prepared: PreparedStream) -> Choice:
 def choose_workers(num_workers: int | Literal["auto"], local_world_size: int) -> Choice:
     """Return the workers that were asked for, or one fewer than a rank has cores, if it has three or more."""
     if num_workers != "auto":
-        return Choice(ReadBy("workers", num_workers), f"{describe_workers(num_workers)} (asked for)")
+        return Choice(StreamEngine("workers", num_workers), f"{describe_workers(num_workers)} (asked for)")
     cores = count_usable_cores()
     cores_per_rank = count_cores_per_rank(local_world_size)
     chosen = 0 if cores_per_rank <= 2 else min(MAX_AUTO_WORKERS, cores_per_rank - 1)
     ranks = "rank" if local_world_size == 1 else "ranks"
     return Choice(
-        ReadBy("workers", chosen),
+        StreamEngine("workers", chosen),
         f"{describe_workers(chosen)} ({cores} cores for {local_world_size} {ranks})",
     )
 
@@ -200,7 +209,7 @@ def limit_workers(choice: Choice, batch_bytes: int, options: StreamOptions) -> C
         return choice
     if options.num_workers == "auto" and (most >= 1 or options.beside is None):
         reason = f"{describe_workers(int(most))} (more do not fit into {SHARED})"
-        return Choice(ReadBy("workers", int(most)), reason)
+        return Choice(StreamEngine("workers", int(most)), reason)
     need = (number * ahead + 1) * batch_bytes
     free = measure_free_shared_memory() or 0
     raise DataError(

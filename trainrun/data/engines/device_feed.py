@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from trainrun.data.batch import map_leaves
-from trainrun.data.engines.stream import Around
+from trainrun.data.engines.stream import BatchesWrapper
 from trainrun.data.stream_options import Copying, Sizes
 from trainrun.interfaces import Batches, MicroBatch
 
 AHEAD = 1  # batches on their way while another is computed with
 
 
-class OnTheWay(NamedTuple):
+class BatchInTransfer(NamedTuple):
     """A batch that is being copied. host: the batch in pinned memory, kept until the copy is complete."""
 
     host: MicroBatch
@@ -37,7 +37,7 @@ def count_items(batch: MicroBatch, sizes: Sizes) -> MicroBatch:
     return batch if lengths is None else batch._replace(items=int(lengths.sum()))
 
 
-class DeviceFeed(Around):
+class DeviceFeed(BatchesWrapper):
     """A stream of batches on the device. It implements `Batches`. Faults and the end are raised after all earlier
     batches.
 
@@ -58,7 +58,7 @@ class DeviceFeed(Around):
         if self._device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         source = self._batches.epoch(epoch, start)
-        waiting: deque[OnTheWay] = deque()
+        waiting: deque[BatchInTransfer] = deque()
         fault: Exception | None = None
         has_more = True
         try:
@@ -83,13 +83,13 @@ class DeviceFeed(Around):
             if close is not None:  # a generator: its threads end now, not when it is collected
                 close()
 
-    def _start_copy(self, batch: MicroBatch) -> OnTheWay:
+    def _start_copy(self, batch: MicroBatch) -> BatchInTransfer:
         if self._stream is None:
             with self._copying():
-                return OnTheWay(batch, map_leaves(batch.data, self._move), None)
+                return BatchInTransfer(batch, map_leaves(batch.data, self._move), None)
         with self._copying(), torch.cuda.stream(self._stream):
             data = map_leaves(batch.data, self._copy)
-            return OnTheWay(batch, data, self._stream.record_event())
+            return BatchInTransfer(batch, data, self._stream.record_event())
 
     def _move(self, leaf: Any) -> Any:
         return leaf.to(self._device) if hasattr(leaf, "to") else leaf
@@ -100,7 +100,7 @@ class DeviceFeed(Around):
         """
         return leaf.to(self._device, non_blocking=True) if hasattr(leaf, "record_stream") else leaf
 
-    def _finish_copy(self, item: OnTheWay) -> MicroBatch:
+    def _finish_copy(self, item: BatchInTransfer) -> MicroBatch:
         if item.copied is None:
             return item.host._replace(data=item.data)
         current = torch.cuda.current_stream(self._device)

@@ -135,7 +135,7 @@ def _count_pauses() -> int:
     return psutil.Process().num_ctx_switches().voluntary
 
 
-def mark_of_torch() -> bytes:
+def read_torch_state_bytes() -> bytes:
     state = torch.default_generator.get_state()
     return ctypes.string_at(state.data_ptr(), state.numel())  # `.numpy().tobytes()` takes 4 us more
 
@@ -143,7 +143,7 @@ def mark_of_torch() -> bytes:
 MARKS: dict[str, Callable[[], Any]] = {
     PYTHON: PYTHON_GENERATOR.mark,
     NUMPY: NUMPY_GENERATOR.mark,
-    TORCH: mark_of_torch,
+    TORCH: read_torch_state_bytes,
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainrun.data.batch import Preparation, convert_to_tensor
-from trainrun.data.order.sampler import Share
+from trainrun.data.order.sampler import RankBatch
 from trainrun.data.readers.mapped_files import check_lengths
 from trainrun.data.stream_options import PreparedStream, Sizes, describe_unused
 from trainrun.data.tensor_dataset import Column, Columns, is_mapped, view_as_tensor
@@ -136,25 +136,27 @@ class ResidentBatches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
         gathers, pack = self._gathers, self._pack
         if self._device.type == "cpu":
-            shares = self._plan.shares(epoch, start)
+            shares = self._plan.iterate_rank_batches(epoch, start)
             yield from (
                 self._copy_several_batches(shares) if self._together > 1 else self._copy_batches(shares)
             )
             return
         # the order is made once more on the host, where it is asked for: a copy back would wait for the device
         both = zip(
-            self._plan.shares(epoch, start, self._device), self._plan.shares(epoch, start), strict=True
+            self._plan.iterate_rank_batches(epoch, start, self._device),
+            self._plan.iterate_rank_batches(epoch, start),
+            strict=True,
         )
         for (indices, real, last), (on_host, _, _) in both:
             items = None if self._sizes is None else int(self._sizes[self._select_rows(on_host)].sum())
             rows = self._select_rows(indices)
             yield MicroBatch(pack([gather(rows) for gather in gathers]), real, last, on_host, items)
 
-    def _copy_batches(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
+    def _copy_batches(self, shares: Iterator[RankBatch]) -> Iterator[MicroBatch]:
         """Make the batches of these shares, each in one copy."""
         gathers, pack, mappings = self._gathers, self._pack, self._mappings
         if self._row_numbers is None:
-            with_rows: Iterator[tuple[Share, Tensor]] = (
+            with_rows: Iterator[tuple[RankBatch, Tensor]] = (
                 (share, self._select_rows(share.indices)) for share in shares
             )
         else:
@@ -163,7 +165,7 @@ class ResidentBatches:
             check_lengths(mappings)
             yield MicroBatch(pack([gather(rows) for gather in gathers]), real, last, indices)
 
-    def _copy_several_batches(self, shares: Iterator[Share]) -> Iterator[MicroBatch]:
+    def _copy_several_batches(self, shares: Iterator[RankBatch]) -> Iterator[MicroBatch]:
         """Make the batches of these shares. The rows of `together` batches are gathered in one call."""
         pack, together = self._pack, self._together
         for block, rows in self._group_shares(shares):
@@ -177,13 +179,13 @@ class ResidentBatches:
                 ):
                     yield MicroBatch(pack(values), real, last, indices)
 
-    def _look_up_rows(self, shares: Iterator[Share]) -> Iterator[tuple[Share, Tensor]]:
+    def _look_up_rows(self, shares: Iterator[RankBatch]) -> Iterator[tuple[RankBatch, Tensor]]:
         """Yield each share with its rows of the columns."""
         for block, rows in self._group_shares(shares):
             parts = torch.split(rows, [share.indices.numel() for share in block])
             yield from zip(block, parts, strict=True)
 
-    def _group_shares(self, shares: Iterator[Share]) -> Iterator[tuple[list[Share], Tensor]]:
+    def _group_shares(self, shares: Iterator[RankBatch]) -> Iterator[tuple[list[RankBatch], Tensor]]:
         """Yield the shares whose rows are looked up together, and these rows."""
         for first in shares:
             block = [first, *islice(shares, self._numbered - 1)]

@@ -19,18 +19,18 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainrun.data.engines.batch_reader import (
-    Reading,
-    Recipe,
+    LoadedBatch,
+    SampleSteps,
     Transform,
     WorkerFailure,
     collate_samples,
     raise_or_return_failure,
 )
 from trainrun.data.engines.generators import SeedGlobals, has_parameter, new_generator, seed_globals
-from trainrun.data.engines.stream import Around
-from trainrun.data.map_style import name_of
+from trainrun.data.engines.stream import BatchesWrapper
+from trainrun.data.map_style import find_class_name
 from trainrun.data.order.sampler import Plan, build_batch_size_error, build_end_error, share_bounds
-from trainrun.data.same_samples import check_same, digest_of
+from trainrun.data.same_samples import check_same, hash_samples
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
 from trainrun.runtime.child_process import ChildTimeout, can_fork_safely, end_pipes_and_sockets, run_in_child
@@ -79,7 +79,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     plan: Plan
     num_samples: int | None
     most: int | None
-    recipe: Recipe
+    recipe: SampleSteps
     buffer: int = 0
     readers: int = 0
     epoch: int = 0
@@ -88,7 +88,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     begun: dict[int, tuple[int, SourcePlace]] = field(default_factory=dict)
     fresh: dict[int, Any] = field(default_factory=dict)
 
-    def reader_at(self, epoch: int, start: int, known: Any) -> StreamReader:
+    def build_reader_at(self, epoch: int, start: int, known: Any) -> StreamReader:
         """Return the reader of another epoch and position.
 
         known: the entry that `take_turns` stored for that position. Without it the earlier samples are read and
@@ -122,11 +122,11 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
                 WorkerFailure(str(error), "") if get_worker_info() is None else raise_or_return_failure(error)
             )
         while self.readers > 1:  # the others go on, and each has its turn
-            yield Reading(None, [role], False, False)
+            yield LoadedBatch(None, [role], False, False)
 
-    def _iterate_batches(self, role: int) -> Iterator[Reading]:
+    def _iterate_batches(self, role: int) -> Iterator[LoadedBatch]:
         """Yield the batches of one reader, from its start on."""
-        part, plan = self.plan.rank * self.readers + role, self._plan_of_part
+        part, plan = self.plan.rank * self.readers + role, self._part_plan
         start, place = self.begun.get(role, (0 if self.readers > 1 else self.start, SourcePlace()))
         place, position, number = replace(place), place.taken, start
         most = self.most if plan.training and not self.readers else None
@@ -134,19 +134,19 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         skipped = islice(samples, start * plan.global_size - position)  # they are read, but not collated
         position += sum(1 for _ in skipped)
         while (most is None or number < most) and (chunk := self._take_chunk(samples, number)):
-            digest = digest_of(chunk) if plan.world_size > 1 and number == start else ""
+            digest = hash_samples(chunk) if plan.world_size > 1 and number == start else ""
             first, position, number = position, position + len(chunk), number + 1
             if not self.buffer:
                 place.record(position)
             state = (role, number, place.taken, place.state) if can_report_position(self.dataset) else None
-            reading = self._share_of(chunk, first, part)
+            reading = self._build_rank_batch(chunk, first, part)
             if reading is not None:
                 yield reading._replace(state=state, whole=digest)
         if number == start:
             yield from self._yield_filler(part, start, position)
 
     @property
-    def _plan_of_part(self) -> Plan:
+    def _part_plan(self) -> Plan:
         """Return the plan of the batches. A rank with its own part forms them alone."""
         return replace(self.plan, rank=0, world_size=1) if self.readers else self.plan
 
@@ -155,7 +155,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
 
         Raise DataError if the source of a training has fewer samples than a batch.
         """
-        plan = self._plan_of_part
+        plan = self._part_plan
         chunk = list(islice(samples, plan.global_size))
         if not chunk or len(chunk) == plan.global_size:
             return chunk
@@ -163,19 +163,19 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             raise build_batch_size_error(self.recipe.key, len(chunk), plan)
         return [] if plan.drop_last else chunk
 
-    def _share_of(self, chunk: list[Any], first: int, part: int) -> Reading | None:
+    def _build_rank_batch(self, chunk: list[Any], first: int, part: int) -> LoadedBatch | None:
         """Return this rank's share of a global micro-batch. In training, return a filler if the share is empty.
 
         first: the position of the first sample of the chunk in its part.
         """
-        plan = self._plan_of_part
+        plan = self._part_plan
         begin, end = share_bounds(len(chunk), plan.rank, plan.world_size)
         if begin < end:
             numbers = [position * self.parts + part for position in range(first + begin, first + end)]
             return self._build_reading(chunk[begin:end], numbers, True)
         return self._build_reading(chunk[:1], [first], False) if plan.training else None
 
-    def _yield_filler(self, part: int, start: int, position: int) -> Iterator[Reading]:
+    def _yield_filler(self, part: int, start: int, position: int) -> Iterator[LoadedBatch]:
         """Yield a filler if other readers may have batches. Raise DataError if no reader has one from `start` on.
 
         position: the number of samples that were read.
@@ -243,26 +243,27 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
                 f"gave {position}; correct __len__ or leave it out"
             )
 
-    def _build_reading(self, samples: list[Any], indices: list[int], real: bool) -> Reading:
+    def _build_reading(self, samples: list[Any], indices: list[int], real: bool) -> LoadedBatch:
         """Transform and collate samples into a reading. indices: the sample numbers in the epoch."""
         transform, calls = Transform(self.recipe, self.dataset), SeedGlobals()
         changed = [
             transform(sample, self.epoch, i, calls) for i, sample in zip(indices, samples, strict=True)
         ]
-        return Reading(collate_samples(changed, self.recipe), indices, real, False)
+        return LoadedBatch(collate_samples(changed, self.recipe), indices, real, False)
 
     def _name(self, part: int) -> str:
         which = f" (part {part} of {self.parts})" if self.parts > 1 else ""
-        return f"{name_of(self.dataset)}{which}"
+        return f"{find_class_name(self.dataset)}{which}"
 
     @property
     def _exhausted(self) -> str:
         return "; each call of its __iter__ must begin anew" if self.epoch else ""
 
-    def take_turns(self, items: Iterator[Reading], keep: Keep) -> Iterator[Reading]:
+    def take_turns(self, items: Iterator[LoadedBatch], keep: Keep) -> Iterator[LoadedBatch]:
         """Yield a batch of each reader in turn, from `start` on, until no reader has another batch.
 
-        keep: called with the number of batches so far, and with the entry that `reader_at` needs to continue there.
+        keep: called with the number of batches so far, and with the entry that `build_reader_at` needs to continue
+            there.
         """
         stands = {role: (role, batches, at.taken, at.state) for role, (batches, at) in self.begun.items()}
         num_given, spare, over = 0 if self.repeats_batches else self.start, None, set()
@@ -310,7 +311,7 @@ def continues_previous_pass(source: Any) -> bool | None:
         first = read_first_samples(source, PASS_SAMPLES, PASS_SECONDS / 4)
         half = max(1, len(first) // 2)
         others = [read_first_samples(source, number, PASS_SECONDS) for number in (half, len(first))]
-        return any(digest_of(first[: len(other)]) != digest_of(other) for other in others)
+        return any(hash_samples(first[: len(other)]) != hash_samples(other) for other in others)
 
     try:
         return run_in_child(compare_passes, PASS_SECONDS, computes=False)
@@ -334,7 +335,7 @@ def read_first_samples(source: Any, number: int, seconds: float) -> list[Any]:
     return samples
 
 
-class Alike(Around):
+class CheckSameSamples(BatchesWrapper):
     """Training batches that the ranks divide. The samples of the first batch are compared once between the ranks.
 
     A rank without such a batch takes part before its fault is raised, because the other ranks would wait for it.
@@ -359,7 +360,7 @@ class Alike(Around):
         yield from batches
 
 
-class InStep(Around):
+class EvenBatches(BatchesWrapper):
     """Batches of a rank whose part of a source may be shorter than that of another rank. It then continues with
     fillers.
 
@@ -429,7 +430,7 @@ def hide_worker() -> None:
     module._worker_info = None
 
 
-def mark_last(batches: Iterator[Reading]) -> Iterator[Reading]:
+def mark_last(batches: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
     """Yield batches, one behind, and mark the last of them."""
     waiting = next(batches, None)
     for batch in batches:

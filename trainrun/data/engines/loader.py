@@ -8,8 +8,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from trainrun.data.bad_samples import Skips
-from trainrun.data.engines.batch_reader import BatchReader, Key, Reading, WorkerFailure
+from trainrun.data.bad_samples import SkipCounter
+from trainrun.data.engines.batch_reader import BatchReader, BatchRequest, LoadedBatch, WorkerFailure
 from trainrun.data.engines.device_feed import pin_batch
 from trainrun.data.engines.iterable import StreamReader, mark_last
 from trainrun.data.engines.workers import LoaderWorkers, WorkerDied, WorkerLate
@@ -23,15 +23,15 @@ MOST_RESTARTS = 3  # of one stream
 MOST_NAMED = 32
 
 
-def iterate_keys(plan: StreamPlan, epoch: int, start: int) -> Iterator[Key]:
+def iterate_keys(plan: StreamPlan, epoch: int, start: int) -> Iterator[BatchRequest]:
     """Yield the key of each batch. Raise DataError before any worker starts if the epoch has fewer than `start`
     batches.
     """
-    number, shares = plan.effective_epoch(epoch), plan.shares(epoch, start)
-    return (Key(number, indices.tolist(), real, last) for indices, real, last in shares)
+    number, shares = plan.effective_epoch(epoch), plan.iterate_rank_batches(epoch, start)
+    return (BatchRequest(number, indices.tolist(), real, last) for indices, real, last in shares)
 
 
-def count_skipped(readings: Iterator[Reading], skips: Skips) -> Iterator[MicroBatch]:
+def count_skipped(readings: Iterator[LoadedBatch], skips: SkipCounter) -> Iterator[MicroBatch]:
     """Yield the batches of an epoch, and count the samples that were left out."""
     for reading in readings:
         skips.add(len(reading.indices) if reading.real else 0, reading.faults)
@@ -53,9 +53,9 @@ class KeySource:
     """The sampler of the DataLoader. It yields the keys that were set before the epoch."""
 
     def __init__(self) -> None:
-        self.keys: Iterator[Key] = iter(())
+        self.keys: Iterator[BatchRequest] = iter(())
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         return self.keys
 
 
@@ -67,7 +67,7 @@ class LoaderBatches:
     """
 
     def __init__(self, reader: BatchReader | StreamReader, plan: StreamPlan, number: int, options: StreamOptions,
-                 skips: Skips) -> None:  # fmt: skip
+                 skips: SkipCounter) -> None:  # fmt: skip
         self._reader, self._plan, self._number = reader, plan, number
         self._options, self._skips = options, skips
         self._restarts = 0
@@ -100,7 +100,7 @@ class LoaderBatches:
             self.close()
             raise
 
-    def _iterate_readings(self, epoch: int, start: int) -> Iterator[Reading]:
+    def _iterate_readings(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
         """Yield the readings of an epoch from `start` on. Restart workers that died."""
         place, has_asked = start, False
         while True:
@@ -128,7 +128,7 @@ class LoaderBatches:
         reader: Any = self._reader
         if isinstance(reader, StreamReader):
             self._end()  # its workers hold the epoch
-            reader = reader.reader_at(epoch, place, self._options.places.position_at(epoch, place))
+            reader = reader.build_reader_at(epoch, place, self._options.places.find_position(epoch, place))
             items = (
                 self._iterate_worker_readings(reader, None) if self._number else self._read_here(iter(reader))
             )
@@ -158,7 +158,7 @@ class LoaderBatches:
                 item: Any = next(items, end)
             if item is end:
                 return
-            yield item._replace(data=pin_batch(item.data)) if self._options.pins else item
+            yield item._replace(data=pin_batch(item.data)) if self._options.pins_memory else item
 
     def _describe_pending(self, epoch: int, place: int) -> str:
         """Describe the samples that the workers have not returned yet, because one of them may be the cause."""

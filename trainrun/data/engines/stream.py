@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from trainrun.interfaces import Batches, MicroBatch
 
 
-class Around:
+class BatchesWrapper:
     """Base of `Batches` that wrap another stream, report its sizes and close it."""
 
     def __init__(self, batches: Batches) -> None:
@@ -29,7 +29,7 @@ class Around:
         self._batches.close()
 
 
-class ReadBy(NamedTuple):
+class StreamEngine(NamedTuple):
     """The readers of a stream. engine: `resident`, `threads` or `workers`. number: of threads or workers (0: the main
     process).
     """
@@ -38,15 +38,15 @@ class ReadBy(NamedTuple):
     number: int
 
     @property
-    def in_this_process(self) -> bool:
+    def runs_in_main_process(self) -> bool:
         """Return whether the user's code runs in the main process to read samples."""
         return self.engine == "threads" or (self.engine == "workers" and self.number == 0)
 
 
-class OpenedStream(Around):
+class OpenedStream(BatchesWrapper):
     """The batches of one split. read_by: its readers. source: the data set."""
 
-    def __init__(self, batches: Batches, read_by: ReadBy, source: Any) -> None:
+    def __init__(self, batches: Batches, read_by: StreamEngine, source: Any) -> None:
         super().__init__(batches)
         self.read_by, self.source = read_by, source
 
@@ -59,7 +59,7 @@ class OpenedStream(Around):
         return not isinstance(self.source, IterableDataset)
 
 
-class AsInData(Around):
+class RenumberedBatches(BatchesWrapper):
     """A stream whose batches have the numbers of their samples in the data set.
 
     number: of the samples that are read. samples: (number,) if they are pieces, the sample of each piece.

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from trainrun.data.bad_samples import Skips
-from trainrun.data.engines.batch_reader import BatchReader, Key, Reading
+from trainrun.data.bad_samples import SkipCounter
+from trainrun.data.engines.batch_reader import BatchReader, BatchRequest, LoadedBatch
 from trainrun.data.engines.device_feed import pin_batch
 from trainrun.data.engines.loader import count_skipped, iterate_keys
 from trainrun.data.order.sampler import StreamPlan
@@ -31,11 +31,11 @@ from trainrun.interfaces import MicroBatch
 JOIN_SECONDS = 5.0  # a thread that still reads then ends by itself, after its sample
 
 
-Task = tuple[Key, "Future[Reading]"]
+Task = tuple[BatchRequest, "Future[LoadedBatch]"]
 Tasks = SimpleQueue["Task | None"]
 
 
-class Crew:
+class ThreadPool:
     """The threads of one epoch. They have no reference to the stream, so they end when the stream is
     garbage-collected.
 
@@ -48,7 +48,7 @@ class Crew:
         self._owner = os.getpid()
         self._threads: list[threading.Thread] = []
         ready, torch_threads = threading.Semaphore(0), torch.get_num_threads()
-        work = (self._tasks, self._ended, ready, reader, options.device if options.pins else None)
+        work = (self._tasks, self._ended, ready, reader, options.device if options.pins_memory else None)
         try:
             for index in range(number):
                 thread = threading.Thread(
@@ -63,7 +63,7 @@ class Crew:
             ready.acquire()
         torch.set_num_threads(torch_threads)  # theirs is also the default of threads to come
 
-    def ask(self, key: Key) -> Task:
+    def submit(self, key: BatchRequest) -> Task:
         task: Task = key, Future()
         self._tasks.put(task)
         return task
@@ -105,7 +105,7 @@ class ThreadBatches:
     """
 
     def __init__(self, reader: BatchReader, plan: StreamPlan, number: int, options: StreamOptions,
-                 skips: Skips) -> None:  # fmt: skip
+                 skips: SkipCounter) -> None:  # fmt: skip
         self._reader, self._plan, self._number = reader.copy_for_thread(), plan, number
         self._options, self._skips = options, skips
         self._end_crew: Callable[[], Any] | None = None
@@ -122,7 +122,7 @@ class ThreadBatches:
         self._end()
         self._skips.begin(epoch, start)
         keys = iterate_keys(self._plan, epoch, start)
-        crew = Crew(self._reader, self._number, self._options)
+        crew = ThreadPool(self._reader, self._number, self._options)
         self._end_crew = mine = weakref.finalize(self, crew.end)
         try:
             for batch in count_skipped(self._iterate_readings(crew, keys), self._skips):
@@ -132,13 +132,13 @@ class ThreadBatches:
         finally:
             mine()
 
-    def _iterate_readings(self, crew: Crew, keys: Iterator[Key]) -> Iterator[Reading]:
+    def _iterate_readings(self, crew: ThreadPool, keys: Iterator[BatchRequest]) -> Iterator[LoadedBatch]:
         """Yield the readings in the order of the keys, whichever is complete first."""
         ahead: deque[Task] = deque()
         capacity = count_read_ahead(self._number, self._options.prefetch_factor)
         while True:
             while len(ahead) < capacity and (key := next(keys, None)) is not None:
-                ahead.append(crew.ask(key))
+                ahead.append(crew.submit(key))
             if not ahead:
                 return
             self._wait(ahead[0])

@@ -73,7 +73,7 @@ def build_loader(reader: Any, keys: Any, number: int, options: StreamOptions) ->
             batch_size=None,
             num_workers=number,
             collate_fn=partial(check_picklable, options.key),
-            pin_memory=options.pins,
+            pin_memory=options.pins_memory,
             timeout=POLL_SECONDS,
             worker_init_fn=partial(begin_worker, os.getpid()),
             generator=torch.Generator().manual_seed(seed),  # or iter() would draw from the global one
@@ -115,7 +115,7 @@ def begin_worker(owner: int, worker: int) -> None:
     ignore_stop_signals()
     sys.excepthook = print_unless_disconnected
     if multiprocessing.get_start_method() != "forkserver":  # whose children are not the owner's
-        threading.Thread(target=leave_with, args=(owner,), daemon=True).start()
+        threading.Thread(target=exit_after_owner, args=(owner,), daemon=True).start()
 
 
 def print_unless_disconnected(
@@ -126,7 +126,7 @@ def print_unless_disconnected(
         sys.__excepthook__(kind, error, trace)
 
 
-def leave_with(owner: int) -> None:
+def exit_after_owner(owner: int) -> None:
     """End the worker when its training has ended.
 
     Torch checks this only between two batches, and compares with the parent at the worker's start. So a worker inside
@@ -275,11 +275,11 @@ class TimeLimit:
             before = self._changes
             if waited >= self.seconds:
                 self.has_passed = True
-                kill_with_stacks(self._processes)
+                print_stacks_and_kill(self._processes)
                 return
 
 
-def kill_with_stacks(workers: list[BaseProcess]) -> None:
+def print_stacks_and_kill(workers: list[BaseProcess]) -> None:
     """Make workers print their stacks, including C code, on standard error. Then kill them."""
     alive = [worker for worker in workers if worker.is_alive()]
     for worker in alive:
@@ -308,7 +308,7 @@ def shut_down(iterator: Any, owner: int) -> None:
 def describe_exits(dead: list[BaseProcess]) -> str:
     """Describe how the workers ended, with advice."""
     codes = {worker.exitcode or 0 for worker in dead}
-    each = ", ".join(f"process {worker.pid}: {_exit_of(worker.exitcode or 0)}" for worker in dead)
+    each = ", ".join(f"process {worker.pid}: {_describe_exit(worker.exitcode or 0)}" for worker in dead)
     if -signal.SIGKILL in codes:  # nobody but the system, or a person, sends it
         return (
             f"a loader worker was killed ({each}), most likely by the system for lack of memory: "
@@ -325,7 +325,7 @@ def describe_exits(dead: list[BaseProcess]) -> str:
     )
 
 
-def _exit_of(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 

@@ -33,7 +33,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class WeightedSamples:
     """Groups of samples, each with its share of an epoch. All samples of a group occur equally often.
 
     ends: (groups + 1,) float64, sums of the shares before each group. begins: (groups + 1,) int64, first positions of
@@ -78,12 +78,14 @@ class Drawn:
         )
 
 
-def build_group_plan(shares: Array, sizes: Array, members: Array | None, told: str) -> Drawn:
+def build_group_plan(shares: Array, sizes: Array, members: Array | None, told: str) -> WeightedSamples:
     begins = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return Drawn(np.concatenate([[0.0], np.cumsum(shares, dtype=np.float64)]), begins, members, told)
+    return WeightedSamples(
+        np.concatenate([[0.0], np.cumsum(shares, dtype=np.float64)]), begins, members, told
+    )
 
 
-def draw_classes_equally(source: Any) -> Drawn:
+def draw_classes_equally(source: Any) -> WeightedSamples:
     """Draw every class of the training data equally often."""
     labels, way = find_class_labels(source), "use weights instead: data.sampling=weighted data.weights=..."
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iub":
@@ -106,7 +108,9 @@ def draw_classes_equally(source: Any) -> Drawn:
     return build_group_plan(np.ones(len(classes)), counts, np.argsort(labels, kind="stable"), text)
 
 
-def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Tensor | None = None) -> Drawn:
+def draw_by_weights(
+    named: Mapping[str, Any], given: Any, number: int, rows: Tensor | None = None
+) -> WeightedSamples:
     """Draw each sample in proportion to its weight.
 
     named: the sources, one after the other. given: the value of `data.weights`. number: of all samples. rows: the
@@ -138,7 +142,7 @@ def draw_by_weights(named: Mapping[str, Any], given: Any, number: int, rows: Ten
     return build_group_plan(weights, np.ones(len(weights)), None, text)
 
 
-def draw_by_shares(shares: Mapping[str, float], sizes: Mapping[str, int]) -> Drawn:
+def draw_by_shares(shares: Mapping[str, float], sizes: Mapping[str, int]) -> WeightedSamples:
     """Draw named sources in these shares, which need not add up to 1. sizes: the number of samples of each source."""
     if empty := [name for name, size in sizes.items() if not size]:
         raise DataError(f"data.mix: data.train.{empty[0]} is empty; leave it out")

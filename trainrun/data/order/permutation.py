@@ -46,7 +46,7 @@ class KeyedPermutation:
     def __len__(self) -> int:
         return self.size
 
-    def numbers_at(self, positions: Numbers) -> Numbers:
+    def look_up_numbers(self, positions: Numbers) -> Numbers:
         """Return the numbers at these positions of the permutation. positions: int64, 0 to size - 1, of any shape."""
         flat = self._permute_in_blocks(positions.reshape(-1))
         outside = np.flatnonzero(flat >= self.size)

@@ -24,7 +24,7 @@ from trainrun.errors import DataError
 from trainrun.seeding import derive_seed
 
 if TYPE_CHECKING:
-    from trainrun.data.order.drawn import Drawn
+    from trainrun.data.order.drawn import WeightedSamples
 
 ROWS_AT_ONCE = 1024  # micro-batches whose index tensors exist at the same time
 POSITIONS_AT_ONCE = 2**16  # indices computed together: about 5 ms of a core
@@ -32,7 +32,7 @@ MOST_COUNTED = 2**20  # a table of so many counts is made faster than labels are
 LISTED = 2**20  # samples: such a list takes 8 MiB and 20 ms to make
 
 
-class Share(NamedTuple):
+class RankBatch(NamedTuple):
     """The samples that one rank reads of one micro-batch. `real` and `last`: as in `MicroBatch`.
 
     indices: (size,) int64, into the data set.
@@ -56,20 +56,22 @@ class StreamPlan(Protocol):
 
     def effective_epoch(self, epoch: int) -> int: ...
 
-    def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
+    def iterate_rank_batches(
+        self, epoch: int, start: int, device: torch.device | None = None
+    ) -> Iterator[RankBatch]:
         """Yield this rank's shares from position `start` on, with indices on `device`."""
 
 
 Lookup = Callable[[Tensor], Tensor]
 
 
-def order_of(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Lookup:
+def build_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Lookup:
     """Return a permutation: a function from positions in an epoch to sample numbers, both int64 on the host."""
     if not shuffle:
         return lambda positions: positions
     if num_samples > LISTED:
         keyed = KeyedPermutation(num_samples, derive_seed(seed, epoch))
-        return lambda positions: torch.from_numpy(keyed.numbers_at(positions.numpy()))
+        return lambda positions: torch.from_numpy(keyed.look_up_numbers(positions.numpy()))
     generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
     order = torch.randperm(num_samples, generator=generator)
     return lambda positions: order[positions]
@@ -77,7 +79,7 @@ def order_of(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Lookup:
 
 def compute_epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> Tensor:
     """Return the whole order of an epoch, (num_samples,) int64."""
-    return order_of(num_samples, seed, epoch, shuffle)(torch.arange(num_samples))
+    return build_order(num_samples, seed, epoch, shuffle)(torch.arange(num_samples))
 
 
 def share_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -118,7 +120,7 @@ class Plan:
     limit: float | int = 1.0
     rank: int = 0
     world_size: int = 1
-    drawn: Drawn | None = None
+    drawn: WeightedSamples | None = None
     may_shrink: bool = False
 
     @property
@@ -143,7 +145,9 @@ class Plan:
     def effective_epoch(self, epoch: int) -> int:
         return epoch if self.training else 0
 
-    def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
+    def iterate_rank_batches(
+        self, epoch: int, start: int, device: torch.device | None = None
+    ) -> Iterator[RankBatch]:
         """Yield this rank's shares from position `start` on, with indices on `device`."""
         if start and start >= self.num_batches:
             raise build_end_error(start, self.num_batches)
@@ -156,11 +160,11 @@ class Plan:
         return self._iterate_shares(epoch, start, device)
 
     @cached_property
-    def _evaluation_shares(self) -> list[Share]:
+    def _evaluation_shares(self) -> list[RankBatch]:
         """The shares of a small evaluation, which are the same every time."""
         return list(self._iterate_shares(0, 0, None))
 
-    def _iterate_shares(self, epoch: int, start: int, device: torch.device | None) -> Iterator[Share]:
+    def _iterate_shares(self, epoch: int, start: int, device: torch.device | None) -> Iterator[RankBatch]:
         order, num_full = self.order(epoch), self.num_seen // self.global_size
         tail = self._select_tail(order, num_full)
         left = num_full - start + len(tail)
@@ -170,19 +174,19 @@ class Plan:
             rows = torch.arange(first, min(first + at_once, num_full)) * self.global_size
             for indices in order(rows[:, None] + mine).to(device).unbind():
                 left -= 1
-                yield Share(indices, True, left == 0)
+                yield RankBatch(indices, True, left == 0)
         for indices, real in tail:
-            yield Share(indices.to(device), real, True)
+            yield RankBatch(indices.to(device), real, True)
 
     def order(self, epoch: int) -> Lookup:
         """Return a function from positions in an epoch to samples."""
         drawn, count = self.drawn, self.num_samples
         if self.training or self.num_seen == count:
-            slots = order_of(count, self.seed, self.effective_epoch(epoch), self.shuffle)
+            slots = build_order(count, self.seed, self.effective_epoch(epoch), self.shuffle)
             if drawn is None:
                 return slots
             return lambda positions: drawn.samples(slots(positions), count, self.seed, epoch)
-        part, _ = order_of(self.num_samples, self.seed, 0, True)(torch.arange(self.num_seen)).sort()
+        part, _ = build_order(self.num_samples, self.seed, 0, True)(torch.arange(self.num_seen)).sort()
         return lambda positions: part[positions]
 
     def _select_tail(self, order: Lookup, whole: int) -> list[tuple[Tensor, bool]]:
@@ -229,7 +233,7 @@ def hold_out(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor
         raise DataError(f"val_fraction={fraction}: must be at least 0 and below 1")
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label, members in iterate_classes(labels):
-        order = order_of(len(members), seed, label, shuffle=True)
+        order = build_order(len(members), seed, label, shuffle=True)
         positions = torch.arange(round(fraction * len(members)))
         held[members[order(positions)]] = True
     return (~held).nonzero().flatten(), held.nonzero().flatten()

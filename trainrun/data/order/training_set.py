@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from trainrun.data.facts import find_class_names
 from trainrun.data.map_style import name_kind
 from trainrun.data.order.drawn import (
-    Drawn,
+    WeightedSamples,
     draw_by_shares,
     draw_by_weights,
     draw_classes_equally,
@@ -38,7 +38,7 @@ from trainrun.errors import DataError
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrainingSetOptions:
     """The settings of `data` that need this training set, by name."""
 
     sampling: str = "none"
@@ -51,8 +51,8 @@ class Asked:
 
 
 def build_training_set(
-    named: Mapping[str, Any], asked: Asked, notes: list[str]
-) -> tuple[dict[str, Any], Drawn | None]:
+    named: Mapping[str, Any], asked: TrainingSetOptions, notes: list[str]
+) -> tuple[dict[str, Any], WeightedSamples | None]:
     """Return the source of `train`, and of `val` with folds. named: one source with the name "", or several by name."""
     source = named[""] if "" in named else join_sources(named, "data.train")
     sources, train = {"train": source}, None

@@ -121,15 +121,15 @@ def find_source_and_rows(source: Any) -> tuple[Any, Numbers | None]:
 def count_shared_files(train: Any, other: Any) -> SharedRows:
     """Compare files by size, and files of equal size by content."""
     paths = [other.sample_file(int(row)) for row in choose_spread_indices(len(other), MOST_ROWS)]
-    sizes = {path: count_bytes_of(path) for path in paths}
+    sizes = {path: read_file_size(path) for path in paths}
     wanted = {size for size in sizes.values() if size}
     candidates = [train.sample_file(int(row)) for row in choose_spread_indices(len(train), MOST_FILES)]
-    digests = {digest_of_content(path) for path in candidates if count_bytes_of(path) in wanted}
-    shared = sum(digest_of_content(path) in digests for path in paths if sizes[path]) if digests else 0
+    digests = {hash_file_content(path) for path in candidates if read_file_size(path) in wanted}
+    shared = sum(hash_file_content(path) in digests for path in paths if sizes[path]) if digests else 0
     return SharedRows(shared, len(paths), is_whole=len(candidates) == len(train))
 
 
-def count_bytes_of(path: str) -> int:
+def read_file_size(path: str) -> int:
     """Return the size of a file; 0 if it cannot be read, which is reported when it is used."""
     try:
         return os.stat(path).st_size
@@ -137,7 +137,7 @@ def count_bytes_of(path: str) -> int:
         return 0
 
 
-def digest_of_content(path: str) -> bytes:
+def hash_file_content(path: str) -> bytes:
     try:
         return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).digest()
     except OSError:

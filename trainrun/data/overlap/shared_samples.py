@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from trainrun.data.engines.batch_reader import BatchReader
 from trainrun.data.facts import SharedRows
 from trainrun.data.look import build_recipe, uses_fork
-from trainrun.data.same_samples import digest_of
+from trainrun.data.same_samples import hash_samples
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import find_columns
 from trainrun.errors import DataError
@@ -53,10 +53,10 @@ def compare_sample_hashes(train: BatchReader, other: BatchReader) -> SharedRows:
     end = perf_counter() + READ_SECONDS
     for place in range(max(len(rows), len(other_rows))):
         if place < len(rows):
-            digest = digest_of([train.read_sample(0, rows[place])])
+            digest = hash_samples([train.read_sample(0, rows[place])])
             counts[digest] = counts.get(digest, 0) + 1
         if place < len(other_rows):
-            digests.append(digest_of([other.read_sample(0, other_rows[place])]))
+            digests.append(hash_samples([other.read_sample(0, other_rows[place])]))
         if perf_counter() > end:
             break
     shared = sum(digest in counts for digest in digests)

@@ -237,7 +237,7 @@ def build_columns(folder: Path, source: str, build: Build) -> None:
         facts = build(writer)
     finally:
         writer.close()
-    digests = {path.stem: digest_of_file(path) for path in folder.glob("*.npy")}
+    digests = {path.stem: hash_file_blocks(path) for path in folder.glob("*.npy")}
     (folder / SOURCE).write_text(source, encoding="utf-8")
     with (folder / META).open("w", encoding="utf-8") as file:
         json.dump({"digests": digests, "facts": facts}, file)
@@ -245,7 +245,7 @@ def build_columns(folder: Path, source: str, build: Build) -> None:
         os.fsync(file.fileno())
 
 
-def digest_of_file(path: Path) -> str:
+def hash_file_blocks(path: Path) -> str:
     """Hash the size and a few blocks of a file, including the first and last block. So a large file opens quickly."""
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
@@ -307,7 +307,9 @@ def open_columns(path: Path) -> StoredColumns:
         digests: dict[str, str] = meta["digests"]
         facts = meta["facts"]
         arrays = {name: map_array(path / f"{name}.npy") for name in digests}
-        damaged = [name for name, digest in digests.items() if digest_of_file(path / f"{name}.npy") != digest]
+        damaged = [
+            name for name, digest in digests.items() if hash_file_blocks(path / f"{name}.npy") != digest
+        ]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
     if damaged:

@@ -23,7 +23,7 @@ else:
     Memmap = np.memmap
 
 
-class Mapped(Memmap):
+class MappedArray(Memmap):
     """A mapped .npy file that is opened again when it is unpickled.
 
     It is a subclass because NumPy pickles the whole content of a memmap, so every loader worker would get a copy.
@@ -35,14 +35,14 @@ class Mapped(Memmap):
         return np.asarray(self).__reduce__()
 
 
-def open_mapped(file: str) -> Mapped:
+def open_mapped(file: str) -> MappedArray:
     """Map a file into memory. The pages are writable, so torch uses them without a copy. Writing does not change the
     file.
 
     Raise DataError if the file no longer exists.
     """
     try:
-        array: Mapped = np.load(file, mmap_mode="c", allow_pickle=False).view(Mapped)
+        array: MappedArray = np.load(file, mmap_mode="c", allow_pickle=False).view(MappedArray)
     except FileNotFoundError as error:
         raise DataError(f"{file}: was removed; start again") from error
     return array
@@ -61,7 +61,7 @@ def map_array(path: Path) -> np.ndarray[Any, Any]:
                 return np.empty(shape, dtype)
             array = np.memmap(opened, dtype, "c", opened.tell(), shape)
         array.filename = str(path)
-        return array.view(Mapped)
+        return array.view(MappedArray)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path}: cannot be read, or shorter than it was ({error})") from error
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trainrun.data.readers.mapped_files import LengthCheck
-from trainrun.data.readers.parts import select_rows_of
+from trainrun.data.readers.parts import index_rows
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles
 from trainrun.data.tensor_dataset import Arrays, Columns
 
@@ -61,7 +61,7 @@ def copy_rows(dataset: ReaderDataset) -> Arrays:
     info = dataset.reader.info
     rows = None if dataset.rows is None else dataset.row_numbers()
     assert info.columns is not None
-    copies = tuple(torch.from_numpy(np.array(select_rows_of(array, rows))) for array in info.columns.values)
+    copies = tuple(torch.from_numpy(np.array(index_rows(array, rows))) for array in info.columns.values)
     return Arrays(
         copies, info.class_names, info.num_classes, describe=dataset.describe, column=dataset.column,
         notice=dataset.notice, input_columns=info.input_columns, unused_arguments=dataset.unused_arguments,

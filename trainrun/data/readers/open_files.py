@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 
-class Kept:
+class ProcessLocalCache:
     """The last `limit` values made by `make(key)`, for this process or, with per_thread, for this thread.
 
     A forked child makes its own values, and a pickled copy is empty. The lock is not held while a value is made, so
@@ -29,7 +29,7 @@ class Kept:
         self._local = threading.local()
 
     def __reduce__(self) -> Any:
-        return Kept, self._arguments
+        return ProcessLocalCache, self._arguments
 
     def __getitem__(self, key: Hashable) -> Any:
         if self._owner != os.getpid():

@@ -53,14 +53,14 @@ class RandomRows:
         places = np.atleast_1d(np.asarray(index))
         if len(places) and not (places.min() >= 0 and places.max() < self._count):
             raise IndexError(index)
-        rows = self._permutation.numbers_at(places + self._first)
+        rows = self._permutation.look_up_numbers(places + self._first)
         return rows if isinstance(index, np.ndarray) else int(rows[0])
 
     def tobytes(self) -> bytes:
         """Return bytes that differ from those of other rows, to hash them."""
         size = len(self._permutation)
         return (
-            self._permutation.numbers_at(np.arange(8) % size).tobytes()
+            self._permutation.look_up_numbers(np.arange(8) % size).tobytes()
             + repr((size, self._first, self._count)).encode()
         )
 
@@ -176,7 +176,7 @@ class SplitFiles:
         """Return the files of validation and test data."""
         return [*self.files["val"], *self.files["test"]]
 
-    def setting_of(self, files: tuple[Path, ...]) -> str:
+    def find_setting(self, files: tuple[Path, ...]) -> str:
         """Return the setting that names the files of a split."""
         names = [split for split, split_files in self.files.items() if split_files == files]
         return Part(self, names[0]).setting
@@ -256,7 +256,7 @@ def sort_files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
         return {"train": tuple(files), "val": (), "test": ()}
     paths = [Path(os.path.abspath(file)) for file in files]
     root = Path(os.path.commonpath([path.parent for path in paths]))
-    splits = [split_of_path(path.relative_to(root)) for path in paths]
+    splits = [find_split_of_path(path.relative_to(root)) for path in paths]
     if None in splits:
         siblings = find_sibling_splits(paths)
         splits = [split or sibling for split, sibling in zip(splits, siblings, strict=True)]
@@ -272,7 +272,7 @@ def sort_files_by_split(files: Sequence[Path]) -> dict[str, tuple[Path, ...]]:
     return {split: tuple(sorted_files[split]) for split in SPLITS}
 
 
-def split_of_path(path: Path) -> str | None:
+def find_split_of_path(path: Path) -> str | None:
     """Return the split that a folder in a relative path names, else the split that the file name names."""
     for folder in path.parts[:-1]:
         if split := SPLIT_OF_WORD.get(folder.lower()):
@@ -287,7 +287,7 @@ def find_sibling_splits(paths: Sequence[Path]) -> list[str | None]:
 
     So `iris_test.csv` is test data beside `iris.csv` or `iris_train.csv`. `speed_test.csv` alone is not.
     """
-    splits = [split_in_name(path) for path in paths]
+    splits = [find_split_in_name(path) for path in paths]
     names = [name_without_split(path) for path in paths]
     splits_of_name: dict[Any, set[str | None]] = {}
     for name, split in zip(names, splits, strict=True):
@@ -297,7 +297,7 @@ def find_sibling_splits(paths: Sequence[Path]) -> list[str | None]:
     ]
 
 
-def split_in_name(path: Path) -> str | None:
+def find_split_in_name(path: Path) -> str | None:
     """Return the split whose name is the first or the last word of a file name."""
     words = [word for word in split_into_words(path) if not SHARD_PART.fullmatch(word)]
     splits = {SPLIT_OF_WORD[word] for word in (words[:1] + words[-1:]) if word in SPLIT_OF_WORD}
@@ -310,7 +310,7 @@ def name_without_split(path: Path) -> tuple[Path, tuple[str, ...]]:
     together.
     """
     words = [word for word in split_into_words(path) if not SHARD_PART.fullmatch(word)]
-    if split_in_name(path) is not None:
+    if find_split_in_name(path) is not None:
         words = words[1:] if words[0] in SPLIT_OF_WORD else words[:-1]
     return path.parent, tuple(words)
 
@@ -401,7 +401,7 @@ def number_groups(groups: Any) -> Rows:
     return np.unique(cells, return_inverse=True)[1].astype(np.int64)
 
 
-def select_rows_of(values: Any, rows: Rows | None) -> Any:
+def index_rows(values: Any, rows: Rows | None) -> Any:
     """Return the chosen rows of an array. None selects all rows."""
     return values if rows is None else values[rows]
 

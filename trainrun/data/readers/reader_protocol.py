@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainrun.data.batch import RaggedBatch
-from trainrun.data.readers.parts import RandomRows, Rows, SplitFiles, number_groups, select_rows_of
+from trainrun.data.readers.parts import RandomRows, Rows, SplitFiles, index_rows, number_groups
 from trainrun.data.readers.paths import fingerprint_files
-from trainrun.data.readers.pictures.decode import Form
+from trainrun.data.readers.pictures.decode import PictureForm
 from trainrun.data.tensor_dataset import Columns, Splits
 from trainrun.errors import DataError
 
@@ -33,8 +33,8 @@ class Info:
         once; only the author of the reader can know. column: returns (N,) cells of another column of a table, or None
         for an unknown name.
     input_columns: the kind of each input column of a table. columns: the columns whose rows are the samples; batches
-        are gathered from them. read_cut: reads a part of a sample, see `Pieces`. form: how pictures are decoded, or
-        None. read_files: as `read`, with undecoded bytes instead of each picture. read_ragged: returns the fields of
+        are gathered from them. read_cut: reads a part of a sample, see `PiecesDataset`. form: how pictures are decoded,
+        or None. read_files: as `read`, with undecoded bytes instead of each picture. read_ragged: returns the fields of
         samples before their sequences are padded, or None for samples that must be read one by one.
     """
 
@@ -50,7 +50,7 @@ class Info:
     input_columns: Mapping[str, str] | None = None
     columns: Columns | None = None
     read_cut: Callable[[int, Callable[[str, Any], Any]], Any] | None = None
-    form: Form | None = None
+    form: PictureForm | None = None
     read_files: Callable[[Sequence[int]], list[Any]] | None = None
     read_ragged: Callable[[Rows], RaggedBatch | None] | None = None
 
@@ -98,7 +98,7 @@ class ReaderDataset:
         return self._read(self._convert_indices(indices))
 
     @property
-    def form(self) -> Form | None:
+    def form(self) -> PictureForm | None:
         """Return how pictures are decoded; None if there are none."""
         return self._info.form
 
@@ -260,7 +260,7 @@ def build_splits(found: SplitFiles, read: Callable[[tuple[Path, ...]], ReadFiles
         notice = "; ".join(filter(None, [part.notice, samples.notice if split == "train" else ""]))
         dataset = ReaderDataset(samples.reader, rows, notice, unused)
         if found.shares_training_files and samples.group_numbers is not None:
-            dataset.groups = select_rows_of(samples.group_numbers, rows)
+            dataset.groups = index_rows(samples.group_numbers, rows)
         return samples.build(dataset)
 
     return Splits(build)

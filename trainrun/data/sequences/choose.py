@@ -22,9 +22,9 @@ from trainrun.data.batch import is_integer
 from trainrun.data.engines.generators import has_parameter
 from trainrun.data.look import find_sequences
 from trainrun.data.order.sampler import Plan, StreamPlan
-from trainrun.data.sequences.collate import Packed, Padded, round_length
-from trainrun.data.sequences.fields import Cut, CutThen, Pieces, list_fields
-from trainrun.data.sequences.lengths import Measured, list_real_targets
+from trainrun.data.sequences.collate import PackCollate, PadCollate, round_length
+from trainrun.data.sequences.fields import CutCollate, PiecesDataset, SequenceCutter, list_fields
+from trainrun.data.sequences.lengths import SequenceLengths, list_real_targets
 from trainrun.data.sequences.plans import (
     BucketPlan,
     BudgetPlan,
@@ -141,11 +141,11 @@ def _plan_iterable(source: Any, base: Plan, options: StreamOptions) -> SequenceP
         raise DataError(
             f"data.padding=max: {options.key} is an IterableDataset; set data.max_sequence_length"
         )
-    return SequencePlan(source, base, _choose_padding(Measured(), options, size), "")
+    return SequencePlan(source, base, _choose_padding(SequenceLengths(), options, size), "")
 
 
 def _plan_columns(
-    columns: Columns, found: Measured, base: Plan, options: StreamOptions
+    columns: Columns, found: SequenceLengths, base: Plan, options: StreamOptions
 ) -> SequencePlan | None:
     """Return the plan of rows of one length, which are cut once; None if no padding is needed."""
     assert found.lengths is not None
@@ -179,7 +179,9 @@ def _refuse_generators(source: Any, key: str) -> None:
             )
 
 
-def _plan_composed_batches(source: Any, found: Measured, base: Plan, options: StreamOptions) -> SequencePlan:
+def _plan_composed_batches(
+    source: Any, found: SequenceLengths, base: Plan, options: StreamOptions
+) -> SequencePlan:
     size, lengths, kept = options.max_sequence_length, found.lengths, None
     _check_alike(source, found, base, options)
     before = found.seen
@@ -189,7 +191,7 @@ def _plan_composed_batches(source: Any, found: Measured, base: Plan, options: St
             lengths = lengths[kept]
         elif options.truncate == "split" and (lengths > size).any():
             _refuse_generators(source, options.key)
-            source = Pieces(source, lengths, size, found.names)
+            source = PiecesDataset(source, lengths, size, found.names)
             lengths = source.lengths
         lengths = np.minimum(lengths, size)
     count = len(source) if kept is None else len(kept)
@@ -207,7 +209,7 @@ def _plan_composed_batches(source: Any, found: Measured, base: Plan, options: St
     if kept is not None:
         plan = SelectedPlan(plan, torch.from_numpy(kept))
     collate, samples = _choose_padding(found, options, widest), None
-    if isinstance(source, Pieces):
+    if isinstance(source, PiecesDataset):
         samples = torch.from_numpy(source.sample)
     if before is None or ((before == before[0]).all() and options.padding == "longest"):
         # all that was seen is equally long and needs no words
@@ -244,20 +246,20 @@ def _plan(base: Plan, lengths: Array | None, widest: int | None, options: Stream
     return BudgetPlan(base, form_budget_batches(lengths, widths, budget, base.seed, base.shuffle))
 
 
-def _choose_padding(found: Measured, options: StreamOptions, widest: int | None) -> Collate:
+def _choose_padding(found: SequenceLengths, options: StreamOptions, widest: int | None) -> Collate:
     names = found.names if found.varies else ()
     size, cut = options.max_sequence_length, None
     if size is not None and options.truncate in ("left", "right"):
-        cut = Cut(size, options.truncate == "left", found.names)
+        cut = SequenceCutter(size, options.truncate == "left", found.names)
     if options.collate_fn is not None:
-        return options.collate_fn if cut is None else CutThen(cut, options.collate_fn)
+        return options.collate_fn if cut is None else CutCollate(cut, options.collate_fn)
     if options.padding == "pack":
         assert widest is not None
-        return Packed(found.names, round_length(widest, options.pad_multiple), cut)
-    return Padded(names, widest if options.padding == "max" else None, options.pad_multiple, cut)
+        return PackCollate(found.names, round_length(widest, options.pad_multiple), cut)
+    return PadCollate(names, widest if options.padding == "max" else None, options.pad_multiple, cut)
 
 
-def _check_alike(source: Any, found: Measured, base: Plan, options: StreamOptions) -> None:
+def _check_alike(source: Any, found: SequenceLengths, base: Plan, options: StreamOptions) -> None:
     """Raise DataError if the fields of a sample cannot be packed or split together."""
     for key, value in (("data.padding", options.padding), ("data.truncate", options.truncate)):
         if value in ("pack", "split") and not found.aligned:

@@ -41,11 +41,11 @@ from trainrun.data.batch import (
     convert_numbers,
     map_leaves,
 )
-from trainrun.data.engines.stream import Around
+from trainrun.data.engines.stream import BatchesWrapper
 from trainrun.data.sequences.fields import (
     INPUTS,
-    Cut,
     Fields,
+    SequenceCutter,
     describe_forms,
     find_sequence_names,
     is_target,
@@ -59,14 +59,14 @@ from trainrun.interfaces import IGNORED, INPUT_KEYS, Batches, MicroBatch, batch_
 
 def count_tokens(batches: Batches, collate: Collate | None, tally: TokenCounter | None) -> Batches:
     """Return a stream that counts the real positions of batches with a mask."""
-    says = isinstance(collate, Packed) or (isinstance(collate, Padded) and bool(collate.names))
+    says = isinstance(collate, PackCollate) or (isinstance(collate, PadCollate) and bool(collate.names))
     if tally is None or not says:
         return batches
     tally.counts = True
-    return Counted(batches, tally)
+    return CountingBatches(batches, tally)
 
 
-class Counted(Around):
+class CountingBatches(BatchesWrapper):
     """A stream that counts the positions of its batches. It implements `Batches`."""
 
     def __init__(self, batches: Batches, tally: TokenCounter) -> None:
@@ -100,7 +100,7 @@ def round_length(length: int, multiple: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class Padded:
+class PadCollate:
     """A collate function that pads the sequences of a batch to its longest, or to `width`.
 
     names: the sequences, if lengths are known to differ. With () they are found in each batch. A batch without
@@ -111,7 +111,7 @@ class Padded:
     names: tuple[str, ...] = ()
     width: int | None = None
     multiple: int | None = None
-    cut: Cut | None = None
+    cut: SequenceCutter | None = None
     padding_value: float = 0
 
     def __call__(self, samples: list[Any]) -> Any:
@@ -183,7 +183,7 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackCollate:
     """A collate function that puts samples into rows of `width` positions, one after the other, by `place_in_rows`.
 
     names: the sequences. Those of one sample are equally long.
@@ -191,7 +191,7 @@ class Packed:
 
     names: tuple[str, ...]
     width: int
-    cut: Cut | None = None
+    cut: SequenceCutter | None = None
     padding_value: float = 0
 
     def __call__(self, samples: list[Any]) -> Any:

@@ -108,7 +108,7 @@ def find_sequence_names(samples: Iterable[Mapping[str, FieldForm]]) -> tuple[tup
 
 
 @dataclass(frozen=True)
-class Cut:
+class SequenceCutter:
     """A function that cuts leaves of a sample to `size` positions: the first, or with `left` the last.
 
     names: the sequences; () cuts all tokens.
@@ -128,17 +128,17 @@ class Cut:
         return value[-self.size :] if self.left else value[: self.size]
 
 
-class CutThen:
+class CutCollate:
     """The user's own collate function, applied to samples that were cut."""
 
-    def __init__(self, cut: Cut, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, cut: SequenceCutter, collate: Callable[[list[Any]], Any]) -> None:
         self._cut, self._collate = cut, collate
 
     def __call__(self, samples: list[Any]) -> Any:
         return self._collate([self._cut(sample) for sample in samples])
 
 
-class Pieces:
+class PiecesDataset:
     """A map-style source that divides each long sample into consecutive pieces.
 
     Every sequence of a sample is cut at the same positions. Other values, such as a label, are repeated. A source

@@ -43,7 +43,7 @@ Forms = Mapping[str, FieldForm]
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class SequenceLengths:
     """The sequences of a data set.
 
     names: the fields that are sequences. varies: whether lengths are known to differ.
@@ -61,14 +61,14 @@ class Measured:
     real_targets: tuple[str, ...] = ()
 
 
-def learn_lengths(source: Any, key: str, seed: int, needs_all: bool) -> Measured | None:
+def learn_lengths(source: Any, key: str, seed: int, needs_all: bool) -> SequenceLengths | None:
     """Read a few samples in a child process, because this runs the user's code. Return None if all samples must be
     read.
     """
     count = len(source)
     reported = read_reported_lengths(source)
     if reported is None and not needs_all and not _may_be_sequence(source, key, seed):
-        return Measured()
+        return SequenceLengths()
     spread = np.unique(np.linspace(0, count - 1, PROBES).astype(np.int64)).tolist()
     if reported is not None:
         probes = {0, int(reported.argmin()), int(reported.argmax()), *spread}
@@ -76,7 +76,7 @@ def learn_lengths(source: Any, key: str, seed: int, needs_all: bool) -> Measured
         names, varies = find_sequence_names(forms.values())
         if names and all(_measure_longest(form, names) == reported[index] for index, form in forms.items()):
             real = list_real_targets(list_fields(_read(source, 0, key, seed))) if needs_all else ()
-            return Measured(
+            return SequenceLengths(
                 names, varies, reported, reported, "", have_equal_lengths(forms.values(), names), real
             )
     return None if needs_all else _estimate_lengths(source, key, seed, spread)
@@ -104,14 +104,14 @@ def read_reported_lengths(source: Any) -> np.ndarray[Any, Any] | None:
     return array.astype(np.int64) if array.ndim == 1 and array.dtype.kind in "iu" else None
 
 
-def measure_columns(columns: Columns) -> Measured:
+def measure_columns(columns: Columns) -> SequenceLengths:
     """Return the lengths of rows of arrays, which are all equal."""
     forms = describe_forms(list_fields(columns[0]))
     names, _ = find_sequence_names([forms])
     if not names:
-        return Measured()
+        return SequenceLengths()
     lengths = np.full(len(columns), forms[names[0]].length, dtype=np.int64)
-    return Measured(names, False, lengths, lengths)
+    return SequenceLengths(names, False, lengths, lengths)
 
 
 def _may_be_sequence(source: Any, key: str, seed: int) -> bool:
@@ -123,18 +123,18 @@ def _may_be_sequence(source: Any, key: str, seed: int) -> bool:
     return any(fields[name].ndim <= 2 for name in describe_forms(fields))
 
 
-def _estimate_lengths(source: Any, key: str, seed: int, spread: list[int]) -> Measured:
+def _estimate_lengths(source: Any, key: str, seed: int, spread: list[int]) -> SequenceLengths:
     """Find the sequence fields from some samples, and measure the lengths of as many as the time limit allows."""
     names, varies = find_sequence_names(_read_samples(source, spread, key, seed).values())
     if not varies:
-        return Measured(names)
+        return SequenceLengths(names)
     even_indices = np.unique(np.linspace(0, len(source) - 1, ESTIMATE_SAMPLES).astype(np.int64)).tolist()
     end, seen = perf_counter() + ESTIMATE_SECONDS, []
     for index in [*spread, *even_indices]:
         seen += [_measure_longest(form, names) for form in _read_samples(source, [index], key, seed).values()]
         if perf_counter() > end:
             break
-    return Measured(names, True, None, np.array(seen), f"estimated from {len(seen)} samples")
+    return SequenceLengths(names, True, None, np.array(seen), f"estimated from {len(seen)} samples")
 
 
 def _read_samples(source: Any, indices: list[int], key: str, seed: int) -> dict[int, Forms]:
@@ -146,7 +146,7 @@ def _read_samples(source: Any, indices: list[int], key: str, seed: int) -> dict[
     return forms
 
 
-def read_all_lengths(source: Any, key: str, seed: int, report: Callable[[str], None]) -> Measured:
+def read_all_lengths(source: Any, key: str, seed: int, report: Callable[[str], None]) -> SequenceLengths:
     """Read every sample once, as in epoch 0, in a child process, because this runs the user's code."""
     started, count = perf_counter(), len(source)
     forms: list[Forms] = []
@@ -168,7 +168,7 @@ def read_all_lengths(source: Any, key: str, seed: int, report: Callable[[str], N
     seconds = perf_counter() - started
     how = f"measured by reading {count} samples in {seconds:.1f} s; a source with .lengths needs none"
     real = list_real_targets(list_fields(_read(source, 0, key, seed)))
-    return Measured(names, varies, lengths, lengths, how, have_equal_lengths(forms, names), real)
+    return SequenceLengths(names, varies, lengths, lengths, how, have_equal_lengths(forms, names), real)
 
 
 def _describe_all_forms(source: Any, key: str, seed: int) -> Iterator[Forms]:

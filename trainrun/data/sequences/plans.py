@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainrun.data.order.sampler import (
     Plan,
-    Share,
+    RankBatch,
     StreamPlan,
     apply_limit,
     build_end_error,
@@ -105,16 +105,16 @@ def form_budget_batches(lengths: Array, widths: Array, budget: int, seed: int, s
     return Groups(torch.from_numpy(order.astype(np.int64)), np.array(bounds))
 
 
-def share_of(group: Tensor, base: Plan, device: torch.device | None, last: bool) -> Share:
+def build_rank_batch(group: Tensor, base: Plan, device: torch.device | None, last: bool) -> RankBatch:
     """Return this rank's part of a global training micro-batch, or a filler if the part is empty."""
     begin, end = share_bounds(len(group), base.rank, base.world_size)
     if begin < end:
-        return Share(group[begin:end].to(device), True, last)
-    return Share(group[:1].to(device), False, last)
+        return RankBatch(group[begin:end].to(device), True, last)
+    return RankBatch(group[:1].to(device), False, last)
 
 
 @dataclass(frozen=True, eq=False)
-class Derived:
+class DerivedPlan:
     """Base of a `StreamPlan` that is built from another plan and forwards its values."""
 
     base: StreamPlan
@@ -132,7 +132,7 @@ class Derived:
 
 
 @dataclass(frozen=True, eq=False)
-class BucketPlan(Derived):
+class BucketPlan(DerivedPlan):
     """Samples of similar length in one batch: sorted inside mega-batches of the shuffled order.
 
     The batches of an epoch have a random order, with the short one last, which has samples of a random length. With
@@ -143,12 +143,14 @@ class BucketPlan(Derived):
     base: Plan
     lengths: Tensor
 
-    def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
+    def iterate_rank_batches(
+        self, epoch: int, start: int, device: torch.device | None = None
+    ) -> Iterator[RankBatch]:
         if start and start >= self.num_batches:
             raise build_end_error(start, self.num_batches)
         groups = self.batches(epoch)[start : self.num_batches]
         return (
-            share_of(group, self.base, device, number == len(groups))
+            build_rank_batch(group, self.base, device, number == len(groups))
             for number, group in enumerate(groups, 1)
         )
 
@@ -186,7 +188,7 @@ class BucketPlan(Derived):
 
 
 @dataclass(frozen=True, eq=False)
-class PackPlan(Derived):
+class PackPlan(DerivedPlan):
     """Rows that were packed once, in the order of `base`.
 
     base: its samples and its batch_size are rows. The plan returns the samples of this rank's rows, in the order of
@@ -201,10 +203,12 @@ class PackPlan(Derived):
         """The number of samples in an epoch; an average if rows are left out."""
         return count_seen(self.rows, self.base.num_seen, self.base.shuffle)
 
-    def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
+    def iterate_rank_batches(
+        self, epoch: int, start: int, device: torch.device | None = None
+    ) -> Iterator[RankBatch]:
         return (
             share._replace(indices=self._list_samples(share.indices).to(device))
-            for share in self.base.shares(epoch, start)
+            for share in self.base.iterate_rank_batches(epoch, start)
         )
 
     def _list_samples(self, rows: Tensor) -> Tensor:
@@ -212,7 +216,7 @@ class PackPlan(Derived):
 
 
 @dataclass(frozen=True, eq=False)
-class BudgetPlan(Derived):
+class BudgetPlan(DerivedPlan):
     """Batches that were formed once, in a new order each epoch. Their number never changes.
 
     base: its batch_size and drop_last have no effect, because no batch is short.
@@ -230,13 +234,15 @@ class BudgetPlan(Derived):
         """The number of samples in an epoch; an average if the number of batches is limited."""
         return count_seen(self.groups, self.num_batches, self.base.shuffle)
 
-    def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
+    def iterate_rank_batches(
+        self, epoch: int, start: int, device: torch.device | None = None
+    ) -> Iterator[RankBatch]:
         of_groups = replace(
             self.base, num_samples=len(self.groups), batch_size=1, drop_last=False, rank=0, world_size=1
         )
         return (
-            share_of(self.groups.group(int(item.indices)), self.base, device, item.last)
-            for item in of_groups.shares(epoch, start)
+            build_rank_batch(self.groups.group(int(item.indices)), self.base, device, item.last)
+            for item in of_groups.iterate_rank_batches(epoch, start)
         )
 
 
@@ -248,15 +254,17 @@ def count_seen(groups: Groups, number: int, shuffled: bool) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class SelectedPlan(Derived):
+class SelectedPlan(DerivedPlan):
     """A plan over some of the samples. numbers: (num_samples,) int64, their numbers in the data set."""
 
     numbers: Tensor
 
-    def shares(self, epoch: int, start: int, device: torch.device | None = None) -> Iterator[Share]:
+    def iterate_rank_batches(
+        self, epoch: int, start: int, device: torch.device | None = None
+    ) -> Iterator[RankBatch]:
         return (
             share._replace(indices=self.numbers[share.indices].to(device))
-            for share in self.base.shares(epoch, start)
+            for share in self.base.iterate_rank_batches(epoch, start)
         )
 
 

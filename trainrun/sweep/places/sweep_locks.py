@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainrun.errors import ConfigError
-from trainrun.folder.lock import close_in_forks, open_locked, print_note
+from trainrun.folder.lock import close_in_forks, open_locked, print_lock_note
 
 LOCKS = ".locks"  # in the folder of a sweep
 
@@ -34,7 +34,7 @@ class SweepLocks:
     @contextmanager
     def worker(self) -> Iterator[bool]:
         """Register this process as a worker inside the block. Yield whether it is the first one."""
-        descriptor = self._open("workers", fcntl.LOCK_EX | fcntl.LOCK_NB, print_note)
+        descriptor = self._open("workers", fcntl.LOCK_EX | fcntl.LOCK_NB, print_lock_note)
         is_first = descriptor is not None
         if descriptor is None:
             descriptor = self._open("workers", fcntl.LOCK_SH)

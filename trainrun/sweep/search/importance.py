@@ -27,7 +27,8 @@ def setting_importances(sweep: Sweep, points: Sequence[SweepPoint]) -> dict[str,
 
     keys = [key for key in points[0].settings if all(key in point.settings for point in points)]
     columns = {
-        key: column_of([point.settings[key] for point in points], sweep.is_logarithmic(key)) for key in keys
+        key: build_column([point.settings[key] for point in points], sweep.is_logarithmic(key))
+        for key in keys
     }
     spaces = {key: space for key, (_, space) in columns.items() if space is not None}
     study = optuna.create_study()
@@ -44,7 +45,7 @@ def setting_importances(sweep: Sweep, points: Sequence[SweepPoint]) -> dict[str,
     return {key: float(share) for key, share in shares.items()}
 
 
-def column_of(texts: Sequence[str], is_log: bool) -> tuple[list[Any], BaseDistribution | None]:
+def build_column(texts: Sequence[str], is_log: bool) -> tuple[list[Any], BaseDistribution | None]:
     """Return the values of a setting, and their space; None for a setting with one value."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 

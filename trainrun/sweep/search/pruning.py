@@ -32,19 +32,19 @@ class Curves:
         self._values: dict[int, dict[int, float]] = {}  # of each job, by units
         self._unit = 0.0
 
-    def values_of_point(self, jobs: Sequence[int]) -> dict[int, float]:
+    def read_point_values(self, jobs: Sequence[int]) -> dict[int, float]:
         """Return the values of a point by units; smaller is better. Failed jobs are left out of the mean."""
         states = {num: self._sweep.jobs[num].result.state for num in jobs}
         judged = [num for num in jobs if states[num] != "failed"]
-        values = [self.values_of_job(num) for num in judged]
+        values = [self.read_job_values(num) for num in judged]
         return mean_values(values, [states[num] == "done" for num in judged])
 
-    def values_of_job(self, num: int) -> Mapping[int, float]:
+    def read_job_values(self, num: int) -> Mapping[int, float]:
         """Return the values of a job by units; smaller is better. The first validation in each unit counts."""
         rows = self._rows.setdefault(num, self._open_rows(num))
         values = self._values.setdefault(num, {})
         for row in rows.read_new() if self._options.pruner != "none" else ():
-            units = self._units(resource_of(row, rows.start, self._options.resource))
+            units = self._units(compute_resource(row, rows.start, self._options.resource))
             if units > 0:
                 values.setdefault(units, self._value(row, rows.start))
         return values
@@ -66,7 +66,7 @@ class Curves:
         for num in sorted(self._sweep.jobs) if not self._unit else ():
             rows = self._open_rows(num)
             if evaluations := rows.read_new():
-                self._unit = resource_of(evaluations[0], rows.start, self._options.resource)
+                self._unit = compute_resource(evaluations[0], rows.start, self._options.resource)
                 break
         return math.floor(resource / self._unit + ROUNDING) if self._unit > 0 else 0
 
@@ -87,7 +87,7 @@ def mean_values(values: Sequence[Mapping[int, float]], are_done: Sequence[bool])
     return means
 
 
-def resource_of(row: dict[str, Any], start: dict[str, Any], resource: str) -> float:
+def compute_resource(row: dict[str, Any], start: dict[str, Any], resource: str) -> float:
     """Return the resource that a run had used at a row. start: the `start` row of its session."""
     facts = start.get("facts", {})
     if resource == "seconds":

@@ -23,7 +23,7 @@ from trainrun.sweep.points import REPEATED
 from trainrun.sweep.results import Job
 from trainrun.sweep.search.pruning import Curves, build_pruner
 from trainrun.sweep.search.study_file import StudyFile
-from trainrun.sweep.space import Dimension, jobs_of_point, point_of, unmarked_word
+from trainrun.sweep.space import Dimension, build_point, list_point_jobs, unmarked_word
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -76,7 +76,7 @@ class SweepStudy:
 
     @property
     def has_all_points(self) -> bool:
-        return self._sweep.points_to_come == 0
+        return self._sweep.num_points_left == 0
 
     def ask(self) -> list[int]:
         """Create the next point, and return the numbers of its jobs; none if there is no point left."""
@@ -86,7 +86,7 @@ class SweepStudy:
             self._tell_points(range(len(self._sweep.trials)))
             trial = self._ask(self._study, len(self._sweep.trials))
             point = self._point(trial)
-            jobs = self._sweep.add_point(self._dimensions, jobs_of_point(self._dimensions, point))
+            jobs = self._sweep.add_point(self._dimensions, list_point_jobs(self._dimensions, point))
             self._sweep.save()
             return jobs
 
@@ -103,13 +103,13 @@ class SweepStudy:
                 if state != RUNNING:
                     tell(self._study, number, state, values)
 
-    def jobs_to_prune(self, num: int) -> list[int]:
+    def choose_jobs_to_prune(self, num: int) -> list[int]:
         """Report the new validations of the points of a job. Return the jobs of points that must be pruned."""
         if self._sweep.jobs[num].revived:
             return []
         to_prune: list[int] = []
         for number, jobs in enumerate(self._sweep.trials):
-            values = self._curves.values_of_point(jobs) if num in jobs else {}
+            values = self._curves.read_point_values(jobs) if num in jobs else {}
             if values.keys() <= self._reported.setdefault(number, set()):
                 continue
             self._reported[number] |= values.keys()
@@ -132,7 +132,7 @@ class SweepStudy:
         return is_worse
 
     def _point(self, trial: Trial) -> tuple[str, ...]:
-        return point_of(self._dimensions, lambda dimension: suggest_word(trial, dimension))
+        return build_point(self._dimensions, lambda dimension: suggest_word(trial, dimension))
 
     def _jobs(self, number: int) -> list[Job]:
         return [self._sweep.jobs[num] for num in self._sweep.trials[number]]
@@ -188,7 +188,7 @@ class SweepStudy:
             if params and self._options.sampler in HAS_STATE:
                 _ = trial.relative_params  # its sampler notes this point
             self._point(trial)
-            self._report(study, storage, number, curves.values_of_point(self._sweep.trials[number]))
+            self._report(study, storage, number, curves.read_point_values(self._sweep.trials[number]))
             state, values = self._outcome(number)
             if state != RUNNING:
                 tell(study, number, state, values)
@@ -233,9 +233,9 @@ def suggest_word(trial: Trial, dimension: Dimension) -> str:
         return words[trial.suggest_categorical(dimension.name, list(words))]
     if interval.is_whole:
         low, high = int(interval.low), int(interval.high)
-        return dimension.with_value(trial.suggest_int(dimension.name, low, high, log=interval.log))
+        return dimension.format_override(trial.suggest_int(dimension.name, low, high, log=interval.log))
     value = trial.suggest_float(dimension.name, interval.low, interval.high, log=interval.log)
-    return dimension.with_value(value)
+    return dimension.format_override(value)
 
 
 def parse_sweep_value(word: str) -> str:
@@ -255,10 +255,10 @@ def build_sampler(name: str, seed: int, number: int) -> BaseSampler:
     own_seed = (seed * 1_000_003 + number) % 2**32
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)  # its users chose the sampler by name
-        return sampler_of(name, seed, own_seed)
+        return choose_sampler(name, seed, own_seed)
 
 
-def sampler_of(name: str, seed: int, own_seed: int) -> BaseSampler:
+def choose_sampler(name: str, seed: int, own_seed: int) -> BaseSampler:
     from optuna import samplers
 
     if name == "qmc":  # one sequence for all trials

@@ -18,7 +18,7 @@ DEEPEST = 3  # levels of names, as body.0.conv
 MOST_LAYERS = 200
 
 
-class WithLayerTable:
+class LayerTableStep:
     """A step that writes a row `layers` after its first call, which the screen and the report show."""
 
     def __init__(self, step: Step, sees_shapes: bool) -> None:

@@ -97,7 +97,7 @@ class NonfiniteStepHandler:
                 f"step {state.step}: a gradient was NaN or infinite in {state.skipped_steps} steps, more than "
                 f"{MAX_SKIPPED_SHARE:.0%} of all. Lower optimizer.lr or set trainer.gradient_clip_val=1. {about}"
             )
-        if reason := self._retry.mend_buffers():
+        if reason := self._retry.repair_buffers():
             raise TrainingError(
                 f"step {state.step}: {reason}, so validations and checkpoints would hold NaN too. Resume from the "
                 f"newest checkpoint with trainer.nan_policy=rollback. {about}"

@@ -89,7 +89,7 @@ class RandomStates:
                     "it, so their state at the start of this step is not known"
                 )
         for name, generator in self._generators.items():
-            generator.put_back(self._states[name])
+            generator.set_state(self._states[name])
         return ""
 
     def _read_all(self) -> None:
@@ -107,7 +107,7 @@ class RandomStates:
 class OomRetry:
     """A runner of windows that repeats them in smaller micro-batches when memory runs out.
 
-    mode: split, split-batchnorm or stop. note: receives a line for each choice. mends: whether `mend_buffers` will
+    mode: split, split-batchnorm or stop. note: receives a line for each choice. mends: whether `repair_buffers` will
         be called.
     acts: whether `run` does more than compute. pieces: the number of parts of every micro-batch. refusal: why
         windows are not repeated; "" if they are.
@@ -184,12 +184,12 @@ class OomRetry:
                 "data.val_batch_size sets their size"
             )
 
-    def mend_buffers(self) -> str:
+    def repair_buffers(self) -> str:
         """Restore the buffers after a step that was not finite if they hold such values (averages of BatchNorm).
 
         Return the reason if that is impossible, else "".
         """
-        return self._buffers.mend_buffers()
+        return self._buffers.repair_buffers()
 
     def state_dict(self) -> dict[str, Any]:
         return {"pieces": self.pieces} | ({"val_pieces": self._val_pieces} if self._val_pieces > 1 else {})
@@ -383,7 +383,7 @@ class BufferCopies:
         return ""
 
     @torch.no_grad()
-    def mend_buffers(self) -> str:
+    def repair_buffers(self) -> str:
         """Restore all buffers if one of them is not finite now. Return the reason if that is impossible, else "".
 
         Buffers that were never finite (a mask) are ignored.

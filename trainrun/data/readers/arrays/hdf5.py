@@ -14,7 +14,7 @@ import numpy as np
 
 from trainrun.data.readers.free_space import check_free_memory
 from trainrun.data.readers.free_space import should_load as stays_in_memory
-from trainrun.data.readers.open_files import Kept
+from trainrun.data.readers.open_files import ProcessLocalCache
 from trainrun.data.readers.optional_packages import import_extra
 from trainrun.data.readers.parts import Part, SplitRequest, check_groups
 from trainrun.data.readers.path_contents import ENDINGS
@@ -104,7 +104,7 @@ class Hdf5Reader:
 
     def __init__(self, path: Path, layouts: Sequence[Hdf5Layout], encoded: Any, coding: Coding) -> None:
         self._path, self._layouts, self._encoded = str(path), tuple(layouts), encoded
-        self._files = Kept(open_file, 1, per_thread=True, close=_close)
+        self._files = ProcessLocalCache(open_file, 1, per_thread=True, close=_close)
         lengths = self._read_lengths if layouts[0].ragged else None
         self.info = Info((path,), self._layouts, encoded, coding.names, coding.num_classes,
                          partial(_name_row, path, layouts[0].name), lengths, thread_safe=True)  # fmt: skip

@@ -42,7 +42,7 @@ FAULTS = (
 
 
 @dataclass(frozen=True)
-class Form:
+class PictureForm:
     """Shape and type of decoded pictures.
 
     shape: (C, H, W) with 1 channel for grey or 3 for RGB. None: RGB in the size of the file.
@@ -69,7 +69,7 @@ class Form:
     def pixels(self, content: bytes, into: Array | None = None) -> Tensor:
         """Decode a picture to (C, H, W) uint8. into: an array of this shape that receives the pixels, or None."""
         if has_16_bits(content):
-            warn_of_16_bits()
+            warn_about_16_bits()
         with Image.open(io.BytesIO(content), formats=("JPEG", "PNG")) as opened:
             orientation = read_orientation(opened)
             picture = self._resize_upright(opened, lies=orientation in range(5, 9))
@@ -116,13 +116,13 @@ class Form:
         return torch.stack(planes).div_(65535)
 
 
-def build_form(shape: Sequence[int] | None, fit: str, dtype: str, draft: bool) -> Form:
+def build_form(shape: Sequence[int] | None, fit: str, dtype: str, draft: bool) -> PictureForm:
     """Return how pictures are decoded. Raise DataError if `shape` is not the shape of a picture."""
     if shape is not None and (len(shape) != 3 or shape[0] not in MODES or min(shape) < 1):
         raise DataError(
             f"data.shape={list(shape)}: of pictures it is [3,height,width], or [1,height,width] for grey"
         )
-    return Form(None if shape is None else (shape[0], shape[1], shape[2]), fit, dtype, draft)
+    return PictureForm(None if shape is None else (shape[0], shape[1], shape[2]), fit, dtype, draft)
 
 
 def read_orientation(opened: Image.Image) -> int:
@@ -141,7 +141,7 @@ def has_16_bits(content: bytes) -> bool:
 
 
 @cache
-def warn_of_16_bits() -> None:
+def warn_about_16_bits() -> None:
     LOG.warning(
         "pictures of 16 bits a channel keep their upper 8 bits as uint8; data.train.dtype=float32 keeps all of them"
     )
@@ -230,10 +230,10 @@ def shorten_fault(error: BaseException) -> str:
     return f"damaged or cut short ({str(error) or type(error).__name__})"
 
 
-def decode_picture(content: bytes, form: Form, where: Any, into: Array | None = None) -> Tensor:
-    """Decode a picture as `Form.decode` does, or as `Form.pixels` with `into`. Raise DataError if it is damaged.
+def decode_picture(content: bytes, form: PictureForm, where: Any, into: Array | None = None) -> Tensor:
+    """Decode a picture as `PictureForm.decode` does, or as `PictureForm.pixels` with `into`.
 
-    where: `() -> str` names the picture in the message.
+    Raise DataError if it is damaged. where: `() -> str` names the picture in the message.
     """
     if form.only_bytes and has_16_bits(content):
         raise DataError(

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from trainrun.data.map_style import choose_spread_indices
-from trainrun.data.readers.parts import SplitRequest, is_inside, number_groups, select_rows_of
+from trainrun.data.readers.parts import SplitRequest, index_rows, is_inside, number_groups
 from trainrun.data.readers.path_contents import ENDINGS
 from trainrun.data.readers.paths import fingerprint_files, list_folders, require_folder
-from trainrun.data.readers.pictures.decode import Form, build_form, decode_picture, has_16_bits
+from trainrun.data.readers.pictures.decode import PictureForm, build_form, decode_picture, has_16_bits
 from trainrun.data.readers.tables.csv_files import Dialect, read_column_names, read_words
 from trainrun.data.readers.targets import Coding, choose_coding, parse_column_names
 from trainrun.data.scale import Scale
@@ -48,7 +48,7 @@ class ImageFolder:
 
     thread_safe = True
 
-    def __init__(self, root: Path, names: Sequence[str], labels: Tensor, coding: Coding, form: Form,
+    def __init__(self, root: Path, names: Sequence[str], labels: Tensor, coding: Coding, form: PictureForm,
                  notice: str = "", unused_arguments: Mapping[str, str] | None = None) -> None:  # fmt: skip
         self._root = str(root)
         # One block instead of a million strings, which workers would copy page by page as they count references.
@@ -134,8 +134,8 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
     """Return the splits. Classes are those of the training data, by their names.
 
     labels: a CSV file in the folder. Its first two columns are file and label.
-    Other arguments: see `Form` and `SplitRequest`. val_path and test_path are not needed if `path` has the folders
-    val and test.
+    Other arguments: see `PictureForm` and `SplitRequest`. val_path and test_path are not needed if `path` has the
+    folders val and test.
     """
     form = build_form(shape, fit, dtype, draft)
     require_folder(path, "data.path")
@@ -184,7 +184,7 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
         dataset = ImageFolder(
             table.root, names, targets, coding, form, "; ".join(notices), part.unused_arguments | unused
         )
-        dataset.groups = None if cells is None else select_rows_of(number_groups(cells), rows)
+        dataset.groups = None if cells is None else index_rows(number_groups(cells), rows)
         return dataset
 
     return Splits(build)
@@ -262,8 +262,8 @@ def _read_groups(table: Path, groups: str, names: Sequence[str]) -> list[str]:
     columns = read_column_names(table, dialect)
     parse_column_names(groups, columns, "data.train.groups")
     files, cells, _ = read_words(table, dialect, (columns[0], groups))
-    group_of = dict(zip(files, cells, strict=True))
-    return [group_of[name] for name in names]
+    find_group = dict(zip(files, cells, strict=True))
+    return [find_group[name] for name in names]
 
 
 def _read_table(folder: Path, table: Path) -> tuple[list[str], list[str], Any]:

@@ -22,7 +22,7 @@ from trainrun.data.readers.column_store import ColumnWriter
 from trainrun.data.readers.optional_packages import import_extra
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.paths import describe_version, is_plain_file
-from trainrun.data.readers.pictures.decode import Form, build_form
+from trainrun.data.readers.pictures.decode import PictureForm, build_form
 from trainrun.data.readers.reader_protocol import ReadFiles, build_splits
 from trainrun.data.readers.records.record import META_KEY, Facts, decode_facts, decode_sample, is_sample
 from trainrun.data.readers.records.record_files import RecordReader, StoredIndex, load_references
@@ -45,7 +45,7 @@ def load(path: str | None, val_path: str | None = None, test_path: str | None = 
          dtype: PixelType = "uint8", draft: bool = True) -> Splits:  # fmt: skip
     """Return the splits.
 
-    shape, fit, dtype, draft: see `Form`. Other arguments: see `SplitRequest`. A folder that contains train or
+    shape, fit, dtype, draft: see `PictureForm`. Other arguments: see `SplitRequest`. A folder that contains train or
         train.lmdb (and val, test) has all splits.
     """
     if path is None:
@@ -54,7 +54,7 @@ def load(path: str | None, val_path: str | None = None, test_path: str | None = 
     form = build_form(shape, fit, dtype, draft)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
-        records = LmdbRecords(_find_data_file(files[0], split_folders.setting_of(files)))
+        records = LmdbRecords(_find_data_file(files[0], split_folders.find_setting(files)))
         return ReadFiles(RecordReader(records, form, records.facts))
 
     return build_splits(split_folders, read)
@@ -92,7 +92,7 @@ class LmdbRecords:
     def __len__(self) -> int:
         return self._length
 
-    def read_samples(self, numbers: Sequence[int], form: Form | None) -> list[Any]:
+    def read_samples(self, numbers: Sequence[int], form: PictureForm | None) -> list[Any]:
         self._check_keys()
         with _ENVIRONMENTS[self._name].begin() as transaction:
             return [decode_entry(transaction.get(self._read_key(number)), form) for number in numbers]
@@ -130,7 +130,7 @@ class LmdbRecords:
                     return {}
 
 
-def decode_entry(content: bytes | None, form: Form | None) -> Any:
+def decode_entry(content: bytes | None, form: PictureForm | None) -> Any:
     """Return the sample of a value. Raise ValueError if there is no value, or if it is no sample, picture or array."""
     if content is None:
         raise ValueError("there is no such record")

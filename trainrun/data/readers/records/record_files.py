@@ -15,9 +15,9 @@ import numpy as np
 
 from trainrun.data.readers.column_store import Array, Build, StoredColumns, load_columns
 from trainrun.data.readers.mapped_files import LengthCheck
-from trainrun.data.readers.open_files import Kept
+from trainrun.data.readers.open_files import ProcessLocalCache
 from trainrun.data.readers.paths import fingerprint_files
-from trainrun.data.readers.pictures.decode import Form
+from trainrun.data.readers.pictures.decode import PictureForm
 from trainrun.data.readers.reader_protocol import Info
 from trainrun.data.readers.records.record import META_NAME, Facts, decode_facts
 from trainrun.errors import DataError
@@ -35,7 +35,7 @@ class Records(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read_samples(self, numbers: Sequence[int], form: Form | None) -> list[Any]:
+    def read_samples(self, numbers: Sequence[int], form: PictureForm | None) -> list[Any]:
         """Return samples. form: how pictures are decoded. None: a picture stays the bytes of its file.
 
         Raise ValueError or DataError if a record is damaged.
@@ -50,7 +50,7 @@ class Records(Protocol):
 class RecordReader:
     """The samples of records by number. form: how pictures are decoded."""
 
-    def __init__(self, records: Records, form: Form, facts: Facts) -> None:
+    def __init__(self, records: Records, form: PictureForm, facts: Facts) -> None:
         self._records, self._form = records, form
         self.info = Info(
             records.files, (records.settings, form), None, facts.class_names, facts.num_classes, records.describe,
@@ -109,7 +109,7 @@ class RecordFiles:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = tuple(files)
-        self._open = Kept(OpenFile, MAX_OPEN_FILES)
+        self._open = ProcessLocalCache(OpenFile, MAX_OPEN_FILES)
 
     def read(self, number: int, begin: int, size: int) -> bytes:
         """Return `size` bytes of file `number`, beginning at byte `begin`. Raise DataError if the file has no such

@@ -42,7 +42,7 @@ class ShardStream(IterableDataset[Any]):
         first shard, if it names the classes of all.
     """
 
-    name_of_source = "a stream of shards"
+    source_class_name = "a stream of shards"
 
     def __init__(
         self, shards: Mapping[str, int], read: ReadShards, order: StreamOrder, seed: int,

@@ -21,7 +21,7 @@ from trainrun.data.readers.column_store import ColumnWriter
 from trainrun.data.readers.optional_packages import import_extra
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.pictures.decode import Form, build_form
+from trainrun.data.readers.pictures.decode import PictureForm, build_form
 from trainrun.data.readers.reader_protocol import ReadFiles, build_splits
 from trainrun.data.readers.records.record import decode_sample, is_sample
 from trainrun.data.readers.records.record_files import (
@@ -111,7 +111,7 @@ class ExampleRecords:
     def __len__(self) -> int:
         return len(self._index.views[0])
 
-    def read_samples(self, numbers: Sequence[int], form: Form | None) -> list[Any]:
+    def read_samples(self, numbers: Sequence[int], form: PictureForm | None) -> list[Any]:
         self._index.check_files()
         references = self._index.views[0][np.asarray(numbers, np.int64)].tolist()
         return [self._sample(self._read_content(*reference), form) for reference in references]
@@ -123,7 +123,7 @@ class ExampleRecords:
         first = int(np.searchsorted(references[:, 0], file))
         return f"{self.files[file]}, record {number - first} at byte {begin}"
 
-    def _sample(self, content: bytes, form: Form | None) -> Any:
+    def _sample(self, content: bytes, form: PictureForm | None) -> Any:
         features = parse_example(content)
         if self._columns is None and list(features) == [SAMPLE]:
             stored = features[SAMPLE]
@@ -137,7 +137,7 @@ class ExampleRecords:
             return values
         return tuple(values.values()) if len(values) > 1 else next(iter(values.values()))
 
-    def _value(self, name: str, feature: Feature, form: Form | None) -> Any:
+    def _value(self, name: str, feature: Feature, form: PictureForm | None) -> Any:
         if isinstance(feature, np.ndarray):
             return feature.reshape(()) if feature.size == 1 and name not in self._sequences else feature
         if len(feature) != 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.data.readers.pictures.decode import FAULTS, Form, shorten_fault
+from trainrun.data.readers.pictures.decode import FAULTS, PictureForm, shorten_fault
 
 PICTURES = ("jpg", "jpeg", "png")
 NUMBERS = ("cls", "cls2", "index", "id")
@@ -19,7 +19,7 @@ NPY_FAULTS = (ValueError, SyntaxError, TypeError, KeyError, EOFError, OverflowEr
               tokenize.TokenError)  # fmt: skip
 
 
-def decode_value(extension: str, content: bytes, form: Form | None) -> Any:
+def decode_value(extension: str, content: bytes, form: PictureForm | None) -> Any:
     """Decode bytes by a file's extension. Raise ValueError if they are damaged.
 
     Pictures become tensors (C, H, W), or stay bytes without a form. Numbers become ints, and .npy files become
@@ -38,7 +38,7 @@ def decode_value(extension: str, content: bytes, form: Form | None) -> Any:
     return decode_stored_picture(content, form) if kind in PICTURES else decode_guessed(content, form)
 
 
-def decode_guessed(content: bytes, form: Form | None) -> Any:
+def decode_guessed(content: bytes, form: PictureForm | None) -> Any:
     """Decode bytes by their beginning: a JPEG or PNG picture, or a .npy array. Other bytes become an array (L,)
     uint8.
     """
@@ -49,7 +49,7 @@ def decode_guessed(content: bytes, form: Form | None) -> Any:
     return np.frombuffer(bytearray(content), np.uint8)
 
 
-def decode_stored_picture(content: bytes, form: Form | None) -> Any:
+def decode_stored_picture(content: bytes, form: PictureForm | None) -> Any:
     """Return a picture as a tensor, or the bytes of its file without a form."""
     if form is None:
         return content

@@ -21,7 +21,7 @@ import numpy as np
 from trainrun.data.readers.column_store import ColumnWriter
 from trainrun.data.readers.parts import SplitRequest
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.pictures.decode import Form, build_form
+from trainrun.data.readers.pictures.decode import PictureForm, build_form
 from trainrun.data.readers.reader_protocol import ReadFiles, build_splits
 from trainrun.data.readers.records.record import decode_sample
 from trainrun.data.readers.records.record_files import (
@@ -90,7 +90,7 @@ class TarRecords:
     def __len__(self) -> int:
         return len(self._index.views[0]) - 1
 
-    def read_samples(self, numbers: Sequence[int], form: Form | None) -> list[Any]:
+    def read_samples(self, numbers: Sequence[int], form: PictureForm | None) -> list[Any]:
         self._index.check_files()
         return [self._sample(number, form) for number in numbers]
 
@@ -102,7 +102,7 @@ class TarRecords:
         file = self.files[int(members[first, 0])]
         return f"{file}, sample {split_name(next(iterate_members(file, int(headers[first]))).name)[0]!r}"
 
-    def _sample(self, number: int, form: Form | None) -> Any:
+    def _sample(self, number: int, form: PictureForm | None) -> Any:
         members = self._find_members(number)
         values = {}
         for column in self._columns:
@@ -112,7 +112,7 @@ class TarRecords:
             return values
         return tuple(values.values()) if len(values) > 1 else next(iter(values.values()))
 
-    def _value(self, extension: str, member: int, form: Form | None) -> Any:
+    def _value(self, extension: str, member: int, form: PictureForm | None) -> Any:
         content = self._record_files.read(*self._index.views[2][member].tolist())
         try:
             if extension == WHOLE:

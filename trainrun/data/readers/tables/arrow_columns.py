@@ -97,7 +97,7 @@ def convert_column(kind: Kind, column: Any, dtype: str, fill: float | None, wher
     """
     array = combine_chunks(column)
     if kind.name == "fixed":
-        values, _, missing = list_of(kind, array, dtype)
+        values, _, missing = read_list_column(kind, array, dtype)
         if len(missing):
             row, reason = missing[0].tolist()
             raise build_missing_cell_error(
@@ -128,9 +128,9 @@ def write_ragged(kind: Kind, column: Any, dtype: str, name: str, begin: int, wri
     """
     array = combine_chunks(column)
     if kind.name in ("picture", "word"):
-        values, lengths, missing = bytes_of(array)
+        values, lengths, missing = read_byte_column(array)
     else:
-        values, shapes, missing = list_of(kind, array, dtype)
+        values, shapes, missing = read_list_column(kind, array, dtype)
         lengths = shapes.prod(axis=1)
         if kind.name == "nested":
             writer.add(f"{name}.shapes", shapes)
@@ -176,7 +176,7 @@ def join_reasons(rows: Array, reason: int) -> Array:
     return np.stack([rows, np.full_like(rows, reason)], axis=1)
 
 
-def bytes_of(array: Any) -> tuple[Array, Array, Array]:
+def read_byte_column(array: Any) -> tuple[Array, Array, Array]:
     """Return all bytes of words or pictures, their lengths (N,), and the rows without a value (M, 2)."""
     empty = np.asarray(array.is_null())
     reasons = np.full(len(array), IS_MISSING)
@@ -194,7 +194,7 @@ def bytes_of(array: Any) -> tuple[Array, Array, Array]:
     return values, np.diff(offsets), np.stack([rows, reasons[rows]], axis=1)
 
 
-def list_of(kind: Kind, array: Any, dtype: str) -> tuple[Array, Array, Array]:
+def read_list_column(kind: Kind, array: Any, dtype: str) -> tuple[Array, Array, Array]:
     """Return all numbers of lists, the shapes of the rows (N, depth), and the rows without a value (M, 2)."""
     empty = np.asarray(array.is_null())
     shapes = np.zeros((len(array), kind.depth), np.int64)

@@ -479,7 +479,7 @@ def iterate_cell_blocks(
                 if name in flags:
                     cells = tuple(_parse_flag(cell, partial(where, row)) for row, cell in enumerate(cells))
                 end = position + len(words_of.get(name, (name,)))
-                fill = choice.fill_of(name)
+                fill = choice.find_fill_value(name)
                 try:
                     if name in words_of:
                         block[:, position:end] = encode_one_hot(cells, words_of[name], fill)
@@ -513,7 +513,7 @@ def find_problems(file: Path, choice: TableChoice, flags: Iterable[str]) -> list
     return [
         column
         for column in problems
-        if column.num_words or (column.num_missing and choice.fill_of(column.name) is None)
+        if column.num_words or (column.num_missing and choice.find_fill_value(column.name) is None)
     ]
 
 

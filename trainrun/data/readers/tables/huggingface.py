@@ -15,7 +15,7 @@ from typing import Any
 from trainrun.data.readers.column_store import ColumnWriter, StoredColumns, load_columns
 from trainrun.data.readers.parts import SplitRequest, number_groups
 from trainrun.data.readers.paths import fingerprint_files, is_plain_file, list_files
-from trainrun.data.readers.pictures.decode import Form, build_form
+from trainrun.data.readers.pictures.decode import PictureForm, build_form
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, build_splits
 from trainrun.data.readers.tables.arrow_columns import (
     build_stored_field,
@@ -64,7 +64,7 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
     """Return the splits. The last column is the target.
 
     columns: two or more form a tuple. null: all of them, as a dict. Pictures become tensors (C, H, W), and lists of
-        numbers become arrays of int64 or float32. Text stays text. shape, fit, dtype, draft: see `Form`. Other
+        numbers become arrays of int64 or float32. Text stays text. shape, fit, dtype, draft: see `PictureForm`. Other
         arguments: see `SplitRequest`.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
@@ -73,7 +73,7 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
     names = None if columns is None else tuple(columns)
 
     def read(files: tuple[Path, ...]) -> ReadFiles:
-        setting = split_files.setting_of(files)
+        setting = split_files.find_setting(files)
         paths, open_file = find_table_files(files, setting)
         stored = load_samples(
             paths, open_file, names, groups, groups if split_files.shares_training_files else None
@@ -150,7 +150,7 @@ def check_sample_columns(table: ArrowTable, names: Sequence[str]) -> None:
 
 
 def build_stored_samples(paths: tuple[Path, ...], open_file: type[TableFile], stored: StoredColumns, as_dict: bool,
-               form: Form) -> StoredSamples:  # fmt: skip
+               form: PictureForm) -> StoredSamples:  # fmt: skip
     """Return the rows of stored columns as samples."""
     kinds: dict[str, str] = stored.facts["kinds"]
     fields = [
@@ -169,7 +169,9 @@ def build_stored_samples(paths: tuple[Path, ...], open_file: type[TableFile], st
     return StoredSamples(fields, field_names[: len(names)], pack, info, partial(name_cell, place), as_columns)
 
 
-def open_stored_column(stored: StoredColumns, number: int, name: str, kind: str, form: Form) -> SampleField:
+def open_stored_column(
+    stored: StoredColumns, number: int, name: str, kind: str, form: PictureForm
+) -> SampleField:
     """Return a column of the store as a column of samples."""
     converters = {"number": to_python_number, "word": decode_text, "picture": DecodePicture(form)}
     is_sequence = kind in ("list", "nested")

@@ -16,7 +16,7 @@ from trainrun.data.readers.column_store import ColumnWriter, StoredColumns
 from trainrun.data.readers.mapped_rows import build_row_samples
 from trainrun.data.readers.parts import SplitFiles, SplitRequest, number_groups
 from trainrun.data.readers.path_contents import ENDINGS
-from trainrun.data.readers.pictures.decode import Form, build_form
+from trainrun.data.readers.pictures.decode import PictureForm, build_form
 from trainrun.data.readers.reader_protocol import Info, ReadFiles, build_splits
 from trainrun.data.readers.records.shard_stream import build_stream_splits, find_first_shard
 from trainrun.data.readers.tables.arrow_columns import (
@@ -73,7 +73,9 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
     check_kinds(kinds, [training.kinds[name] for name in goal])
     has_pictures = any(kind.name == "picture" for kind in kinds)
     form = (
-        build_form(shape, fit, "uint8" if dtype == "uint8" else "float32", draft) if has_pictures else Form()
+        build_form(shape, fit, "uint8" if dtype == "uint8" else "float32", draft)
+        if has_pictures
+        else PictureForm()
     )
     group = groups if split_files.shares_training_files else None
     choice = TableChoice(names, goal, group, dtype, target_dtype, fill)
@@ -130,7 +132,7 @@ def read_first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
 class InputForm(NamedTuple):
     """How inputs are converted. pictures: how they are decoded. shape: the shape of numbers. None: unchanged."""
 
-    pictures: Form
+    pictures: PictureForm
     shape: tuple[int, ...] | None
     has_pictures: bool
 
@@ -176,7 +178,7 @@ def build_table_samples(
     return ReadFiles(StoredSamples(fields, names, pack, info, table.where, columns), groups, unused)
 
 
-def choose_converter(kind: Kind, pictures: Form) -> Any:
+def choose_converter(kind: Kind, pictures: PictureForm) -> Any:
     """Return the function that converts the values of a row of inputs; None: they are only copied."""
     return DecodePicture(pictures) if kind.name == "picture" else None
 

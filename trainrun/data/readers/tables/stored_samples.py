@@ -14,7 +14,7 @@ from torch import Tensor
 from trainrun.data.batch import RaggedBatch, RaggedRows, convert_to_tensor
 from trainrun.data.readers.column_store import Array
 from trainrun.data.readers.mapped_files import LengthCheck
-from trainrun.data.readers.pictures.decode import Form, decode_picture
+from trainrun.data.readers.pictures.decode import PictureForm, decode_picture
 from trainrun.data.readers.reader_protocol import Info
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
@@ -62,7 +62,7 @@ class SampleField:
     def arrays(self) -> list[Array]:
         return [array for array in (self.values, self.ends, self.shapes) if array is not None]
 
-    def rows_of_one_shape(self) -> Array | None:
+    def stack_equal_rows(self) -> Array | None:
         """Return the column as (N, ...) if all rows have a value and the same shape; else None."""
         if len(self.missing) or (self.convert is not None and self.ends is not None):
             return None
@@ -111,7 +111,7 @@ class SampleField:
 class DecodePicture:
     """A converter from the bytes of a picture to a tensor."""
 
-    form: Form
+    form: PictureForm
 
     def __call__(self, values: Array, where: Where) -> Any:
         return decode_picture(values.tobytes(), self.form, where)
@@ -151,7 +151,7 @@ class StoredSamples:
         self._check_files = LengthCheck(array for column in fields for array in column.arrays)
         sequences = [column for column in fields if column.is_sequence]
         lengths = sequences[0].count_lengths if sequences else None
-        rows = [column.rows_of_one_shape() for column in fields] if columns is not None else [None]
+        rows = [column.stack_equal_rows() for column in fields] if columns is not None else [None]
         same_shape_rows = [array for array in rows if array is not None]
         gathered = (
             columns(same_shape_rows) if columns is not None and len(same_shape_rows) == len(rows) else None

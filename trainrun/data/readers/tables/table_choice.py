@@ -61,7 +61,7 @@ class TableChoice(NamedTuple):
                 names.append(f"{name}=")
         return names
 
-    def fill_of(self, column: str) -> float | None:
+    def find_fill_value(self, column: str) -> float | None:
         """Return the value that replaces a missing cell; None if a missing cell is an error."""
         return 0.0 if column in self.gaps else self.fill
 
