@@ -19,7 +19,7 @@ from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import read_json, write_json
 from trainrun.race import race_command, racer_process
 from trainrun.race.judged_loop import training_limit
-from trainrun.race.race_report import notes_of, print_report, race_table, write_report
+from trainrun.race.race_report import build_notes, print_report, race_table, write_report
 from trainrun.race.racers import read_racers, validation_reads, variations
 from trainrun.race.turns import PILOT, PILOT_SEED, Race, RaceGoal
 from trainrun.sweep.job_queue import StopRelay
@@ -141,7 +141,7 @@ def test_the_target_is_fixed_by_a_run_that_is_not_raced(tmp_path: Path):
 def test_a_note_says_what_a_run_that_did_not_arrive_counts_with(tmp_path: Path, target: float, note: str):
     race = race_in(tmp_path, ["lr=0.6", "lr=0.8"], target=target, seeds=1)
     run(race)
-    assert [line for line in notes_of(race, race.results()) if note in line]
+    assert [line for line in build_notes(race, race.results()) if note in line]
     assert not any("inf" in cell for row in race_table(race, race.results())[1] for cell in row)
 
 

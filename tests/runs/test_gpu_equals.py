@@ -11,7 +11,7 @@ from test_on_a_gpu import QUIET, alike, close, more, weights
 import trainrun as package
 from trainrun.cli.main import main
 from trainrun.errors import TrainingError
-from trainrun.parallel.devices import Installed
+from trainrun.parallel.devices import InstalledGpus
 
 pytestmark = [
     pytest.mark.gpu,
@@ -196,7 +196,7 @@ def test_a_run_with_words_for_a_gpu_is_evaluated_without_one(capsys: pytest.Capt
     done = run("cuda", "data=digits", "trainer.max_steps=20", "trainer.cuda_graphs=true")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.cuda, "is_available", lambda: False)
-        patched.setattr("trainrun.parallel.devices.query_installed_gpus", Installed)
+        patched.setattr("trainrun.parallel.devices.query_installed_gpus", InstalledGpus)
         assert main(["evaluate", str(done.folder), "parallel.accelerator=auto"]) == 0
     assert "val/acc" in capsys.readouterr().out
 
