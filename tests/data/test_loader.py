@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 N = 14
 
 
-class AugmentedBatches(Dataset):
+class Augmented(Dataset):
     thread_safe = True
 
     """Draws from every global generator; says its process, so that a test can look at the workers."""
@@ -34,7 +34,7 @@ class AugmentedBatches(Dataset):
         return torch.tensor(noise, dtype=torch.float64), index, os.getpid()
 
 
-class Broken(AugmentedBatches):
+class Broken(Augmented):
     """Fails at one index in the way that is asked for."""
 
     def __init__(self, how, index=9):
@@ -98,15 +98,15 @@ def alive(pid: int) -> bool:
 
 
 def test_random_augmentation_is_a_function_of_seed_epoch_and_index(opened):
-    alone = opened(AugmentedBatches())
+    alone = opened(Augmented())
     epochs = [contents(alone.epoch(epoch)) for epoch in range(3)]
     assert epochs[0] != epochs[1]
     for workers in (1, 2):
-        stream = opened(AugmentedBatches(), num_workers=workers)
+        stream = opened(Augmented(), num_workers=workers)
         assert [contents(stream.epoch(epoch)) for epoch in range(3)] == epochs
         assert contents(stream.epoch(1, 2)) == epochs[1][2:]
-    assert contents(opened(AugmentedBatches()).epoch(2, 3)) == epochs[2][3:]
-    assert contents(opened(AugmentedBatches(), seed=2).epoch(0)) != epochs[0]
+    assert contents(opened(Augmented()).epoch(2, 3)) == epochs[2][3:]
+    assert contents(opened(Augmented(), seed=2).epoch(0)) != epochs[0]
 
 
 def test_ranks_and_subsets_draw_the_same_for_a_sample(opened):
@@ -114,11 +114,11 @@ def test_ranks_and_subsets_draw_the_same_for_a_sample(opened):
         batches = [batch.data for stream in streams for batch in stream.epoch(epoch)]
         return {int(i): row.tolist() for data in batches for row, i in zip(*data[:2], strict=True)}
 
-    one = by_index([opened(AugmentedBatches())], 1)
-    two = by_index([opened(AugmentedBatches(), rank=rank, world_size=2) for rank in range(2)], 1)
-    subset = by_index([opened(Subset(AugmentedBatches(), range(N)))], 1)
+    one = by_index([opened(Augmented())], 1)
+    two = by_index([opened(Augmented(), rank=rank, world_size=2) for rank in range(2)], 1)
+    subset = by_index([opened(Subset(Augmented(), range(N)))], 1)
     assert one == two == subset
-    before = by_index([opened(AugmentedBatches())], 0)
+    before = by_index([opened(Augmented())], 0)
     assert all(before[index] != one[index] for index in range(N))
     assert len({tuple(noise) for noise in one.values()}) == N
 
@@ -128,7 +128,7 @@ def test_global_generators_stay_where_they_were(opened, workers):
     def state():
         return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
-    stream = opened(AugmentedBatches(), num_workers=workers)
+    stream = opened(Augmented(), num_workers=workers)
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     before = state()
     for _ in stream.epoch(0):
@@ -137,7 +137,7 @@ def test_global_generators_stay_where_they_were(opened, workers):
 
 
 def test_persistent_workers_live_on_and_close_ends_them(opened):
-    stream = opened(AugmentedBatches(), num_workers=2)
+    stream = opened(Augmented(), num_workers=2)
     first = pids(stream.epoch(0))
     assert pids(stream.epoch(1)) == first
     assert os.getpid() not in first
@@ -149,26 +149,26 @@ def test_persistent_workers_live_on_and_close_ends_them(opened):
         next(batches)
     again = list(stream.epoch(1))
     assert pids(again).isdisjoint(first)
-    assert contents(again) == contents(opened(AugmentedBatches()).epoch(1))
+    assert contents(again) == contents(opened(Augmented()).epoch(1))
 
 
 def test_workers_of_one_epoch_each(opened):
-    stream = opened(AugmentedBatches(), num_workers=1, persistent_workers=False)
+    stream = opened(Augmented(), num_workers=1, persistent_workers=False)
     unfinished = stream.epoch(0)
     first = pids([next(unfinished)])
     second = list(stream.epoch(1))
     assert not any(alive(pid) for pid in first)
-    assert contents(second) == contents(opened(AugmentedBatches()).epoch(1))
+    assert contents(second) == contents(opened(Augmented()).epoch(1))
 
 
 def test_an_abandoned_epoch_leaves_nothing_behind(opened):
-    stream = opened(AugmentedBatches(), num_workers=2)
+    stream = opened(Augmented(), num_workers=2)
     next(stream.epoch(0))
-    assert contents(stream.epoch(3, 1)) == contents(opened(AugmentedBatches()).epoch(3, 1))
+    assert contents(stream.epoch(3, 1)) == contents(opened(Augmented()).epoch(3, 1))
 
 
 def test_workers_ignore_stop_signals(opened):
-    stream = opened(AugmentedBatches(), num_workers=2)
+    stream = opened(Augmented(), num_workers=2)
     batches = stream.epoch(0)
     got = [next(batches), next(batches)]
     for pid in pids(got):
@@ -176,7 +176,7 @@ def test_workers_ignore_stop_signals(opened):
         os.kill(pid, signal.SIGTERM)
         os.kill(pid, signal.SIGUSR1)
     got += list(batches)
-    assert contents(got) == contents(opened(AugmentedBatches()).epoch(0))
+    assert contents(got) == contents(opened(Augmented()).epoch(0))
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()  # of this process
 
 

@@ -91,7 +91,7 @@ class LateGenerator(OwnGenerator):
         yield from super().__iter__()
 
 
-class CountingBatches(IterableDataset[Any]):
+class Counted(IterableDataset[Any]):
     """Begins anew; what it counts no sample depends on."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ def test_the_position_of_an_open_file_counts(tmp_path: Path) -> None:
     source.file.close()
 
 
-@pytest.mark.parametrize("source", [OwnGenerator(seed=1), CountingBatches(), WithEpoch(), SaysItsPlace()])
+@pytest.mark.parametrize("source", [OwnGenerator(seed=1), Counted(), WithEpoch(), SaysItsPlace()])
 def test_a_source_that_begins_anew_is_not_told(source: IterableDataset[Any]) -> None:
     assert lines_of(source) == []
 

@@ -120,7 +120,7 @@ class Zip:
         return np.frombuffer(self.zip.read(str(index)), "f4")  # type: ignore[attr-defined]
 
 
-class MappedArray(PlainFile):
+class Mapped(PlainFile):
     """Reads a map through its position."""
 
     def read(self, index: int) -> Any:
@@ -231,7 +231,7 @@ class Rows(Dataset[Any]):
 
 
 HANDLES: list[Callable[[Path], Any]] = [
-    PlainFile, BufferedFile, Nested, InAClosure, Tar, Zip, MappedArray, NumpyMap, Sqlite, Hdf5, Lmdb, OfAServer,
+    PlainFile, BufferedFile, Nested, InAClosure, Tar, Zip, Mapped, NumpyMap, Sqlite, Hdf5, Lmdb, OfAServer,
 ]  # fmt: skip
 
 
@@ -279,7 +279,7 @@ class Together:
 
 # Workers are processes, and take a tenth of a second each: in them the handles of a group are read together.
 GROUPS = {
-    "plain": HANDLES[:1], "files": HANDLES[1:4], "maps": [MappedArray, NumpyMap, Hdf5, Lmdb],
+    "plain": HANDLES[:1], "files": HANDLES[1:4], "maps": [Mapped, NumpyMap, Hdf5, Lmdb],
     "objects": [Tar, Zip, Sqlite, OfAServer],
 }  # fmt: skip
 

@@ -43,7 +43,7 @@ class Noisy:
         return self.x[index] + noise, self.y[index]
 
 
-class WeightedSamples(Noisy):
+class Drawn(Noisy):
     """The same, with noise from a generator of its own: threads may read it."""
 
     thread_safe = True

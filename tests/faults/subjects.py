@@ -15,7 +15,7 @@ PLAIN = [
     "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false",
 ]  # fmt: skip
 TENSORS = ["data.train._target_=faults.own.tensors_of", "data.val._target_=faults.own.tensors_of"]
-DRAWN = ["data.train._target_=faults.own.WeightedSamples", "data.val._target_=faults.own.WeightedSamples"]
+DRAWN = ["data.train._target_=faults.own.Drawn", "data.val._target_=faults.own.Drawn"]
 TEXT = [
     "data.train._target_=faults.own.Sequences", "data.val._target_=faults.own.Sequences",
     "model._target_=faults.own.Reader", "data.padding=bucket", "data.max_sequence_length=8",

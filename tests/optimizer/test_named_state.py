@@ -49,7 +49,7 @@ class Nested(Optimizer):
         self.temperature = state_dict["temperature"]
 
 
-class BatchesWrapper(Optimizer):
+class Around(Optimizer):
     """Keeps another inside, as SAM and Lookahead do."""
 
     def __init__(self, params: Any, lr: float) -> None:
@@ -87,7 +87,7 @@ FACTORIES: dict[str, Callable[[Any], Optimizer]] = {
     "sgd momentum": lambda params: SGD(params, lr=0.05, momentum=0.9, fused=False),
     "adagrad": lambda params: Adagrad(params, lr=0.05, fused=True),
     "nested": lambda params: Nested(params, lr=0.05),
-    "around": lambda params: BatchesWrapper(params, lr=0.05),
+    "around": lambda params: Around(params, lr=0.05),
     "both in a list": lambda params: Both(params, lr=0.05, as_dict=False),
     "both in a dict": lambda params: Both(params, lr=0.05, as_dict=True),
 }

@@ -72,7 +72,7 @@ class Normed(Net):
         return super().forward(self.norm(x) * self.frozen)
 
 
-class CheckSameSamples(Net):
+class Alike(Net):
     """Two parameters with one gradient, and one whose gradient lies in another order than itself."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class CheckSameSamples(Net):
         return super().forward(x @ self.turned @ self.turned.T) + (self.one + self.two)
 
 
-class Both(Normed, CheckSameSamples):
+class Both(Normed, Alike):
     """One after the other."""
 
 
@@ -97,7 +97,7 @@ CLIPPED = ("trainer.gradient_clip_val=0.05",)
         (*ADAMW, "scheduler=onecycle", "scheduler.max_lr=0.1"),  # which moves the momentum too
         ("optimizer=muon", "model=test_whole_step.Normed", "optimizer.lr=0.02", "scheduler=cosine"),
         ("trainer.gradient_clip_val=0.01", "trainer.gradient_clip_algorithm=value", "trainer.ema=true"),
-        ("model=test_whole_step.CheckSameSamples", *ADAMW, *CLIPPED),
+        ("model=test_whole_step.Alike", *ADAMW, *CLIPPED),
     ],
 )
 def test_one_graph_equals_the_plain_step(words: tuple[str, ...]) -> None:

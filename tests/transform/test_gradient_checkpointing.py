@@ -213,7 +213,7 @@ class Residual(nn.Sequential):
         return x + super().forward(x)
 
 
-class ScaledBatches(nn.Sequential):
+class Scaled(nn.Sequential):
     """Calls its parts with more than their input."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def shared_part() -> nn.Module:
         (shared_layers, 5),
         (shared_part, 1),
         (lambda: Residual(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), 0),
-        (lambda: ScaledBatches(Own.Part(), Own.Part()), 2),
+        (lambda: Scaled(Own.Part(), Own.Part()), 2),
     ],
 )
 def test_layers_that_stand_twice_are_called_twice(build: Callable[[], nn.Module], number: int) -> None:

@@ -231,7 +231,7 @@ def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch, split):
         def evaluate(run, which):
             stream = run.splits()[which]
 
-            class PadCollate:
+            class Padded:
                 def epoch(self, epoch):
                     batches = list(stream.epoch(epoch))
                     return [*batches, batches[-1]]
@@ -241,7 +241,7 @@ def test_an_evaluation_that_pads_with_samples(tmp_path, monkeypatch, split):
 
             if which != split:
                 return real(run, which)
-            return real(dataclasses.replace(run, validation={which: PadCollate()}), which)
+            return real(dataclasses.replace(run, validation={which: Padded()}), which)
 
         return evaluate
 

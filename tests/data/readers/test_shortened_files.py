@@ -59,7 +59,7 @@ def lines(folder: Path) -> tuple[Any, Path]:
     return load_text(str(folder / "a.txt"), kind="lines", val_fraction=0.0)["train"], folder / "a.txt"
 
 
-class CountingBatches:
+class Counted:
     def __len__(self) -> int:
         return 512
 
@@ -71,7 +71,7 @@ class CountingBatches:
 
 
 def cached(folder: Path) -> tuple[Any, Path]:
-    return CountingBatches(), folder
+    return Counted(), folder
 
 
 def ended(work: Callable[[], int]) -> int:

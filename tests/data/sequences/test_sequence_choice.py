@@ -228,19 +228,19 @@ def test_what_does_not_go_together_is_refused():
     )
 
 
-class WeightedSamples(Text):
+class Drawn(Text):
     def __getitem__(self, index, generator=None):
         return super().__getitem__(index)
 
 
 def test_pieces_of_samples_that_are_drawn_anew_are_refused():
     refuses(
-        WeightedSamples(),
+        Drawn(),
         "data.truncate=split",
         truncate="split",
         max_sequence_length=2,
     )
-    assert chosen(WeightedSamples(), truncate="left", max_sequence_length=2) is not None
+    assert chosen(Drawn(), truncate="left", max_sequence_length=2) is not None
 
 
 def test_a_sample_that_cannot_be_read_is_named_where_all_are_needed():
