@@ -121,7 +121,7 @@ def test_any_start_is_the_tail_and_the_last_is_marked(lengths, mode, batch_size,
         assert len(whole) == plan.num_batches
         start = data.draw(st.integers(0, plan.num_batches - 1))
         assert shares(plan, 2, start) == whole[start:]
-        with refused(DataError):
+        with pytest.raises(DataError, match=f"batch {plan.num_batches} of an epoch"):
             list(plan.iterate_rank_batches(0, plan.num_batches))
 
 
