@@ -1,4 +1,3 @@
-import random
 from dataclasses import replace
 
 import pytest
@@ -25,11 +24,6 @@ class Samples(Dataset):
 
 class Safe(Samples):
     thread_safe = True
-
-
-class Drawing(Safe):
-    def __getitem__(self, index):
-        return random.random()
 
 
 class Stream(IterableDataset):

@@ -110,7 +110,6 @@ def arrays(**named: numpy.ndarray) -> Callable[[Path], None]:  # type: ignore[ty
 
 
 X, Y = numpy.ones((64, 4), numpy.float32), numpy.arange(64) % 3
-NAN = numpy.where(numpy.arange(256).reshape(64, 4) == 9, numpy.nan, 1).astype(numpy.float32)
 Row = tuple[Callable[[Path], None], list[str], str]
 WORDS: list[Row] = [  # limits and choices of every setting: tests/config
     (nothing, [word], said)

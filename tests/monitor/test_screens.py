@@ -15,7 +15,6 @@ from tests.quiet_runs import QUIET
 
 WORDS = [*(word for word in QUIET if "progress_bar" not in word), "trainer.max_epochs=3", "output_dir=run"]
 COLOR = re.compile(r"\x1b\[(?:[0-9;]*;)?[39][0-7]m")
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def lines_that_stay(shown: str) -> list[str]:

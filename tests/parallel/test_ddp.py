@@ -23,7 +23,6 @@ from trainrun.parallel.launch import RankFailed, launch_ranks
 
 pytestmark = pytest.mark.process
 
-NUM_STEPS = 4
 # per step, rank and micro-batch: how many samples; the third window is shorter than the others
 SIZES = {
     2: [[[3, 1, 4], [2, 2, 5]], [[1, 1, 1], [6, 2, 3]], [[4], [1]], [[2, 3, 2], [5, 1, 1]]],

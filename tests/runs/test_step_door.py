@@ -23,7 +23,6 @@ QUIET = [
     "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false",
     "trainer.num_threads=1",
 ]  # fmt: skip
-EMA = ["ema=true", "ema.decay=0.9"]
 GAN = [
     "model=my_gan.Gan", "task=my_gan.GanTask", "step._target_=my_gan.step", "optimizer=custom",
     "optimizer.generator._target_=torch.optim.Adam", "optimizer.generator.lr=0.001",

@@ -38,11 +38,6 @@ def saved_steps(run: str) -> list[int]:
     return sorted(int(path.name[5:]) for path in Path(run, "checkpoints").glob("step-*"))
 
 
-def weights_of(run: str, step: int) -> bytes:
-    (file,) = Path(run, "checkpoints", f"step-{step:08d}").glob("model*.safetensors")
-    return file.read_bytes()
-
-
 def test_epochs_and_samples_are_the_same_after_a_resume(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +29,6 @@ from trainrun.errors import DataError
 pytestmark = pytest.mark.train
 
 KEY, ENDINGS = "data.path", (".parquet",)
-Put = Callable[[str, bytes], None]
 
 
 @pytest.fixture
