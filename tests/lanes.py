@@ -86,9 +86,12 @@ class Watch:
 
     @contextmanager
     def of_lane(self, lane: str) -> Iterator[None]:
-        """Fails if what runs inside does more than `lane` allows."""
+        """Fails if what runs inside does more than `lane` allows, or slows down the tests that follow."""
         self.processes, self.trainings = [], 0
+        priority = os.getpriority(os.PRIO_PROCESS, 0)
         yield
+        if os.getpriority(os.PRIO_PROCESS, 0) != priority:
+            pytest.fail("leaves another priority to this process, and so to every later test")
         if lane in (UNIT, TRAIN) and self.processes:
             pytest.fail(
                 f"starts a process ({self.processes[0]}): its lane is `process`, not `{lane}` (tests/lanes.py)"

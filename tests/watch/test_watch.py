@@ -222,7 +222,9 @@ def test_a_run_that_lasts_begins_its_page_and_ends_it(workdir: Path, monkeypatch
     assert "data-reload=" not in Path("run/report.html").read_text()
 
 
-def test_the_page_reloads_itself_while_the_run_goes_on_and_escapes_everything(tmp_path: Path) -> None:
+def test_the_page_reloads_itself_while_the_run_goes_on_and_escapes_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make(tmp_path / "a")
     told = Follower(run)
     told.read()
@@ -236,5 +238,7 @@ def test_the_page_reloads_itself_while_the_run_goes_on_and_escapes_everything(tm
         ["val"],
         ["lr"],
     ]
+    for name in ("nice", "sched_setscheduler"):  # of the process of these tests
+        monkeypatch.setattr(os, name, lambda *_: None, raising=False)
     draw_pages([str(run.root), str(gone())])  # the training is gone: one last page
     assert "data-reload=" not in run.report.read_text()
