@@ -39,6 +39,7 @@ from PIL import Image  # noqa: E402
 
 from trainrun.cli.main import main  # noqa: E402
 from trainrun.config import overrides  # noqa: E402
+from trainrun.data import look  # noqa: E402
 from trainrun.parallel import launch  # noqa: E402
 from trainrun.plots import canvas, draw  # noqa: E402
 from trainrun.runs import rank  # noqa: E402
@@ -234,6 +235,13 @@ def real_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     freeze_what_stays()
     gc.set_threshold(*THRESHOLDS)
+
+
+@pytest.fixture
+def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources are looked at in this process, as where no fork is safe, for tests of what is done with their samples: a
+    fork of this process takes longer than most of these tests."""
+    monkeypatch.setattr(look, "can_fork_safely", lambda: False)
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import FirstInput, SourceFacts, StreamOptions
 from trainrun.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 DATA = torch.zeros(20, 3), torch.arange(20) % 4
 
 

@@ -15,6 +15,8 @@ from trainrun.interfaces import CountsSamples, MicroBatch
 from trainrun.task.classification import Classification
 from trainrun.task.language_modeling import LanguageModeling
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 META = torch.device("meta")
 
 

@@ -28,6 +28,8 @@ from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Arrays
 from trainrun.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 LABELS = torch.tensor([0] * 60 + [1] * 25 + [2] * 3)
 N = len(LABELS)
 WEIGHTS = torch.arange(N) % 4 * 0.5

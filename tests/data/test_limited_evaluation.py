@@ -11,6 +11,8 @@ from torch.utils.data import Dataset, IterableDataset
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 N, CLASSES = 400, 4
 X, Y = torch.arange(N, dtype=torch.float32)[:, None], torch.arange(N) // (N // CLASSES)  # class by class
 

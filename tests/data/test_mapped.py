@@ -11,6 +11,8 @@ from trainrun.data.readers.arrays import numpy_files as arrays
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import view_as_tensor
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 N = 31
 KINDS = {
     "float32": lambda r: r.random((N, 3), np.float32),

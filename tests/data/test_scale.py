@@ -13,6 +13,8 @@ from trainrun.data.scale import Scale, ScaledBatches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Arrays
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 N = 22
 ENGINES = {
     "main": {"engine": "workers", "num_workers": 0},

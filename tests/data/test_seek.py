@@ -9,6 +9,8 @@ from torch.utils.data import Dataset
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 COUNT, BATCH, AHEAD = 10_400_000, 4, 2
 FAR = 10_000_000 // BATCH
 

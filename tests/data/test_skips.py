@@ -9,6 +9,8 @@ from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 N = 40
 EVERY = [{"num_workers": 0}, {"num_workers": 1}, {"engine": "threads", "num_threads": 2}]
 

@@ -20,7 +20,7 @@ from trainrun.data.cache.fingerprint import fingerprint_source
 from trainrun.data.cache.probe import NUM_PROBES
 from trainrun.errors import DataError
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("read_here")]
 
 
 @pytest.fixture

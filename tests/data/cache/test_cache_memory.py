@@ -20,7 +20,7 @@ from trainrun.data.stream_options import StreamOptions
 from trainrun.data.tensor_dataset import Columns
 from trainrun.errors import DataError
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("read_here")]
 
 
 def kept_in(source, spec, tmp_path, key="data.train"):

@@ -37,6 +37,8 @@ from trainrun.data.sequences.fields import PiecesDataset
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 N, THREADS = 60, 8
 ROWS = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
 ENCODED = [encode_sample((ROWS[i], i)) for i in range(N)]

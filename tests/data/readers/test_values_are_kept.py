@@ -22,6 +22,8 @@ from trainrun.data.readers.tables.csv_files import load as load_csv
 from trainrun.data.readers.tables.parquet import load as load_parquet
 from trainrun.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 COLORS = {1: 0, 3: 2, 2: 4, 4: 6}  # PNG's number of a kind of pixels, by their channels
 
 

@@ -17,6 +17,8 @@ from trainrun.interfaces import batch_fields
 from trainrun.task.batches import run_model, split_inputs_and_target
 from trainrun.tensors import segment_mask
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 A, B, C = torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([5, 6])
 
 

@@ -17,6 +17,8 @@ from trainrun.task.classification import Classification
 from trainrun.task.regression import Regression
 from trainrun.tensors import segment_mask
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 NUM_TOKENS, WIDTH, CLASSES, LONGEST = 11, 8, 11, 9
 POISON = NUM_TOKENS  # a token of its own, whose embedding is huge
 MODES = [

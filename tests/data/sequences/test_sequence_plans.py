@@ -14,6 +14,8 @@ from trainrun.data.sequences.collate import place_in_rows
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("read_here")
+
 SMALL = settings(derandomize=True, deadline=None, max_examples=40)
 MODES = ("longest", "max", "bucket", "pack", "token_budget")
 LONGEST = 12
