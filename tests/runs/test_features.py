@@ -17,6 +17,8 @@ from test_augment_command import CROP, FLIP, MIXUP
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import trainrun as package
+
 RESUME, PARTS, BF16 = COLUMNS = ("resume", "parts", "bf16")
 BATCH = 24  # of one rank, in one micro-batch
 STEPS, MIDDLE = 5, 2
@@ -86,7 +88,7 @@ FEATURES = {
     "model_loss": Feature((*data_of("named"), "task=model_loss", "model=test_features.OwnLoss"), (PARTS,)),
     "maps": Feature((*data_of("squares"), "data.num_classes=3", "model=test_features.map_net", "task=segmentation",
                      "task.ignore_index=255", *CROP, "data.augment.crop.ignored=255", *FLIP)),
-    "annealed vae": Feature(("model=vae", "task=vae", "task.beta=2", "task.beta_schedule=cyclical", "task.beta_steps=4",
+    "annealed vae": Feature(("model=vae", "task=vae", "task.beta=2", "task.beta_schedule=cyclical", "task.beta_steps=8",
                              "task.beta_cycles=2", "task.free_bits=0.01", "model.hidden=[16]", "model.latent_dim=4",
                              "data.augment.noise._target_=trainrun.data.augment.noise.LatentNoise",
                              "data.augment.noise.size=4"), (BF16,)),  # its draws have the type of the data
@@ -167,6 +169,12 @@ def test_feature_trains_in_bfloat16(workdir: Path, name: str, whole: Whole) -> N
     wanted = losses(whole(name))
     assert half == [(step, pytest.approx(value, **NEAR)) for step, value in wanted]
     assert half != wanted
+
+
+def test_an_annealed_beta_is_a_function_of_the_step(whole: Whole) -> None:
+    rows = package.load_run(whole("annealed vae")).metrics
+    betas = [row["train/beta"] for row in rows if row["kind"] == "train"]
+    assert betas == [0, 1, 2, 2, 0]
 
 
 def test_a_scheduler_of_torch_fills_the_longer_run_after_a_resume(workdir: Path) -> None:
