@@ -95,11 +95,13 @@ def own_threads() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _draw_in_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """A run draws its pictures before it ends, so that no process outlives a test. They are built, and of one pixel
-    but in a test that asks for `pictures`: to paint them takes longer than the rest of a short run."""
-    monkeypatch.setattr(draw, "start_drawing_process", lambda run: draw.draw_all_plots(run))
-    if "pictures" not in request.fixturenames:
+def _draw_on_request(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """No process that draws outlives a test: a run draws before it ends, and only in a test that asks for `drawn`
+    (pictures of one pixel) or `pictures`. To build them takes longer than the rest of a short run."""
+    painted, drawn = (name in request.fixturenames for name in ("pictures", "drawn"))
+    drawing = draw.draw_all_plots if drawn or painted else lambda run: ""
+    monkeypatch.setattr(draw, "start_drawing_process", drawing)
+    if not painted:
         monkeypatch.setattr(canvas, "save_figure", save_one_pixel)
 
 
@@ -108,8 +110,13 @@ def save_one_pixel(_: object, path: Path) -> Path:
 
 
 @pytest.fixture
+def drawn() -> None:
+    """The pictures of runs are built, and are of one pixel: `_draw_on_request`."""
+
+
+@pytest.fixture
 def pictures() -> None:
-    """The pictures of runs are painted: `_draw_in_process`."""
+    """The pictures of runs are painted: `_draw_on_request`."""
 
 
 @pytest.fixture(autouse=True)

@@ -198,6 +198,7 @@ def needed_words(group: str, option: str, workdir: Path) -> list[str]:
     return []
 
 
+@pytest.mark.usefixtures("drawn")  # of the options of `monitor`
 @pytest.mark.parametrize(("group", "option"), EVERY_OPTION, ids=[f"{g}={o}" for g, o in EVERY_OPTION])
 def test_every_option_is_built_and_trains(workdir: Path, group: str, option: str) -> None:
     if option == "fashion_mnist":

@@ -221,6 +221,7 @@ class Broken(Task):
 """
 
 
+@pytest.mark.usefixtures("drawn")
 @pytest.mark.parametrize(
     ("words", "fault"),
     [

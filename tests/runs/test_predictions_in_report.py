@@ -13,6 +13,8 @@ import trainrun as package
 from trainrun.plots.prediction_pictures import read_sample_predictions, read_task_pictures
 from trainrun.task.segmentation import compute_picture_iou
 
+pytestmark = pytest.mark.usefixtures("drawn")
+
 WORDS = ("monitor.hardware=false", "monitor.progress_bar=false", "monitor.plots=true", "trainer.num_threads=1",
          "output_dir=run")  # fmt: skip
 

@@ -165,6 +165,7 @@ def test_its_numbers_are_the_same_after_a_resume(own: Path) -> None:
     same(facts_of(own / "whole")[0], facts_of(own / "part")[0])
 
 
+@pytest.mark.usefixtures("drawn")
 def test_pictures_of_a_task_are_in_the_report(own: Path) -> None:
     words = [word for word in WORDS if word != "monitor.plots=false"]
     assert main([*words, "task=own.Told", "output_dir=run"]) == 0

@@ -25,6 +25,7 @@ def rows_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("drawn")
 def test_useful_tokens_and_not_padding(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.txt").write_text("".join("x" * (1 + i * 7 % 40) + "\n" for i in range(120)))
     words = ["data=text", "data.path=a.txt", "data.train.kind=lines", "model=gpt", "model.width=16", "model.layers=1",
