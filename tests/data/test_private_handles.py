@@ -236,7 +236,7 @@ HANDLES: list[Callable[[Path], Any]] = [
 
 
 def opened(source: Any, training: bool = True, beside: Any = None, **changes: Any) -> Any:
-    fields = {"num_workers": 4, "batch_size": 4} | changes
+    fields = {"num_workers": 2, "batch_size": 4} | changes
     key = "data.train" if training else "data.val"
     options = StreamOptions(key, training, seed=3, beside=beside, **fields)
     return open_batches(source, options)[0]
@@ -368,7 +368,7 @@ def test_a_worker_that_was_killed_and_its_heirs(tmp_path: Path) -> None:
     assert lines
 
 
-@pytest.mark.parametrize("num_workers", [0, 4])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_file_that_was_open_before_is_read_on_where_it_was(tmp_path: Path, num_workers: int) -> None:
     """A fork shares the position of an open file; the look reads in a fork, and loader workers are forks."""
     rows = Rows(OpenedAtOnce(tmp_path))

@@ -22,6 +22,7 @@ from trainrun.export.served import ModelCall, ServedModel, output_tensors
 
 SHORT = ["trainer.max_steps=2", "monitor=none", "output_dir=run"]
 NORMALIZE = "+data.augment.normalize={_target_: trainrun.data.augment.normalize.Normalize, mean: [0.5, 0.4, 0.3], std: [1, 2, 3]}"  # noqa: E501
+BOOK = ["data=text", "data.path=book.txt", "data.train.block_size=32", "model.width=16"]
 OWN = """
 from torch import nn
 class Net(nn.Module):
@@ -87,27 +88,13 @@ def test_the_graph_begins_with_bytes_and_takes_any_batch(
 @pytest.mark.parametrize(
     "words",
     [
-        ["model=resnet", "model.width=8"],
-        ["data=text", "data.path=book.txt", "model=gpt", "task=language_modeling"],
-        [
-            "data=text",
-            "data.path=book.txt",
-            "model=lstm",
-            "data.train.block_size=32",
-            "model.width=16",
-            "task=language_modeling",
-        ],
+        ["model.width=8", "model.blocks=[1,1]", "model=resnet"],
+        [*BOOK, "model.layers=2", "model.heads=2", "task=language_modeling", "model=gpt"],
+        [*BOOK, "task=language_modeling", "model=lstm"],
         ["precision=bf16-true"],
-        [
-            "data=text",
-            "data.path=book.txt",
-            "model=sequence_vae",
-            "data.train.block_size=32",
-            "model.width=16",
-            "task=vae",
-        ],
+        [*BOOK, "task=vae", "model=sequence_vae"],
     ],
-    ids=lambda words: words[-1] if len(words) == 1 else words[-2],
+    ids=lambda words: words[-1],
 )
 def test_networks_of_ours(workdir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     (workdir / "book.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
