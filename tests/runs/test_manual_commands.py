@@ -71,7 +71,8 @@ WHOLE = (
 )  # pages that are run from top to bottom, without added limits
 MEASURED = "measurements"
 REFUSED = "# is refused"  # a command whose error message the page shows
-ALIKE = ("trainrun parallel=ddp  ",)  # another page runs the like
+# another page runs the like
+ALIKE = ("parallel=ddp  ", "export runs/first", "quantize runs/first", "prune runs/first")
 SWEPT = ("sweeps/first",)  # the folder of a sweep, whose jobs tests/sweep runs
 
 
