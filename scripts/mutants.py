@@ -10,6 +10,7 @@ mistake survives: a test is missing. To add one: a row in `MUTANTS`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -603,11 +604,11 @@ def survives(mutant: Mutant, folder: Path) -> bool:
     """
     path = find_file(mutant, folder)
     text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    write_module(path, text.replace(mutant.old, mutant.new))
     try:
         done = run_tests(mutant.tests, folder)
     finally:
-        path.write_text(text, encoding="utf-8")
+        write_module(path, text)
     if done.returncode not in (0, TESTS_FAILED):
         raise RuntimeError(
             f"{mutant.name}: its tests do not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
@@ -615,9 +616,16 @@ def survives(mutant: Mutant, folder: Path) -> bool:
     return done.returncode == 0
 
 
+def write_module(path: Path, text: str) -> None:
+    """Write a module, and remove its compiled form, which Python takes for current if time and size are the same."""
+    path.write_text(text, encoding="utf-8")
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+
 def run_tests(tests: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"PYTHONPATH": str(folder)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
