@@ -16,6 +16,8 @@ from trainrun.config.saved_config import load_config
 from trainrun.config.schema import convert_to_plain_values
 from trainrun.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("own")
+
 OWN = """
 import torch
 from torch import nn
@@ -86,11 +88,6 @@ QUIET = [
     "trainer.max_steps=2", "monitor.progress_bar=false", "monitor.plots=false", "monitor.hardware=false",
     "output_dir=run",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def own(workdir: Path) -> None:
-    (workdir / "own.py").write_text(OWN)
 
 
 def value_at(key: str, *words: str) -> Any:

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import trainrun
 from tests.quiet_runs import QUIET, resumable, weights
 
-pytestmark = pytest.mark.train
+pytestmark = [pytest.mark.train, pytest.mark.usefixtures("own")]
 
 OWN = """
 import torch
@@ -84,13 +84,6 @@ class Saves:
 WORDS = (*QUIET, "model=own.Net", "data.train=own.points", "data.val=own.points", "data.batch_size=8",
          "optimizer=custom", "data.shuffle=false")  # fmt: skip
 OPTIMIZERS = ["own.ScheduleFreeSgd", "schedulefree.AdamWScheduleFree", "schedulefree.SGDScheduleFree"]
-
-
-@pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.fixture(params=OPTIMIZERS)

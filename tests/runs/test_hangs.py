@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,7 +15,7 @@ from trainrun.cli.main import main
 
 pytestmark = pytest.mark.process
 
-CODE = """
+OWN = """
 import ctypes, os, signal, time
 import torch
 from torch import nn
@@ -88,15 +87,8 @@ WORDS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def project(workdir: Path) -> Iterator[Path]:
-    (workdir / "own.py").write_text(CODE)
-    yield workdir
-    sys.modules.pop("own", None)
-
-
 def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+    own: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All at once, since each waits."""
     monkeypatch.setattr("trainrun.runtime.watchdog.LEAVE_SECONDS", 1.0)  # the commands are forked from here
@@ -114,31 +106,31 @@ def test_c_code_that_never_returns_and_a_stop_that_comes_too_late(
     try:
         for name, process in (("run", hung), ("late", late), ("twice", twice)):
             said[name] = process.communicate(timeout=300)[1]
-            status = json.loads((project / name / "status.json").read_text())
+            status = json.loads((own / name / "status.json").read_text())
             ends[name] = process.returncode, status["state"], status["exit_code"]
             assert "Traceback" not in said[name], said[name]
-            assert list((project / name / "checkpoints").glob("step-*")), name
+            assert list((own / name / "checkpoints").glob("step-*")), name
     finally:
         for process in (hung, late, twice):
             process.kill()
             process.communicate()
-    stacks = project / "run" / "stacks-rank0.txt"
+    stacks = own / "run" / "stacks-rank0.txt"
     told = "no progress for 6 s after step 7, in the account 'data' (trainer.watchdog_seconds)"
     assert told in said["run"]
-    assert str(stacks.relative_to(project)) in said["run"]
+    assert str(stacks.relative_to(own)) in said["run"]
     assert "own.py" in stacks.read_text()
     assert "in hang" in stacks.read_text()
-    assert (project / "run" / "checkpoints" / "step-00000006").is_dir()
+    assert (own / "run" / "checkpoints" / "step-00000006").is_dir()
     assert "SIGTERM was not followed by a save within trainer.stop_grace_seconds=1; the last" in said["late"]
     assert "SIGTERM came twice; the last checkpoint stands" in said["twice"]
     assert ends == {"run": (1, "failed", 1), "late": (143, "stopped", 143), "twice": (143, "stopped", 143)}
-    (project / "once").touch()
+    (own / "once").touch()
     assert main(["resume", "run", "trainer.watchdog_seconds=0"]) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts processes")
-def test_a_rank_that_hangs_is_ended_with_the_others_and_the_ranks_start_again(project: Path) -> None:
-    (project / "only_once").touch()
+def test_a_rank_that_hangs_is_ended_with_the_others_and_the_ranks_start_again(own: Path) -> None:
+    (own / "only_once").touch()
     words = ["parallel=ddp", "parallel.devices=2", "parallel.max_restarts=2", "trainer.watchdog_seconds=6"]
     process = ForkedCommand(*WORDS, *words, "output_dir=run", "data.train.at=46", "data.train.rank=1")
     try:
@@ -150,16 +142,16 @@ def test_a_rank_that_hangs_is_ended_with_the_others_and_the_ranks_start_again(pr
     assert process.returncode == 0, err
     assert "rank 1 failed: no progress for 6 s after step" in err
     assert "the ranks start again (1 of 2 restarts)" in err
-    assert "in hang" in (project / "run" / "stacks-rank1.txt").read_text()
-    assert (project / "run" / "stacks-rank0.txt").exists()
-    assert status_of(project)["state"] == "done"
-    rows = [json.loads(line) for line in (project / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "in hang" in (own / "run" / "stacks-rank1.txt").read_text()
+    assert (own / "run" / "stacks-rank0.txt").exists()
+    assert status_of(own)["state"] == "done"
+    rows = [json.loads(line) for line in (own / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in rows if row["kind"] == "train"]
     assert steps == list(range(1, len(steps) + 1))
 
 
 @pytest.mark.parametrize("where", ["hook", "train", "val", "data"])
-def test_code_of_the_user_may_take_as_long_as_it_takes(project: Path, where: str) -> None:
+def test_code_of_the_user_may_take_as_long_as_it_takes(own: Path, where: str) -> None:
     words = [word for word in WORDS if not word.startswith(("trainer.max_epochs", "data.train._target_"))]
     data = "own.SlowOnce" if where == "data" else "own.Slow"
     hook = ["hook.wait._target_=own.Waits", f"hook.wait.where={where}"]
@@ -170,10 +162,10 @@ def test_code_of_the_user_may_take_as_long_as_it_takes(project: Path, where: str
         "output_dir=run",
     ]
     assert main([*words, *hook, *more]) == 0
-    assert not list((project / "run").glob("stacks-*"))
+    assert not list((own / "run").glob("stacks-*"))
 
 
-def test_a_limit_that_the_user_gives_holds_in_hooks_too(project: Path) -> None:
+def test_a_limit_that_the_user_gives_holds_in_hooks_too(own: Path) -> None:
     process = ForkedCommand(
         *WORDS, "hook.wait._target_=own.Hangs", "trainer.watchdog_seconds=1", "output_dir=run"
     )
@@ -184,4 +176,4 @@ def test_a_limit_that_the_user_gives_holds_in_hooks_too(project: Path) -> None:
     assert process.returncode == 1
     assert "trainer.watchdog_seconds" in err
     assert "'hooks'" in err
-    assert "in hang" in (project / "run" / "stacks-rank0.txt").read_text()
+    assert "in hang" in (own / "run" / "stacks-rank0.txt").read_text()

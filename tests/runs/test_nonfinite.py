@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.cli.main import main
 from trainrun.runs.api import load_run
 
-CODE = """
+OWN = """
 import torch
 from torch import nn
 
@@ -47,13 +45,6 @@ WORDS = [
 TWO = "trainer.max_epochs=2"
 ENDLESS = "trainer.max_epochs=null"
 BAD = "data.train.bad=[17]"
-
-
-@pytest.fixture
-def project(workdir: Path) -> Iterator[Path]:
-    (workdir / "own.py").write_text(CODE)
-    yield workdir
-    sys.modules.pop("own", None)
 
 
 def status(run: Path) -> dict[str, Any]:
@@ -84,11 +75,9 @@ def is_finite(state: Any) -> bool:
     return all(bool(value.isfinite().all()) for name, value in state["model"].items() if name != "mask")
 
 
-def test_stop_writes_down_what_the_step_was_made_of(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stop_writes_down_what_the_step_was_made_of(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, TWO, BAD, "output_dir=run"]) == 1
-    run, said = project / "run", capsys.readouterr().err
+    run, said = own / "run", capsys.readouterr().err
     (place,) = (run / "nonfinite").iterdir()
     assert str(place) in said
     assert "the loss and 6 values of the batch were NaN" in said
@@ -111,11 +100,11 @@ def test_stop_writes_down_what_the_step_was_made_of(
 
 @pytest.mark.parametrize("memory", ["split", "stop"])
 def test_skip_leaves_no_trace_in_the_averages_of_batch_norm(
-    project: Path, memory: str, capsys: pytest.CaptureFixture[str]
+    own: Path, memory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["trainer.nan_policy=skip", f"trainer.out_of_memory={memory}"]
     assert main([*WORDS, TWO, BAD, "output_dir=run", *words]) == 0
-    run = project / "run"
+    run = own / "run"
     assert status(run)["skipped_steps"] == 2
     assert is_finite(last(run))
     assert len(list((run / "nonfinite").iterdir())) == 2
@@ -123,7 +112,7 @@ def test_skip_leaves_no_trace_in_the_averages_of_batch_norm(
 
 
 def test_skip_gives_up_where_too_many_are_left_out(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("trainrun.training.recovery.nonfinite.LEAST_STEPS", 10)
     monkeypatch.setattr("trainrun.training.recovery.nonfinite.MAX_WRITTEN", 1)
@@ -134,20 +123,20 @@ def test_skip_gives_up_where_too_many_are_left_out(
     assert "nonfinite has 1 such" in said
 
 
-def rolled_back(project: Path, name: str, *stops: int) -> Path:
+def rolled_back(own: Path, name: str, *stops: int) -> Path:
     """A whole run, in one piece or stopped after some steps and resumed."""
     limits = [f"trainer.max_steps={stop}" for stop in stops] + ["trainer.max_steps=15"]
     words = [*WORDS, BAD, "trainer.nan_policy=rollback", ENDLESS]
     assert main([*words, limits[0], f"output_dir={name}"]) == 0
     for limit in limits[1:]:
         assert main(["resume", name, limit]) == 0
-    return project / name
+    return own / name
 
 
 def test_rollback_passes_over_the_data_since_the_checkpoint_and_is_exact(
-    project: Path, capsys: pytest.CaptureFixture[str]
+    own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = rolled_back(project, "whole")
+    whole = rolled_back(own, "whole")
     bad = [int(path.name[5:]) for path in sorted((whole / "nonfinite").iterdir())]
     state = last(whole)
     assert "to the newest checkpoint" in capsys.readouterr().out
@@ -159,31 +148,31 @@ def test_rollback_passes_over_the_data_since_the_checkpoint_and_is_exact(
     passed_over = sum(1 + (step - 1) % 3 for step in bad)
     assert 12 * state["train"]["epoch"] + state["train"]["batches"] == 15 + passed_over
     for name, stop in (("before", 3 * ((bad[0] - 1) // 3) or 3), ("after", 12)):
-        again = rolled_back(project, name, stop)
+        again = rolled_back(own, name, stop)
         assert same(last(again), state)
         assert steps_of(again) == list(range(1, 16))
 
 
 def test_rollback_without_an_earlier_checkpoint_goes_back_to_the_start_and_is_bounded(
-    project: Path, capsys: pytest.CaptureFixture[str]
+    own: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     every = "data.train.bad=[" + ",".join(map(str, range(48))) + "]"
     words = [every, "trainer.nan_policy=rollback"]
     assert main([*WORDS, TWO, *words, "output_dir=run"]) == 1
     approve_error(capsys.readouterr().err, "optimizer.lr")
-    assert last(project / "run")["train"]["step"] == 0
-    assert status(project / "run")["exit_code"] == 1
+    assert last(own / "run")["train"]["step"] == 0
+    assert status(own / "run")["exit_code"] == 1
 
 
 @pytest.mark.process
 def test_the_rank_that_had_it_is_named_and_all_ranks_write_their_part(
-    project: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    own: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     words = ["parallel=ddp", "parallel.devices=2", "trainer.nan_policy=rollback", "data.shuffle=false"]
     bad = "data.train.bad=[13]"  # in the second batch of two times 4: of rank 1
     assert main([*WORDS, bad, *words, "trainer.max_steps=4", ENDLESS, "output_dir=run"]) == 0
-    (place,) = (project / "run" / "nonfinite").iterdir()
+    (place,) = (own / "run" / "nonfinite").iterdir()
     assert place.name == "step-00000002"
     samples = [
         json.loads((place / f"rank-0000{rank}.json").read_text())["batches"][0]["samples"] for rank in (0, 1)
@@ -191,25 +180,25 @@ def test_the_rank_that_had_it_is_named_and_all_ranks_write_their_part(
     assert 13 in samples[0] + samples[1]
     owner = 0 if 13 in samples[0] else 1
     assert f"rank {owner}: the loss" in capfd.readouterr().out
-    assert steps_of(project / "run") == list(range(1, 5))
-    assert is_finite(last(project / "run"))
+    assert steps_of(own / "run") == list(range(1, 5))
+    assert is_finite(last(own / "run"))
 
 
-def test_numbers_that_are_not_finite_leave_the_files_strict_json(project: Path) -> None:
+def test_numbers_that_are_not_finite_leave_the_files_strict_json(own: Path) -> None:
     assert main([*WORDS, TWO, "data.val.bad=[3]", "output_dir=run"]) == 0
     assert main(["evaluate", "run", "--which", "last"]) == 0
     for name in ("status", "evaluation-val"):
-        told = json.loads((project / "run" / f"{name}.json").read_text(), parse_constant=pytest.fail)
+        told = json.loads((own / "run" / f"{name}.json").read_text(), parse_constant=pytest.fail)
         assert (told | told.get("metrics", {}))["val/loss"] == "nan"
     assert math.isnan(load_run("run").status["metrics"]["val/loss"])
 
 
-def test_what_has_a_loss_that_is_not_finite_is_never_the_best(project: Path) -> None:
+def test_what_has_a_loss_that_is_not_finite_is_never_the_best(own: Path) -> None:
     words = [*with_setting(WORDS, "checkpoint.save_top_k=1"), "data.val.bad=[3]", TWO, "output_dir=run"]
     assert main([*words, "trainer.check_task=false"]) == 0
-    assert all(row["val/loss"] == "nan" for row in rows_of(project / "run", "eval"))
-    assert status(project / "run").get("best_step", -1) in (-1, None)
-    assert not (project / "run" / "checkpoints" / "best.json").exists()
+    assert all(row["val/loss"] == "nan" for row in rows_of(own / "run", "eval"))
+    assert status(own / "run").get("best_step", -1) in (-1, None)
+    assert not (own / "run" / "checkpoints" / "best.json").exists()
     named = [*words[:-1], "output_dir=named", "checkpoint.monitor=val/acc", "trainer.check_task=false"]
     assert main(named) == 0
-    assert status(project / "named")["value"] > 0.3
+    assert status(own / "named")["value"] > 0.3

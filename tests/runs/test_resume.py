@@ -20,7 +20,7 @@ from trainrun.cli.main import main
 
 # A dataset that draws random numbers for every sample, a network with dropout and running
 # statistics, and a listener that sends a signal to its own process at a named step.
-USER_CODE = """
+OWN = """
 import os, random, signal
 import numpy, torch
 from torch import nn
@@ -76,13 +76,6 @@ WORDS = [
     "monitor.log_every_n_steps=1", "monitor.hardware=false", "monitor.plots=false", "monitor.progress_bar=false",
     "checkpoint.keep_last=9",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def own(workdir: Path) -> Path:
-    (workdir / "own.py").write_text(USER_CODE)
-    yield workdir
-    sys.modules.pop("own", None)
 
 
 def changed(words: list[str], *new: str) -> list[str]:

@@ -56,15 +56,6 @@ WORDS = [
 ADD = ["data.transform._target_=own.Add", "data.transform.what=10"]
 
 
-@pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "own", raising=False)
-    return tmp_path
-
-
 def levels(folder: Path) -> dict[str, float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {name: row[name] for row in rows for name in row if name.endswith("/level")}
@@ -94,7 +85,7 @@ def levels(folder: Path) -> dict[str, float]:
         ),
     ],
 )  # fmt: skip
-def test_each_split_goes_through_its_own(project: Path, capsys, words, expected, line) -> None:
+def test_each_split_goes_through_its_own(own: Path, capsys, words, expected, line) -> None:
     engine = "threads" if expected == (11, 11, 11) else "workers"
     run = package.train(*WORDS, *words, f"data.engine={engine}")
     assert tuple(levels(run.folder)[f"{name}/level"] for name in ("train", "val")) == expected[:2]
@@ -107,7 +98,7 @@ def test_each_split_goes_through_its_own(project: Path, capsys, words, expected,
             assert {float(row["level"]) for row in csv.DictReader(file)} == {level}
 
 
-def test_a_conversion_of_training_samples_alone_is_refused(project: Path) -> None:
+def test_a_conversion_of_training_samples_alone_is_refused(own: Path) -> None:
     words = [word.replace("own.ones", "own.small_integers") for word in WORDS]
     halves = ["data.transform._target_=own.Add", "data.transform.what=0.5"]
     with refused(ConfigError, "data.transform", "data.val", "data.val_transform=same"):
@@ -116,7 +107,7 @@ def test_a_conversion_of_training_samples_alone_is_refused(project: Path) -> Non
     assert levels(run.folder)["val/level"] == 1.5
 
 
-def test_same_needs_something_to_be_the_same_as(project: Path) -> None:
+def test_same_needs_something_to_be_the_same_as(own: Path) -> None:
     with refused(ConfigError, "data.val_transform=same", "data.transform"):
         package.train(*WORDS, "data.val_transform=same")
     with refused(ConfigError, "data.val_transform=none"):

@@ -15,6 +15,8 @@ from tests.quiet_runs import QUIET, resumable, weights
 from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.errors import PluginError
 
+pytestmark = pytest.mark.usefixtures("own")
+
 OWN = """
 import torch
 from torch import nn
@@ -90,13 +92,6 @@ WORDS = (*QUIET, "model=own.Net", "data.train=own.points", "data.val=own.points"
          "optimizer.weight_decay=0.3")  # fmt: skip
 HOOK, TASK = "hook.own._target_=own.Thaw", "task._target_=own.Task"
 STEPS_AN_EPOCH = 5
-
-
-@pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def trained(name: str, steps: int, *words: str) -> dict[str, Tensor]:
