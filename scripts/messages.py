@@ -1,4 +1,5 @@
-"""Write the texts that tests approve into `tests/messages.txt`; its diff is what to review.
+"""Write the texts that tests approve into `tests/messages.txt`; its diff is what to review. If the tests do not run to
+their end, the file stays as it was.
 
 python scripts/messages.py                 of every test that approves a text
 python scripts/messages.py tests/config    of the tests of a folder or file
@@ -12,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +22,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from approved import FILE, REWRITE, read_texts, write_texts  # noqa: E402
 
+RAN: Final = (0, 1)  # exit codes of pytest: all tests passed, some failed
 APPROVES: Final = re.compile(r"\b(?:approve|approve_error|refused|refuses)\(")
 
 
@@ -54,10 +57,16 @@ def main() -> int:
     before = read_texts()
     files = {name: name.partition("::")[0] for name in before}
     rest = {name: text for name, text in before.items() if paths and files[name] not in rewritten}
-    write_texts({name: text for name, text in rest.items() if (ROOT / files[name]).exists()})
-    command = [sys.executable, "-m", "pytest", "-q", *tests]
-    code = subprocess.run(command, cwd=ROOT, env={**os.environ, REWRITE: "1"}, check=False).returncode
-    after = read_texts()
+    with tempfile.TemporaryDirectory() as folder:
+        new_file = Path(folder) / FILE.name
+        write_texts({name: text for name, text in rest.items() if (ROOT / files[name]).exists()}, new_file)
+        command = [sys.executable, "-m", "pytest", "-q", *tests]
+        environment = {**os.environ, REWRITE: str(new_file)}
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        if code not in RAN:
+            return code
+        after = read_texts(new_file)
+    write_texts(after)
     changed = sum(before.get(name) != after.get(name) for name in before.keys() | after.keys())
     print(f"{FILE.relative_to(ROOT)}: {len(after)} texts, {changed} changed")
     return code

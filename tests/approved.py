@@ -23,7 +23,7 @@ import pytest
 
 FILE = Path(__file__).with_name("messages.txt")
 ROOT = Path(__file__).parents[1]
-REWRITE = "TRAINRUN_REWRITE_MESSAGES"  # set by scripts/messages.py
+REWRITE = "TRAINRUN_REWRITE_MESSAGES"  # the file that scripts/messages.py writes
 HEAD = """\
 # Every text for people that a test has seen: messages, help, lines of the screen. Written by
 # `python scripts/messages.py [tests/...]`; read its diff, and commit it with the change of the words.
@@ -92,8 +92,8 @@ def approve(text: str, *keys: str) -> None:
     _counts[test] += 1
     name = test if _counts[test] == 1 else f"{test} {_counts[test]}"
     text = masked(text)
-    if os.environ.get(REWRITE):
-        add_text(name, text)
+    if new_file := os.environ.get(REWRITE):
+        add_text(name, text, Path(new_file))
         return
     if not _texts:
         _texts.update(read_texts())
@@ -112,11 +112,11 @@ def approve_error(text: str, *keys: str) -> None:
     approve(text[start:], *keys)
 
 
-def add_text(name: str, text: str) -> None:
+def add_text(name: str, text: str, path: Path) -> None:
     """Put one text into the file; other processes may do the same."""
-    with FILE.open("a+") as file:
+    with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        write_texts(read_texts() | {name: text})
+        write_texts(read_texts(path) | {name: text}, path)
 
 
 @contextmanager
