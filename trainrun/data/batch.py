@@ -172,13 +172,13 @@ def is_numbers(value: Any) -> bool:
 
 
 def convert_numbers(value: Any) -> Any:
-    """Convert a list of plain numbers to a tensor. Return any other value unchanged."""
+    """Convert a list of plain numbers to a tensor of int64 or float64. Return any other value unchanged."""
     if not is_numbers(value):
         return value
-    tensor = torch.tensor(value, dtype=None if value else torch.int64)
-    if tensor.dtype is torch.float32 and max(max(value), -min(value)) > GAPS_FROM:
-        convert_to_float32(np.array(value, np.float64))
-    return tensor
+    try:
+        return torch.tensor(value, dtype=torch.float64 if float in map(type, value) else torch.int64)
+    except ValueError:  # an integer of more than 64 bits, with which the samples form no batch
+        return value
 
 
 def convert_to_tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:

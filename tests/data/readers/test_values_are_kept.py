@@ -20,6 +20,7 @@ from trainrun.data.readers.pictures.decode import PictureForm, decode_16_bits, d
 from trainrun.data.readers.pictures.image_folder import load as load_pictures
 from trainrun.data.readers.tables.csv_files import load as load_csv
 from trainrun.data.readers.tables.parquet import load as load_parquet
+from trainrun.data.sequences.collate import stack_samples
 from trainrun.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("read_here")
@@ -169,6 +170,7 @@ def test_whole_numbers_stay_whole_in_lists_and_in_64_bits(
     assert torch.equal(
         Preparation(torch.float64).column(torch.from_numpy(IDS).double()).long(), torch.from_numpy(IDS)
     )
+    assert Preparation(torch.float64).batch(stack_samples([([0.1],), ([1],)]))[0].tolist() == [[0.1], [1.0]]
     assert not caplog.records
-    convert_numbers([2**24 + 1, 0.0])
+    Preparation().batch(convert_numbers([2**24 + 1, 0.0]))
     assert "16777217" in caplog.text

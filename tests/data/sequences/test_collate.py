@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from trainrun.data.sequences.collate import list_plain_columns, stack_samples
+from trainrun.data.sequences.collate import Padded, list_plain_columns, stack_samples
+from trainrun.interfaces import IGNORED
 
 Pair = namedtuple("Pair", "x y")
 
@@ -61,3 +62,14 @@ def test_other_samples_have_no_plain_columns(samples: list[Any]) -> None:
 def test_tuples_of_unlike_lengths_form_no_batch() -> None:
     with pytest.raises(RuntimeError):
         stack_samples([(torch.ones(3), 1), (torch.ones(3),)])
+
+
+def test_a_sequence_that_a_few_samples_did_not_show_is_padded() -> None:
+    samples = [{"x": torch.ones(2), "y": torch.tensor([1])}, {"x": torch.ones(3), "y": torch.tensor([1, 2])}]
+    batch = Padded(("x",))(samples)
+    assert batch["x"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert batch["y"].tolist() == [[1, IGNORED], [1, 2]]
+    with pytest.raises(RuntimeError, match="equal size"):
+        Padded(("x",))(
+            [{"x": torch.ones(2), "y": torch.ones(1, 2)}, {"x": torch.ones(3), "y": torch.ones(1, 3)}]
+        )

@@ -117,17 +117,16 @@ class PadCollate:
     def __call__(self, samples: list[Any]) -> Any:
         if self.cut is not None:
             samples = [self.cut(sample) for sample in samples]
-        if self.names:
-            return self._pad(samples, [list_fields(sample) for sample in samples], self.names)
-        if self.width is None and self.multiple is None:
+        if self.names or (self.width is None and self.multiple is None):
+            rows = [list_fields(sample) for sample in samples] if self.names else []
             try:
-                return stack_samples(samples)
+                return self._pad(samples, rows, self.names) if self.names else stack_samples(samples)
             except RuntimeError:  # so torch says that shapes differ; a look ahead would cost every batch
-                rows = [list_fields(sample) for sample in samples]
+                rows = rows or [list_fields(sample) for sample in samples]
                 names, differ = find_sequence_names([describe_forms(row) for row in rows])
-                if not differ:
+                if not differ or {*names} <= {*self.names}:
                     raise
-                return self._pad(samples, rows, names)
+                return self._pad(samples, rows, tuple(dict.fromkeys((*self.names, *names))))
         rows = [list_fields(sample) for sample in samples]
         names = self._short_names(rows)
         return self._pad(samples, rows, names) if names else stack_samples(samples)

@@ -75,7 +75,7 @@ def learn_lengths(source: Any, key: str, seed: int, needs_all: bool) -> Sequence
         forms = _read_samples(source, sorted(probes), key, seed)
         names, varies = find_sequence_names(forms.values())
         if names and all(_measure_longest(form, names) == reported[index] for index, form in forms.items()):
-            real = list_real_targets(list_fields(_read(source, 0, key, seed))) if needs_all else ()
+            real = list_real_targets(_read_fields(source, 0, key, seed)[0]) if needs_all else ()
             return SequenceLengths(
                 names, varies, reported, reported, "", have_equal_lengths(forms.values(), names), real
             )
@@ -117,7 +117,7 @@ def measure_columns(columns: Columns) -> SequenceLengths:
 def _may_be_sequence(source: Any, key: str, seed: int) -> bool:
     """Return whether sample 0 may be a sequence. A picture is not."""
     try:
-        fields = list_fields(_read(source, 0, key, seed))
+        (fields,) = _read_fields(source, 0, key, seed)
     except DataError:  # it is read again in the run, and fails there by its own name
         return False
     return any(fields[name].ndim <= 2 for name in describe_forms(fields))
@@ -125,16 +125,19 @@ def _may_be_sequence(source: Any, key: str, seed: int) -> bool:
 
 def _estimate_lengths(source: Any, key: str, seed: int, spread: list[int]) -> SequenceLengths:
     """Find the sequence fields from some samples, and measure the lengths of as many as the time limit allows."""
-    names, varies = find_sequence_names(_read_samples(source, spread, key, seed).values())
+    forms = [*_read_samples(source, spread, key, seed).values()]
+    names, varies = find_sequence_names(forms)
     if not varies:
         return SequenceLengths(names)
     even_indices = np.unique(np.linspace(0, len(source) - 1, ESTIMATE_SAMPLES).astype(np.int64)).tolist()
-    end, seen = perf_counter() + ESTIMATE_SECONDS, []
-    for index in [*spread, *even_indices]:
-        seen += [_measure_longest(form, names) for form in _read_samples(source, [index], key, seed).values()]
+    end = perf_counter() + ESTIMATE_SECONDS
+    for index in even_indices:
+        forms += _read_samples(source, [index], key, seed).values()
         if perf_counter() > end:
             break
-    return SequenceLengths(names, True, None, np.array(seen), f"estimated from {len(seen)} samples")
+    names, _ = find_sequence_names(forms)
+    seen = np.array([_measure_longest(form, names) for form in forms])
+    return SequenceLengths(names, True, None, seen, f"estimated from {len(seen)} samples")
 
 
 def _read_samples(source: Any, indices: list[int], key: str, seed: int) -> dict[int, Forms]:
@@ -167,7 +170,7 @@ def read_all_lengths(source: Any, key: str, seed: int, report: Callable[[str], N
     lengths = np.array([_measure_longest(form, names) for form in forms], dtype=np.int64)
     seconds = perf_counter() - started
     how = f"measured by reading {count} samples in {seconds:.1f} s; a source with .lengths needs none"
-    real = list_real_targets(list_fields(_read(source, 0, key, seed)))
+    real = list_real_targets(_read_fields(source, 0, key, seed)[0])
     return SequenceLengths(names, varies, lengths, lengths, how, have_equal_lengths(forms, names), real)
 
 
@@ -178,15 +181,17 @@ def _describe_all_forms(source: Any, key: str, seed: int) -> Iterator[Forms]:
         return
     for begin in range(0, count, AT_ONCE):
         indices = list(range(begin, min(begin + AT_ONCE, count)))
-        samples = _read(source, indices[0], key, seed, indices)
-        yield from (describe_forms(list_fields(sample)) for sample in samples)
+        yield from map(describe_forms, _read_fields(source, indices[0], key, seed, indices))
 
 
-def _read(source: Any, index: int, key: str, seed: int, indices: list[int] | None = None) -> Any:
-    """Read a sample, or the samples with the given indices, with the random numbers of epoch 0."""
+def _read_fields(
+    source: Any, index: int, key: str, seed: int, indices: list[int] | None = None
+) -> list[Fields]:
+    """Return the fields of a sample, or of the samples with the given indices, with the random numbers of epoch 0."""
     seed_globals(seed, 0, index)
     try:
-        return source[index] if indices is None else source.__getitems__(indices)
+        samples = [source[index]] if indices is None else source.__getitems__(indices)
+        return [list_fields(sample) for sample in samples]
     except Exception as error:
         raise DataError(
             f"{key}: sample {index} of {type(source).__name__} cannot be read: "
@@ -195,7 +200,7 @@ def _read(source: Any, index: int, key: str, seed: int, indices: list[int] | Non
 
 
 def _describe_forms(source: Any, index: int, key: str, seed: int) -> Forms:
-    return describe_forms(list_fields(_read(source, index, key, seed)))
+    return describe_forms(_read_fields(source, index, key, seed)[0])
 
 
 def have_equal_lengths(samples: Iterable[Forms], names: tuple[str, ...]) -> bool:
