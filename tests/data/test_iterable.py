@@ -94,6 +94,24 @@ def test_ranks_join_to_the_batches_of_one():
     assert all(rank[-1][2] for rank in evaluated)
 
 
+class OneBuffer(IterableDataset):
+    def __iter__(self):
+        buffer = torch.zeros(2)
+        for number in range(6):
+            yield buffer.fill_(number)
+
+
+@pytest.mark.parametrize("changes", [{}, {"batch_size": 1, "shuffle_buffer": 4}])
+def test_samples_that_share_their_memory_are_refused(changes):
+    with refused(DataError, "data.train"):
+        list(opened(OneBuffer(), **changes).epoch(0))
+
+
+def test_a_batch_of_one_sample_may_share_its_memory_with_the_next():
+    batches = opened(OneBuffer(), batch_size=1).epoch(0)
+    assert [batch.data.tolist() for batch in batches] == [[[number, number]] for number in range(6)]
+
+
 def test_set_epoch_is_called():
     assert next(opened(Epochs()).epoch(7)).data.tolist() == [7, 7, 7]
     assert next(opened(Epochs(), training=False).epoch(7)).data.tolist() == [0, 0, 0]

@@ -131,6 +131,36 @@ def test_a_sample_that_never_comes(changes: dict[str, Any]) -> None:
         inspect_source(Samples(lambda i: time.sleep(600)), options(timeout_seconds=0.2, **changes))
 
 
+BUFFER = torch.zeros(2)
+
+
+def fill_buffer(index: int) -> torch.Tensor:
+    return BUFFER.fill_(index)
+
+
+def transform_in_buffer(sample: Any) -> Any:
+    return BUFFER.fill_(sample[1]), sample[1]
+
+
+@pytest.mark.parametrize(
+    ("read", "changes"),
+    [(fill_buffer, {}), (fill_buffer, {"cache": "memory"}), (None, {"transform": transform_in_buffer})],
+)
+def test_samples_that_share_their_memory_are_refused(read: Any, changes: dict[str, Any]) -> None:
+    with refused(DataError, "data.train"):
+        open_batches(Samples(read), options(**changes))
+
+
+def test_a_batch_of_one_sample_may_share_its_memory_with_the_next() -> None:
+    assert look_at(Samples(fill_buffer), options(batch_size=1)).fault == ""
+
+
+@pytest.mark.parametrize("number", [np.full(2, 3, np.uint64), [2**64]])
+def test_numbers_that_no_tensor_can_hold_are_refused(number: Any) -> None:
+    with refused(DataError, "data.train"):
+        next(open_batches(Samples(lambda index: number), options())[0].epoch(0))
+
+
 class OfAThread(Samples):
     """A thread of its own makes the samples, as in a data set that decodes ahead."""
 

@@ -30,7 +30,7 @@ from trainrun.data.engines.batch_reader import (
 )
 from trainrun.data.engines.generators import GLOBAL_GENERATORS, RecordDraws
 from trainrun.data.map_style import choose_spread_indices
-from trainrun.data.same_samples import hash_samples
+from trainrun.data.same_samples import build_shared_memory_error, hash_samples
 from trainrun.data.scale import Scale
 from trainrun.data.sequences.lengths import (
     SequenceLengths,
@@ -181,6 +181,8 @@ def _look(dataset: Any, options: StreamOptions) -> SourceFacts:
         report_progress()
         if reads.total_seconds > READ_SECONDS:
             break
+    if reads.reuses_memory and options.batch_size > 1:
+        raise build_shared_memory_error(options.key)
     reads.read_batch()
     sequences = None
     if find_columns(dataset, options.key) is None and options.sequences_matter:
@@ -200,6 +202,8 @@ class _SampleReads:
         self._times: list[tuple[float, float, int]] = []
         self._rows: list[int] = []
         self._changes: dict[str, None] = {}
+        self._last: list[Any] = []  # the sample of the row before
+        self.reuses_memory = False
         self._depends = False  # on a seed, though no generator moves
         self._sample_bytes = 0
 
@@ -211,12 +215,15 @@ class _SampleReads:
         """Read one sample. A fault is left to the training, where `data.on_error` decides."""
         self._rows.append(row)
         before = self._draws.seconds, self._draws.busy_seconds, self._draws.pauses
+        last = hash_samples(self._last)
         try:
-            first = _digest_sample(self._reader, row)
+            sample, *first = _read_and_digest(self._reader, row)
+            self.reuses_memory = self.reuses_memory or hash_samples(self._last) != last
+            self._last = [sample]
             after = self._draws.seconds, self._draws.busy_seconds, self._draws.pauses
             self._times.append((after[0] - before[0], after[1] - before[1], after[2] - before[2]))
-            second = _digest_sample(self._again, row)
-            other = _digest_sample(self._other, row)
+            _, *second = _read_and_digest(self._again, row)
+            _, *other = _read_and_digest(self._other, row)
         except DataError:
             return
         for place, mine, its in zip(
@@ -256,11 +263,12 @@ class _SampleReads:
         )
 
 
-def _digest_sample(reader: BatchReader, row: int) -> tuple[str, str]:
-    """Read a sample. Return its digests before and after the transform."""
+def _read_and_digest(reader: BatchReader, row: int) -> tuple[Any, str, str]:
+    """Read a sample. Return it as it goes into a batch, and its digests before and after the transform."""
     sample = reader.read_sample(0, row)
     raw = hash_samples([sample])
-    return raw, hash_samples([reader.transform_sample(sample, 0, row)])
+    transformed = reader.transform_sample(sample, 0, row)
+    return transformed, raw, hash_samples([transformed])
 
 
 def _read_first_input(reader: BatchReader, skips: bool) -> tuple[FirstInput | None, str]:

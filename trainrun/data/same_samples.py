@@ -1,10 +1,15 @@
-"""Check that ranks which divide the batches of a stream read the same samples. Otherwise some samples are lost."""
+"""Compare samples by their digests.
+
+Ranks that divide the batches of a stream must read the same samples, or some samples are lost. And a sample must stay
+as it is while the next one is read, or a batch holds one sample several times.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from trainrun.data.batch import map_leaves
@@ -49,6 +54,25 @@ def check_same(digests: Sequence[str], key: str) -> None:
     """
     if len(set(digests) - {""}) > 1:
         raise DataError(f"{key}: the ranks read different samples, so some would be lost; {DIVIDED}")
+
+
+def refuse_shared_memory(samples: Iterator[Any], key: str) -> Iterator[Any]:
+    """Yield samples. Raise DataError if reading the second one changes the first one."""
+    for first in islice(samples, 1):
+        digest = hash_samples([first])
+        yield first
+        for second in islice(samples, 1):
+            if hash_samples([first]) != digest:
+                raise build_shared_memory_error(key)
+            yield second
+    yield from samples
+
+
+def build_shared_memory_error(key: str) -> DataError:
+    return DataError(
+        f"{key}: its samples share their memory, so a batch would hold one sample several times; let the data set and "
+        "its transform return copies, such as x.clone() or x.copy()"
+    )
 
 
 def refuse_divided(source: Any, key: str) -> None:

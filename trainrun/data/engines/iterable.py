@@ -30,7 +30,7 @@ from trainrun.data.engines.generators import SeedGlobals, has_parameter, new_gen
 from trainrun.data.engines.stream import BatchesWrapper
 from trainrun.data.map_style import find_class_name
 from trainrun.data.order.sampler import Plan, build_batch_size_error, build_end_error, share_bounds
-from trainrun.data.same_samples import check_same, hash_samples
+from trainrun.data.same_samples import check_same, hash_samples, refuse_shared_memory
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
 from trainrun.runtime.child_process import ChildTimeout, can_fork_safely, end_pipes_and_sockets, run_in_child
@@ -197,6 +197,8 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     def _iterate_samples(self, place: SourcePlace, part: int) -> Iterator[Any]:
         """Yield the samples beginning at `place`. With a shuffle buffer, `place` is the start of the current block."""
         raw, num_taken = self._iterate_source(place, part), place.taken
+        if self.buffer or self._plan_of_part.global_size > 1:
+            raw = refuse_shared_memory(raw, self.recipe.key)
         if not self.buffer:
             yield from raw
             return
@@ -308,10 +310,10 @@ def continues_previous_pass(source: Any) -> bool | None:
 
     def compare_passes() -> bool:
         end_pipes_and_sockets()
-        first = read_first_samples(source, PASS_SAMPLES, PASS_SECONDS / 4)
+        first = digest_first_samples(source, PASS_SAMPLES, PASS_SECONDS / 4)
         half = max(1, len(first) // 2)
-        others = [read_first_samples(source, number, PASS_SECONDS) for number in (half, len(first))]
-        return any(hash_samples(first[: len(other)]) != hash_samples(other) for other in others)
+        others = [digest_first_samples(source, number, PASS_SECONDS) for number in (half, len(first))]
+        return any(first[: len(other)] != other for other in others)
 
     try:
         return run_in_child(compare_passes, PASS_SECONDS, computes=False)
@@ -321,18 +323,18 @@ def continues_previous_pass(source: Any) -> bool | None:
         return False
 
 
-def read_first_samples(source: Any, number: int, seconds: float) -> list[Any]:
-    """Return the first `number` samples of a pass over epoch 0, or fewer after a time limit."""
+def digest_first_samples(source: Any, number: int, seconds: float) -> list[str]:
+    """Return digests of the first `number` samples of a pass over epoch 0, or of fewer after a time limit."""
     seed_globals(0)
     if hasattr(source, "set_epoch"):
         source.set_epoch(0)
-    samples: list[Any] = []
+    digests: list[str] = []
     until = time.monotonic() + seconds
     for sample in islice(source, number):
-        samples.append(sample)
+        digests.append(hash_samples([sample]))
         if time.monotonic() > until:
             break
-    return samples
+    return digests
 
 
 class CheckSameSamples(BatchesWrapper):
