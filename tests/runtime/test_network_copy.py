@@ -92,3 +92,14 @@ def test_functions_that_refer_to_no_part_stay_the_same():
 def test_rows_of_an_array_are_not_listed():
     values = [np.zeros((2, 2)), range(10**12)]
     assert list(iterate_held_objects(values)) == [values, *reversed(values)]
+
+
+def test_a_tensor_that_a_hook_computed_is_copied_without_its_graph() -> None:
+    with pytest.warns(FutureWarning):
+        layer = nn.utils.weight_norm(nn.Linear(3, 2))
+    inputs = torch.rand(4, 3)
+    copied = copy_network(layer)
+    assert torch.equal(copied(inputs), layer(inputs))
+    with torch.no_grad():
+        copied.weight_g.mul_(2)
+    assert not torch.equal(copied(inputs), layer(inputs))

@@ -28,6 +28,9 @@ def copy_network(network: Network) -> Network:
     functions = [part for part in parts if isinstance(part, types.FunctionType)]
     functions = [function for function in functions if _refers_to(copied, find_references(function))]
     copies: dict[int, Any] = {id(function): _copy_function(function) for function in functions}
+    for part in parts:
+        if isinstance(part, Tensor) and part.grad_fn is not None:  # computed by a hook, as by weight_norm
+            copies[id(part)] = part.detach().clone()
     duplicate = copy.deepcopy(network, copies)
 
     def renew(value: Any) -> Any:
