@@ -82,6 +82,51 @@ class CountingHook:
         self.seen["steps"] += 1
 
 
+class Changing(Sums):  # one attribute from the first step on, and another one later
+    def __init__(self):
+        self.calls, self.best = 0, 0
+
+    def step(self, model, batch):
+        self.calls += 1
+        self.best = max(self.best, self.calls // 20)
+        return super().step(model, batch)
+
+
+class Rows(torch.utils.data.Dataset):  # its level is changed by a hook
+    made = []
+
+    def __init__(self):
+        self.level = 0.0
+        Rows.made.append(self)
+
+    def __len__(self):
+        return 640
+
+    def __getitem__(self, index):
+        return torch.full((4,), self.level + index % 2), index % 2
+
+
+class Levels:
+    def on_epoch_end(self, run, state):
+        Rows.made[-1].level += 1
+
+
+class Codebook(torch.nn.Module):  # its codes follow the samples of each rank
+    def __init__(self, as_buffer=False):
+        super().__init__()
+        self.last = torch.nn.Linear(64, 10)
+        codes = torch.zeros(64)
+        if as_buffer:
+            self.register_buffer("codes", codes)
+        else:
+            self.codes = torch.nn.Parameter(codes, requires_grad=False)
+
+    def forward(self, x):
+        if self.training:
+            self.codes.mul_(0.9).add_(x.detach().flatten(1).mean(0), alpha=0.1)
+        return self.last(x.flatten(1) - self.codes)
+
+
 class Saved(Hidden):
     def state_dict(self):
         return {"momentum": self.momentum.state_dict(), "calls": self.calls, "center": [("c", self.center)]}
@@ -289,6 +334,31 @@ def test_state_in_no_checkpoint_is_told_once_and_refuses_no_resume(
     assert main(["resume", "run", stop_at(-1)]) == 0
     (_, again) = notes_of(own / "run", "calls, center, momentum")
     assert again.startswith("checkpoint ")
+
+
+def test_each_attribute_in_no_checkpoint_is_noted_once(own: Path) -> None:
+    assert main([*WORDS, "task=own.Changing", "output_dir=run"]) == 0
+    noted = [text.partition(" changes")[0] for text in notes_of(own / "run")]
+    assert noted == ["task: Changing: calls", "task: Changing: best"]
+
+
+@pytest.mark.process
+def test_a_data_set_that_a_hook_changes_is_noted_because_workers_do_not_see_it(own: Path) -> None:
+    data = ["data=custom", "data.train._target_=own.Rows", "data.shape=[4]", "data.num_classes=2"]
+    words = [*WORDS, *data, "hook.levels._target_=own.Levels"]
+    assert main([*words, "data.num_workers=1", "output_dir=run"]) == 0
+    (note,) = notes_of(own / "run", "set_epoch")
+    assert note.startswith("data.train: Rows: level changes in the training")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("as_buffer", [False, True])
+def test_a_weight_that_each_rank_changes_in_its_own_way_is_noted(own: Path, as_buffer: bool) -> None:
+    model = ["model=own.Codebook", f"model.as_buffer={as_buffer}"]
+    words = [word for word in WORDS if not word.startswith("model.")]
+    assert main([*words, *model, "parallel=ddp", "trainer.max_steps=4", "output_dir=run"]) == 0
+    told = notes_of(own / "run", "the ranks have different values of codes")
+    assert len(told) == (not as_buffer)
 
 
 def test_a_debug_counter_blocks_no_resume_and_changes_no_result(own: Path) -> None:

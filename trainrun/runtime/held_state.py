@@ -26,9 +26,10 @@ from trainrun.user_code import is_users_class
 
 DEEPEST = 6
 MOST_ENTRIES = 10_000  # of an attribute, with all that it holds
-MOST_NUMBERS = 1 << 20  # of one tensor; of a larger one a sample is compared
+MOST_NUMBERS = 1 << 20  # of an attribute with all its tensors; of larger ones a sample is compared
 MOST_NAMES = 6  # in a message
 OF_MODULES = frozenset(vars(nn.Module()))
+Numbers = Tensor | np.ndarray[Any, Any]
 PLAIN = (bool, int, float, complex, str, bytes)
 EMPTY: tuple[Iterable[Any], ...] = ([], (), "", b"", {}, set(), range(0), {}.values(), {}.items())
 ITERATORS = tuple(type(iter(one)) for one in EMPTY)
@@ -70,8 +71,12 @@ def format_state(value: Any, known: set[int]) -> str:
 
     known: ids of objects that are left out.
     """
-    texts = list(islice(iterate_leaf_texts(value, known), 2 * MOST_ENTRIES + 1))  # names and values
-    if len(texts) > 2 * MOST_ENTRIES or (texts and not any(texts)):
+    leaves = list(islice(iterate_leaves(value, known), 2 * MOST_ENTRIES + 1))  # names and values
+    if len(leaves) > 2 * MOST_ENTRIES:
+        return ""
+    most = MOST_NUMBERS // max(sum(not isinstance(leaf, str) for leaf in leaves), 1)
+    texts = [leaf if isinstance(leaf, str) else format_numbers(leaf, most) for leaf in leaves]
+    if texts and not any(texts):
         return ""
     if isinstance(value, Tensor | np.ndarray):
         shape = str(tuple(value.shape))
@@ -80,8 +85,8 @@ def format_state(value: Any, known: set[int]) -> str:
     return f"{shape}|{hash_bytes(repr(texts).encode())}"
 
 
-def iterate_leaf_texts(value: Any, known: set[int], above: tuple[int, ...] = ()) -> Iterator[str]:
-    """Yield the names and values of a tree as texts; "" for a value that cannot be compared."""
+def iterate_leaves(value: Any, known: set[int], above: tuple[int, ...] = ()) -> Iterator[str | Numbers]:
+    """Yield the names and values of a tree: tensors, arrays, and texts of all others; "" if it cannot be compared."""
     if id(value) in known or id(value) in above or len(above) == DEEPEST:
         yield ""
         return
@@ -91,7 +96,7 @@ def iterate_leaf_texts(value: Any, known: set[int], above: tuple[int, ...] = ())
         return
     for name, child in children:
         yield repr(name)
-        yield from iterate_leaf_texts(child, known, (*above, id(value)))
+        yield from iterate_leaves(child, known, (*above, id(value)))
 
 
 def list_children(value: Any) -> Iterable[tuple[Any, Any]] | None:
@@ -113,14 +118,14 @@ def list_children(value: Any) -> Iterable[tuple[Any, Any]] | None:
     return None
 
 
-def format_leaf(value: Any) -> str:
-    """Return the text of a value without parts; "" if it cannot be compared."""
+def format_leaf(value: Any) -> str | Numbers:
+    """Return a tensor, an array, or the text of another value without parts; "" if it cannot be compared."""
     if value is None or isinstance(value, PLAIN):
         return repr(value)
-    if isinstance(value, Tensor):
-        return format_tensor(value)
-    if isinstance(value, np.ndarray | np.generic):
-        return hash_bytes(value.tobytes()) if value.dtype != object else ""
+    if isinstance(value, Tensor | np.ndarray):
+        return value
+    if isinstance(value, np.generic):
+        return hash_bytes(value.tobytes())
     if isinstance(value, torch.Generator):
         return hash_bytes(value.get_state().numpy().tobytes())
     if isinstance(value, random.Random):
@@ -143,19 +148,30 @@ def read_file_position(file: io.IOBase) -> str:
         return "" if below is None else read_file_position(below)
 
 
-def format_tensor(tensor: Tensor) -> str:
-    """Return the shape and a digest of a tensor's numbers; the host waits for the device.
+def format_numbers(values: Numbers, most: int) -> str:
+    """Return the shape and a digest of at most about `most` numbers; the host waits for the device.
 
-    Return "" for a tensor that belongs to a graph, has no memory, or is not strided.
+    Return "" if the numbers cannot be read, as of an array of objects.
     """
+    if isinstance(values, np.ndarray):
+        flat: Any = None if values.dtype.hasobject else values.reshape(-1)
+    else:
+        flat = flatten_tensor(values)
+    if flat is None:
+        return ""
+    every = len(flat) // most | 1 if len(flat) > most else 1  # odd: no column of a table alone
+    sample = flat[::every]
+    if isinstance(sample, Tensor):
+        sample = sample.cpu().contiguous().view(torch.uint8).numpy()
+    return f"{tuple(values.shape)} {hash_bytes(sample.tobytes())}"
+
+
+def flatten_tensor(tensor: Tensor) -> Tensor | None:
+    """Return the numbers of a tensor; None if it belongs to a graph, has no memory, or is not strided."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and not is_lazy(tensor) and tensor.grad_fn is None
     if not is_plain or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        return ""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.numel() > MOST_NUMBERS:
-        tensor = tensor.flatten()[:: tensor.numel() // MOST_NUMBERS | 1]  # odd: no column of a table alone
-    numbers = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{tuple(tensor.shape)} {hash_bytes(numbers.numpy().tobytes())}"
+        return None
+    return tensor.detach().resolve_conj().resolve_neg().flatten()
 
 
 def hash_bytes(data: bytes) -> str:

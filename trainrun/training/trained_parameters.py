@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainrun.errors import PluginError
 from trainrun.output import format_short_list
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class TrainedParameters:
@@ -75,8 +78,9 @@ class TrainedParameters:
 class GradientCheck:
     """A check of the first steps of a session, up to the first log point. run: `Components`.
 
-    A parameter that was created in the first forward is refused. One that is in no optimizer, or that got no
-    gradient on a rank until the first log point, is named once. There is no cost after the first log point.
+    A parameter that was created in the first forward is refused. One that is in no optimizer, that got no gradient on
+    a rank until the first log point, or that has other values on another rank, is named once. There is no cost after
+    the first log point.
     """
 
     def __init__(self, run: Any) -> None:
@@ -90,6 +94,7 @@ class GradientCheck:
             self._check_optimizers()
         if log:
             self._note_missing_gradients()
+            self._note_different_ranks()
         return log
 
     def _check_optimizers(self) -> None:
@@ -126,3 +131,23 @@ class GradientCheck:
                 f"model: no gradient in {steps} for {message}: the loss does not depend on them; leave them out of the "
                 "model, or use them in its forward"
             )
+
+    def _note_different_ranks(self) -> None:
+        """Note parameters whose values differ between ranks that hold all of them."""
+        run = self._run
+        if run.config.parallel.mode != "ddp":
+            return
+        named = {name: param for name, param in run.held.named_parameters() if param.layout is torch.strided}
+        ranks = run.parallel.gather([sum_of_bits(param) for param in named.values()])
+        names = [name for name, sums in zip(named, zip(*ranks, strict=True), strict=True) if len({*sums}) > 1]
+        if names:
+            run.monitors.note(
+                f"parallel=ddp: the ranks have different values of {format_short_list(names)}. Did each rank change "
+                "them by its own samples, such as in a forward? Keep such values in a buffer (register_buffer), which "
+                "all ranks copy from rank 0"
+            )
+
+
+def sum_of_bits(param: Tensor) -> int:
+    """Return the sum of the numbers of a tensor, read as integers. The host waits for the device."""
+    return int(param.detach().contiguous().view(INTEGERS[param.element_size()]).sum(dtype=torch.int64))

@@ -1,8 +1,9 @@
 """Check for state that changes during training and is in no checkpoint. It is noted once, and again at a resume.
 
-what: plain attributes and tensors of the task, hooks, a custom step, and the modules of the user's model. They are
-    compared after the first step and at each save. Values in a `state_dict` or `get_extra_state` are left out. Of
-    modules, only values with the shape of the save before are compared, because caches grow.
+what: plain attributes and tensors of the task, hooks, a custom step, the modules of the user's model, and data sets
+    that loader workers read. They are compared after the first step and at each save. Values in a `state_dict` or
+    `get_extra_state` are left out. Of modules, only values with the shape of the save before are compared, because
+    caches grow. A data set that this process reads is left out, because reading may change it.
 when: always, for the user's classes. Nothing is refused, because a counter that is only printed is harmless.
 gain: the user knows which values start anew after a resume.
 """
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainrun.data.engines.stream import OpenedStream
 from trainrun.interfaces import KeepsState
 from trainrun.runtime.held_state import (
     extract_shape,
@@ -28,12 +30,13 @@ from trainrun.user_code import class_package, is_users_class
 class UnsavedState:
     """A comparison of the state of the user's objects at two moments of a run.
 
-    run: the `Components`. told: lines of an earlier session, which are not printed again.
+    run: the `Components`. told: lines of an earlier session, whose names are not printed again.
     """
 
     def __init__(self, run: Any, told: Iterable[str] = ()) -> None:
         self._run = run
-        self._told = {line.partition(":")[0]: line for line in told}
+        self._lines = {line.partition(":")[0]: line for line in told}
+        self._told = {owner: list_names(line) for owner, line in self._lines.items()}
         self._first: dict[str, dict[str, str]] | None = None
         self._own_versions: dict[str, int] = {}
 
@@ -49,7 +52,7 @@ class UnsavedState:
         return log
 
     def list_changes(self) -> list[str]:
-        """Compare the state at a save, and note each owner once. Return a line for each owner whose state changed."""
+        """Compare the state at a save, and note each name once. Return a line for each owner whose state changed."""
         held = {} if self._first is None else self._read_state()
         for owner, now in held.items():
             before = (self._first or {}).get(owner, {})
@@ -58,21 +61,20 @@ class UnsavedState:
                 grown = [name for name in names if extract_shape(before[name]) != extract_shape(now[name])]
                 before.update({name: now[name] for name in grown})  # a full queue no longer grows
                 names = [name for name in names if name not in grown]
-            if names and owner not in self._told:
-                self._told[owner] = f"{owner}: {self._find_owner_class(owner)} ({format_first_names(names)})"
-                way = "give the class state_dict() and load_state_dict(state)"
-                if owner == "model":
-                    way = "keep it in a buffer (register_buffer)"
+            told = self._told.setdefault(owner, [])
+            if new_names := [name for name in names if name not in told]:
+                told += new_names
                 kind = self._find_owner_class(owner)
+                self._lines[owner] = f"{owner}: {kind} ({format_first_names(told)})"
                 self._run.monitors.note(
-                    f"{owner}: {kind}: {format_first_names(names)} changes in the training, and no "
-                    f"checkpoint holds it. A resume starts from its initial value. If results depend on it: {way}"
+                    f"{owner}: {kind}: {format_first_names(new_names)} changes in the training, and "
+                    f"{describe_loss(owner)}"
                 )
-        return list(self._told.values())
+        return list(self._lines.values())
 
     def _list_owners(self) -> dict[str, Any]:
         run = self._run
-        owners = {"task": run.task, "step": run.own_step, **run.hooks.by_key}
+        owners = {"task": run.task, "step": run.own_step, **run.hooks.by_key, **list_data_of_workers(run)}
         return {
             key: owner
             for key, owner in owners.items()
@@ -112,6 +114,34 @@ class UnsavedState:
                 "gradients, and "
                 "nothing updates them. The optimizer updates parameters of the model only: put them into the model"
             )
+
+
+def list_names(line: str) -> list[str]:
+    """Return the names in a line such as `task: Mine (calls, mean)`."""
+    return line.partition(" (")[2].removesuffix(")").partition(" and ")[0].split(", ")
+
+
+def describe_loss(owner: str) -> str:
+    """Return what becomes of a changed value, and what to do about it."""
+    if owner.startswith("data."):
+        return (
+            "its loader workers and a resume keep the value of the start. A data set changes by a method "
+            "set_epoch(epoch), which is called in each process that reads it"
+        )
+    way = "give the class state_dict() and load_state_dict(state)"
+    if owner == "model":
+        way = "keep it in a persistent buffer (register_buffer)"
+    return f"no checkpoint holds it. A resume starts from its initial value. If results depend on it: {way}"
+
+
+def list_data_of_workers(run: Any) -> dict[str, Any]:
+    """Return the data sets that loader workers read, by the setting. This process reads none of their samples."""
+    streams = {"train": run.train, **run.splits()}
+    return {
+        f"data.{split.replace('/', '.')}": stream.source
+        for split, stream in streams.items()
+        if isinstance(stream, OpenedStream) and stream.read_by.engine == "workers" and stream.read_by.number
+    }
 
 
 def is_library_object(owner: Any) -> bool:
