@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import approved
@@ -64,3 +66,14 @@ def test_folders_are_masked_and_the_message_of_a_command_is_its_own(
     (name,) = own_texts
     own_texts[name] = "trainrun: a=1: no\n  did you mean b?\n"
     approve_error("note: read\ntrainrun: a=1: no\n  did you mean b?\n", "a=1")
+
+
+def test_texts_stay_if_the_tests_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = FILE.read_bytes()
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")
+    try:
+        done = subprocess.run([sys.executable, ROOT / "scripts/messages.py", __file__], capture_output=True)
+        assert done.returncode == pytest.ExitCode.USAGE_ERROR
+        assert FILE.read_bytes() == before
+    finally:
+        FILE.write_bytes(before)
