@@ -68,6 +68,7 @@ def test_folders_are_masked_and_the_message_of_a_command_is_its_own(
     approve_error("note: read\ntrainrun: a=1: no\n  did you mean b?\n", "a=1")
 
 
+@pytest.mark.process
 def test_texts_stay_if_the_tests_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     before = FILE.read_bytes()
     monkeypatch.setenv("PYTEST_ADDOPTS", "--no-such-option")
