@@ -71,7 +71,7 @@ def format_state(value: Any, known: set[int]) -> str:
 
     known: ids of objects that are left out.
     """
-    leaves = list(islice(iterate_leaves(value, known), 2 * MOST_ENTRIES + 1))  # names and values
+    leaves = list(islice(iterate_held_values(value, known), 2 * MOST_ENTRIES + 1))  # names and values
     if len(leaves) > 2 * MOST_ENTRIES:
         return ""
     most = MOST_NUMBERS // max(sum(not isinstance(leaf, str) for leaf in leaves), 1)
@@ -85,7 +85,7 @@ def format_state(value: Any, known: set[int]) -> str:
     return f"{shape}|{hash_bytes(repr(texts).encode())}"
 
 
-def iterate_leaves(value: Any, known: set[int], above: tuple[int, ...] = ()) -> Iterator[str | Numbers]:
+def iterate_held_values(value: Any, known: set[int], above: tuple[int, ...] = ()) -> Iterator[str | Numbers]:
     """Yield the names and values of a tree: tensors, arrays, and texts of all others; "" if it cannot be compared."""
     if id(value) in known or id(value) in above or len(above) == DEEPEST:
         yield ""
@@ -96,7 +96,7 @@ def iterate_leaves(value: Any, known: set[int], above: tuple[int, ...] = ()) -> 
         return
     for name, child in children:
         yield repr(name)
-        yield from iterate_leaves(child, known, (*above, id(value)))
+        yield from iterate_held_values(child, known, (*above, id(value)))
 
 
 def list_children(value: Any) -> Iterable[tuple[Any, Any]] | None:

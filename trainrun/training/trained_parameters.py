@@ -138,7 +138,7 @@ class GradientCheck:
         if run.config.parallel.mode != "ddp":
             return
         named = {name: param for name, param in run.held.named_parameters() if param.layout is torch.strided}
-        ranks = run.parallel.gather([sum_of_bits(param) for param in named.values()])
+        ranks = run.parallel.gather([compute_bit_sum(param) for param in named.values()])
         names = [name for name, sums in zip(named, zip(*ranks, strict=True), strict=True) if len({*sums}) > 1]
         if names:
             run.monitors.note(
@@ -148,6 +148,6 @@ class GradientCheck:
             )
 
 
-def sum_of_bits(param: Tensor) -> int:
+def compute_bit_sum(param: Tensor) -> int:
     """Return the sum of the numbers of a tensor, read as integers. The host waits for the device."""
     return int(param.detach().contiguous().view(INTEGERS[param.element_size()]).sum(dtype=torch.int64))

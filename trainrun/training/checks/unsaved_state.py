@@ -36,7 +36,7 @@ class UnsavedState:
     def __init__(self, run: Any, told: Iterable[str] = ()) -> None:
         self._run = run
         self._lines = {line.partition(":")[0]: line for line in told}
-        self._told = {owner: list_names(line) for owner, line in self._lines.items()}
+        self._told = {owner: parse_noted_names(line) for owner, line in self._lines.items()}
         self._first: dict[str, dict[str, str]] | None = None
         self._own_versions: dict[str, int] = {}
 
@@ -68,7 +68,7 @@ class UnsavedState:
                 self._lines[owner] = f"{owner}: {kind} ({format_first_names(told)})"
                 self._run.monitors.note(
                     f"{owner}: {kind}: {format_first_names(new_names)} changes in the training, and "
-                    f"{describe_loss(owner)}"
+                    f"{describe_remedy(owner)}"
                 )
         return list(self._lines.values())
 
@@ -116,13 +116,13 @@ class UnsavedState:
             )
 
 
-def list_names(line: str) -> list[str]:
+def parse_noted_names(line: str) -> list[str]:
     """Return the names in a line such as `task: Mine (calls, mean)`."""
     return line.partition(" (")[2].removesuffix(")").partition(" and ")[0].split(", ")
 
 
-def describe_loss(owner: str) -> str:
-    """Return what becomes of a changed value, and what to do about it."""
+def describe_remedy(owner: str) -> str:
+    """Return what happens to a changed value, and how to keep it."""
     if owner.startswith("data."):
         return (
             "its loader workers and a resume keep the value of the start. A data set changes by a method "
