@@ -152,7 +152,7 @@ def test_samples_that_share_their_memory_are_refused(read: Any, changes: dict[st
 
 
 def test_a_batch_of_one_sample_may_share_its_memory_with_the_next() -> None:
-    assert look_at(Samples(fill_buffer), options(batch_size=1)).fault == ""
+    assert inspect_source(Samples(fill_buffer), options(batch_size=1)).fault == ""
 
 
 @pytest.mark.parametrize("number", [np.full(2, 3, np.uint64), [2**64]])

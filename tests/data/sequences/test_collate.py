@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from trainrun.data.sequences.collate import Padded, list_plain_columns, stack_samples
+from trainrun.data.sequences.collate import PadCollate, list_plain_columns, stack_samples
 from trainrun.interfaces import IGNORED
 
 Pair = namedtuple("Pair", "x y")
@@ -66,10 +66,10 @@ def test_tuples_of_unlike_lengths_form_no_batch() -> None:
 
 def test_a_sequence_that_a_few_samples_did_not_show_is_padded() -> None:
     samples = [{"x": torch.ones(2), "y": torch.tensor([1])}, {"x": torch.ones(3), "y": torch.tensor([1, 2])}]
-    batch = Padded(("x",))(samples)
+    batch = PadCollate(("x",))(samples)
     assert batch["x"].tolist() == [[1, 1, 0], [1, 1, 1]]
     assert batch["y"].tolist() == [[1, IGNORED], [1, 2]]
     with pytest.raises(RuntimeError, match="equal size"):
-        Padded(("x",))(
+        PadCollate(("x",))(
             [{"x": torch.ones(2), "y": torch.ones(1, 2)}, {"x": torch.ones(3), "y": torch.ones(1, 3)}]
         )

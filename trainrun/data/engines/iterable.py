@@ -197,7 +197,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
     def _iterate_samples(self, place: SourcePlace, part: int) -> Iterator[Any]:
         """Yield the samples beginning at `place`. With a shuffle buffer, `place` is the start of the current block."""
         raw, num_taken = self._iterate_source(place, part), place.taken
-        if self.buffer or self._plan_of_part.global_size > 1:
+        if self.buffer or self._part_plan.global_size > 1:
             raw = refuse_shared_memory(raw, self.recipe.key)
         if not self.buffer:
             yield from raw
@@ -310,9 +310,9 @@ def continues_previous_pass(source: Any) -> bool | None:
 
     def compare_passes() -> bool:
         end_pipes_and_sockets()
-        first = digest_first_samples(source, PASS_SAMPLES, PASS_SECONDS / 4)
+        first = hash_first_samples(source, PASS_SAMPLES, PASS_SECONDS / 4)
         half = max(1, len(first) // 2)
-        others = [digest_first_samples(source, number, PASS_SECONDS) for number in (half, len(first))]
+        others = [hash_first_samples(source, number, PASS_SECONDS) for number in (half, len(first))]
         return any(first[: len(other)] != other for other in others)
 
     try:
@@ -323,7 +323,7 @@ def continues_previous_pass(source: Any) -> bool | None:
         return False
 
 
-def digest_first_samples(source: Any, number: int, seconds: float) -> list[str]:
+def hash_first_samples(source: Any, number: int, seconds: float) -> list[str]:
     """Return digests of the first `number` samples of a pass over epoch 0, or of fewer after a time limit."""
     seed_globals(0)
     if hasattr(source, "set_epoch"):

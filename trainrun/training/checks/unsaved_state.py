@@ -68,7 +68,7 @@ class UnsavedState:
                 self._lines[owner] = f"{owner}: {kind} ({format_first_names(told)})"
                 self._run.monitors.note(
                     f"{owner}: {kind}: {format_first_names(new_names)} changes in the training, and "
-                    f"{describe_remedy(owner)}"
+                    f"{describe_lost_change(owner)}"
                 )
         return list(self._lines.values())
 
@@ -121,7 +121,7 @@ def parse_noted_names(line: str) -> list[str]:
     return line.partition(" (")[2].removesuffix(")").partition(" and ")[0].split(", ")
 
 
-def describe_remedy(owner: str) -> str:
+def describe_lost_change(owner: str) -> str:
     """Return what happens to a changed value, and how to keep it."""
     if owner.startswith("data."):
         return (
