@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import pstdev
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from trainrun.benchmark.worker_process import WorkerFailed
 from trainrun.config.schema import RunConfig
 
 SETTINGS = ["seed=1", "model=cnn", "data.batch_size=64", "precision=bf16-mixed", "trainer.num_threads=1"]
+LONGEST = 16  # positions of a sample that is not cut
 OFTEN = ("checkpoint.every_n_train_steps=2", "checkpoint.async_save=false")
 
 
@@ -84,13 +86,14 @@ class Run:
     def __init__(self, world: World, config: RunConfig, start_seconds: float) -> None:
         self.world, self.config, self.start_seconds = world, config, start_seconds
         self.batch, self.bucket = config.data.batch_size, config.data.padding == "bucket"
+        self.length = config.data.max_sequence_length or LONGEST
         self.own = math.exp(world.draw.gauss(0, world.twist))
-        padded, ahead = world.costs.bucket < 1, world.costs.reads_ahead
+        ahead = world.costs.reads_ahead
         threads = config.trainer.num_threads
         self.info = RunInfo(
             unit="samples", engine="workers", number=0, num_threads=threads if isinstance(threads, int) else 1,
             device="cpu", world_size=1, total_steps=world.total_steps, val_every=450.0, memory_bytes=2**34,
-            precision=config.precision.mode, padded=2.0 * padded, reads_ahead=ahead, layers=("Linear",),
+            precision=config.precision.mode, reads_ahead=ahead, layers=("Linear",),
         )  # fmt: skip
         world.alive += 1
 
@@ -101,6 +104,7 @@ class Run:
         computing *= costs.islands if "one_type" in parts else 1.0
         computing *= costs.threads if "threads=2" in parts or config.trainer.num_threads == 2 else 1.0
         computing *= costs.bucket if self.bucket else 1.0
+        computing *= self.length / LONGEST
         computing /= costs.fp32 if config.precision.mode == "32-true" else 1.0
         updates = NO_UPDATE not in parts
         slow_update = (config.optimizer or {}).get("fused") is False
@@ -120,11 +124,22 @@ class Run:
         costs, parts, draw = self.world.costs, variant.split("+"), self.world.draw
         luck = math.exp(draw.gauss(0, self.world.noise)) * self.own * self.world.machine()
         phases = {name: steps * seconds * luck for name, seconds in self.seconds_of_step(parts).items()}
+        stalls = [0.0] * steps
         if costs.stall and phases["data"]:
-            phases["data"] += costs.stall * sum(draw.random() < 1 / 64 for _ in range(steps * self.batch))
+            stalls = [costs.stall * sum(draw.random() < 1 / 64 for _ in range(self.batch)) for _ in stalls]
+            phases["data"] += sum(stalls)
+        step = sum(phases.values()) / steps
+        deviation = pstdev(stalls) / step
         seconds = sum(phases.values())
         self.world.now += seconds * (1 + warm / steps)
-        return Turn(seconds, steps, steps * self.batch, 0.5 * seconds, 10**8, phases, costs.compiled)
+        items = steps * self.batch
+        padded = costs.bucket < 1 and not self.bucket
+        reads = CACHED not in parts
+        return Turn(
+            seconds, steps, items, 0.5 * seconds, 10**8, phases, costs.compiled,
+            positions=reads * (1 + padded) * items * self.length, real_positions=reads * items * self.length,
+            step_deviation=deviation,
+        )  # fmt: skip
 
     def request(self, message: Any, limit: float | None = None) -> Turn:
         costs = self.world.costs

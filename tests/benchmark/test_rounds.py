@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from approved import refused
 
 from trainrun.benchmark.budget import TimedTurns
@@ -147,23 +149,36 @@ def test_batches_of_other_lengths_are_no_gain_of_reading() -> None:
     assert ratio.pairs == 4
 
 
-def test_shorter_batches_are_judged_by_what_a_position_takes() -> None:
-    """Batches of 8 sequences; a position takes 1 s padded to the longest, and 2 s where lengths are alike."""
+def test_batches_of_other_lengths_are_compared_by_the_work_in_them() -> None:
+    """Batches of 8 sequences. A real position takes 3 s padded to the longest, and 2 s without padding."""
     longest, alike = iter([40, 90, 70, 50, 60, 80]), iter([5, 60, 9, 7, 30, 11])
 
-    def of(lengths: Iterator[int], seconds: float) -> Callable[[], Turn]:
+    def of(lengths: Iterator[int], seconds: float, padded: int) -> Callable[[], Turn]:
         def turn() -> Turn:
-            positions = 8 * next(lengths)
-            return Turn(seconds * positions, 1, 8, positions=positions)
+            real = 8 * next(lengths)
+            return Turn(seconds * real, 1, 8, positions=padded * real, real_positions=real)
 
         return turn
 
-    rounds = taken(3, of(longest, 1.0), b=of(alike, 2.0))
+    rounds = taken(3, of(longest, 3.0, 3), b=of(alike, 2.0, 1))
     assert rounds.ratio("b").high > 100
-    found = rounds.ratio("b", padding_factor=3.0)
-    assert (found.value, found.low, found.high) == (pytest.approx(1.5),) * 3
+    ratio = rounds.ratio("b", unit="real_positions")
+    assert (ratio.value, ratio.low, ratio.high) == (pytest.approx(1.5),) * 3
     unknown = taken(3, side(10), b=side(20))
-    assert unknown.ratio("b", padding_factor=3.0) == unknown.ratio("b")
+    assert unknown.ratio("b", unit="real_positions") == unknown.ratio("b")
+
+
+def test_padding_is_counted_in_the_batches_that_are_read() -> None:
+    masks = [torch.tensor([[1, 1, 1], [1, 0, 0]]), torch.tensor([[1, 1]]), None]
+    batches = [
+        {"input_ids": torch.ones(1)} | ({} if mask is None else {"attention_mask": mask}) for mask in masks
+    ]
+    stream = OpenStream(cast(Any, SimpleNamespace(epoch=lambda epoch, start: map(MicroBatch, batches))))
+    reader = stream.epoch(0)
+    next(reader), next(reader)
+    assert stream.take_positions() == (8, 6)
+    next(reader)
+    assert stream.take_positions() == (0, 0)
 
 
 def test_turns_take_about_so_long_whatever_the_speed() -> None:

@@ -277,7 +277,7 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
         retry=retry, train=data.train, validation=data.validation, test=data.test, triggers=triggers,
         checkpoints=checkpoints, monitors=monitors, data_facts=data_sets.facts, phases=context.phases, step=step,
         accumulate=choose_accumulation_function(retry, counting), compile_log=compile_log, counting=counting,
-        hooks=hooks, positions=data.tokens.planned, optimizers=update.optimizers, own_step=own_step,
+        hooks=hooks, optimizers=update.optimizers, own_step=own_step,
         trained=TrainedParameters(model, update.held, update.optimizer), places=data.places,
         order=collect_order_settings(config, context.parallel.world_size, data_sets.drawn), base=base,
     )  # fmt: skip

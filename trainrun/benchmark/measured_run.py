@@ -17,7 +17,8 @@ from trainrun.benchmark.worker_process import WorkerFailed
 from trainrun.config.schema import RunConfig
 from trainrun.limits import parse_seconds
 
-LONGEST_TURN: Final = 3.0  # times the usual turn, to hold a validation or a checkpoint
+LONGEST_TURN: Final = 3.0  # times the usual turn, to hold a validation, a checkpoint, or several slow steps
+STEADY: Final = 0.1  # the relative deviation of a turn that steps of different length may cause
 LEAST_AHEAD: Final = 3  # steps of a turn at least: not all of its batches may have been read ahead
 VALIDATION, CHECKPOINT = "validation", "checkpoint"
 
@@ -70,9 +71,11 @@ class MeasuredRun:
         self.worker, self.config = worker, config
         self.info: RunInfo = worker.info
         self.error, self.peak_bytes, self.items_per_second = "", 0, 0.0
+        self._work, self._work_steps = 0.0, 0
         self._turn_seconds = turn_seconds
         self._slow_start = max(0.0, worker.start_seconds - usual_start)
-        self._steps, self._warm, self._variant, self._rare = 1, 1, "", 0.0
+        self._steps, self._most_steps, self._multiple = 1, 1.0, 1
+        self._variant, self._rare = "", 0.0
 
     def find_pace(self) -> None:
         """Choose the number of steps per turn, and time the work that is too rare for a turn. Raises WorkerFailed."""
@@ -84,28 +87,39 @@ class MeasuredRun:
         intervals = rare_work_intervals(self.config, self.info, step_seconds)
         most_steps = LONGEST_TURN * self._turn_seconds / step_seconds
         inside = {name: every for name, every in intervals.items() if every <= most_steps}
-        if inside:  # a turn holds the rarer of the two a whole number of times
-            every = math.ceil(max(inside.values()))
-            steps = every * max(1, round(steps / every))
         variants = {VALIDATION: VALIDATING, CHECKPOINT: SAVING}
         self._variant = "+".join(variants[name] for name in inside)
-        self._steps, self._warm = steps, warm_up_steps(steps)
+        self._multiple = math.ceil(max(inside.values(), default=1))  # a turn holds the rarer of the two
+        self._steps, self._most_steps = steps, most_steps
+        self._lengthen_turns(turn)
         outside = {name: every for name, every in intervals.items() if name not in inside}
         self._rare = sum(seconds for _, seconds in measure_rare_work(self.worker, outside))
+
+    def _lengthen_turns(self, turn: Turn) -> None:
+        """Choose more steps per turn if the steps of this turn differ much. So each turn has its share of slow ones."""
+        steady_steps = (turn.step_deviation / STEADY) ** 2
+        steps = max(self._steps, min(steady_steps, self._most_steps))
+        self._steps = self._multiple * max(1, round(steps / self._multiple))
 
     def measure_item_seconds(self) -> float:
         """Take a turn and return its seconds per item. Return infinity and set `error` if the run failed."""
         try:
-            turn: Turn = self.worker.train(self._steps, self._warm, self._variant)
+            turn: Turn = self.worker.train(self._steps, warm_up_steps(self._steps), self._variant)
         except WorkerFailed as error:
             self.error = str(error).strip().splitlines()[-1]
             return math.inf
+        self._lengthen_turns(turn)
         self.peak_bytes = max(self.peak_bytes, turn.peak_bytes)
         seconds = turn.running_seconds + turn.steps * self._rare_seconds_per_step(turn)
         self.items_per_second = turn.items / seconds
-        if self.info.sample_positions and turn.positions:  # a few batches may be long or short
-            return seconds / turn.positions * self.info.sample_positions
-        return seconds / turn.items
+        work = turn.real_positions or turn.items  # a few batches may be long or short
+        self._work, self._work_steps = self._work + work, self._work_steps + turn.steps
+        return seconds / work
+
+    @property
+    def work_per_step(self) -> float:
+        """Return the mean number of positions without padding in a step, or of items if positions are unknown."""
+        return self._work / max(self._work_steps, 1)
 
     def _rare_seconds_per_step(self, turn: Turn) -> float:
         """Return the seconds per step of the work that is in no turn."""

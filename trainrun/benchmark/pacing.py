@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from trainrun.data.engines.stream import BatchesWrapper
 from trainrun.interfaces import Batches, MicroBatch
 from trainrun.summary.throughput_limits import find_padding_mask
@@ -22,7 +24,7 @@ class PacedTriggers:
     """The triggers of a run under measurement: only a number of steps or a time ends the turn.
 
     validates: whether validations are due as in the run. until: the end by `time.monotonic()`; at least one step is
-        done.
+        done. step_ends: by `time.perf_counter()`.
     """
 
     def __init__(
@@ -31,11 +33,13 @@ class PacedTriggers:
         self._triggers, self._validates, self._until = triggers, validates, until
         self._begin, self._end, self.log = state.step, state.step + steps, False
         self.sums = False
+        self.step_ends: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._triggers, name)
 
     def after_step(self, state: TrainState) -> Due:
+        self.step_ends.append(time.perf_counter())
         self._triggers.check_can_continue(state, wait=self._triggers.is_validation_due(state))
         over = state.step >= self._end or (state.step > self._begin and time.monotonic() >= self._until)
         state.stop_reason = "all steps done" if over else ""
@@ -78,14 +82,14 @@ def clear_stop_reason(state: TrainState) -> Iterator[None]:
 class OpenStream(BatchesWrapper):
     """A stream of batches that stays open between two turns, so that no batch is read twice.
 
-    kept: the newest batches, if `keep` was called. positions: the number of positions read, including padding.
+    kept: the newest batches, if `keep` was called.
     """
 
     def __init__(self, train: Batches) -> None:
         super().__init__(train)
         self._open: Iterator[MicroBatch] | None = None
         self._epoch, self._at = -1, 0
-        self.positions = 0
+        self._masks: list[tuple[int, Tensor] | None] = []  # positions and real positions of each batch
         self.kept: deque[MicroBatch] = deque()
         self.keeps = False
 
@@ -105,8 +109,19 @@ class OpenStream(BatchesWrapper):
             if self.keeps:
                 self.kept.append(batch)
             mask = find_padding_mask(batch.data)
-            self.positions += 0 if mask is None else mask.numel()
+            self._masks.append(None if mask is None else (mask.numel(), mask.count_nonzero()))
             yield batch
+
+    def take_positions(self) -> tuple[int, int]:
+        """Return the positions read since the last call, with and without padding. The host waits for the device.
+
+        Return (0, 0) if some batch had no mask.
+        """
+        masks, self._masks = self._masks, []
+        counts = [mask for mask in masks if mask is not None]
+        if len(counts) < len(masks):
+            return 0, 0
+        return sum(total for total, _ in counts), sum(int(real) for _, real in counts)
 
     def _end(self) -> None:
         getattr(self._open, "close", lambda: None)()

@@ -33,8 +33,8 @@ class Remedy(NamedTuple):
 
     @property
     def effect_text(self) -> str:
-        """Return `the same`, `rounds differently`, or `changes: the batch of a step`."""
-        return f"changes: {self.changes}" if self.changes else EFFECT_TEXTS[self.effect]
+        """Return `the same`, `rounds differently`, or `changes the batch of a step`."""
+        return f"changes {self.changes}" if self.changes else EFFECT_TEXTS[self.effect]
 
     @property
     def notes(self) -> list[str]:
@@ -44,6 +44,10 @@ class Remedy(NamedTuple):
     @property
     def compiles(self) -> bool:
         return self.start_cost == COMPILE_COST
+
+    @property
+    def shortens_samples(self) -> bool:
+        return any(override.startswith("data.max_sequence_length=") for override in self.overrides)
 
     def __str__(self) -> str:
         return " ".join(self.overrides)

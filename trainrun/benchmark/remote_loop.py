@@ -8,11 +8,12 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from multiprocessing.connection import Client
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, Final
 
 import psutil
@@ -103,7 +104,6 @@ def describe_run(run: Components) -> RunInfo:
         epochs = max(val.amount, intervals.every_n_epoch if val.amount >= 1 else 0)
         val_every = intervals.steps_per_epoch * epochs
     on_gpu = device.type == "cuda"
-    positions = run.positions.get(config.data.padding, 0.0)
     return RunInfo(
         unit=run.monitors.speed_name.removesuffix("_per_second"),
         engine=opened.read_by.engine if opened is not None else "",
@@ -118,8 +118,6 @@ def describe_run(run: Components) -> RunInfo:
         precision=config.precision.mode,
         thread_safe=opened is not None and is_thread_safe(opened.source),
         reads_ahead=num_batches_ahead(run) > 0,
-        padded=positions / run.positions.get("bucket", math.inf),
-        sample_positions=positions / config.data.batch_size,
         most_readers=None if opened is None else count_most_readers(opened.source, run.parallel.world_size),
         one_graph=not describe_task_obstacle(run.task, run.task_calls.informed),
     )
@@ -189,21 +187,24 @@ class Worker:
         if message.variant == KEEPING:
             self._stream.keep(MOST_KEPT)
         step, items, spent = state.step, state.items, run.phases.read()
-        positions = self._stream.positions
+        self._stream.take_positions()
         wait_for_device(self._device)
         began = time.perf_counter()
-        self._run(run, state, message.steps, message.variant, until)
+        step_ends = self._run(run, state, message.steps, message.variant, until)
         wait_for_device(self._device)
         seconds, now = time.perf_counter() - began, run.phases.read()
         self._stream.keeps = False
+        positions, real_positions = self._stream.take_positions()
         return Turn(
             seconds=seconds,
             steps=state.step - step,
             items=(state.items - items) * ranks,
-            positions=self._stream.positions - positions,
+            positions=positions,
+            real_positions=real_positions,
             peak_bytes=self._snapshot.peak_bytes(self._device),
             phases={name: value - spent.get(name, 0.0) for name, value in now.items()},
             compile_seconds=now.get(ACCOUNTS[COMPILE], 0.0),
+            step_deviation=relative_deviation([began, *step_ends]),
         )
 
     def _build_variant(self, name: str) -> tuple[Components, TrainState]:
@@ -220,12 +221,16 @@ class Worker:
 
     def _run(
         self, run: Components, state: TrainState, steps: int, variant: str = "", until: float = math.inf
-    ) -> None:
-        if steps:
-            parts = variant.split("+")
-            triggers: Any = PacedTriggers(run.triggers, state, steps, VALIDATING in parts, until)
-            checkpoints: Any = PacedCheckpoints(run.checkpoints, SAVING in parts)
-            loop.fit(replace(run, triggers=triggers, checkpoints=checkpoints), state)
+    ) -> list[float]:
+        """Train for some steps. Return the time at the end of each."""
+        if not steps:
+            return []
+        parts = variant.split("+")
+        triggers: Any = PacedTriggers(run.triggers, state, steps, VALIDATING in parts, until)
+        checkpoints: Any = PacedCheckpoints(run.checkpoints, SAVING in parts)
+        loop.fit(replace(run, triggers=triggers, checkpoints=checkpoints), state)
+        step_ends: list[float] = triggers.step_ends
+        return step_ends
 
     def _allow_more_steps(self, run: Components, state: TrainState) -> None:
         """Let a run that has reached its end continue, with the learning rates of its beginning."""
@@ -297,6 +302,12 @@ class Worker:
         work()
         wait_for_device(self._device)
         return Turn(time.perf_counter() - began, 0, 0.0)
+
+
+def relative_deviation(times: Sequence[float]) -> float:
+    """Return the standard deviation of the differences of successive times, divided by their mean."""
+    differences = [end - begin for begin, end in pairwise(times)]
+    return stdev(differences) / fmean(differences) if len(differences) > 1 else 0.0
 
 
 @contextlib.contextmanager

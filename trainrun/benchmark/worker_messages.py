@@ -77,9 +77,8 @@ class RunInfo:
     total_steps, val_every: in steps; None without an end or without validations. layers: class names of all
         modules.
     thread_safe: whether threads may read the data. reads_ahead: whether batches are read during the training.
-    padded: the positions of batches, relative to batches of samples with similar lengths. sample_positions: the
-        positions of one sample, including padding. Both are 0 if lengths are unknown. one_graph: whether a step of
-        the task can be one graph. most_readers: of an iterable source on each rank; None if any number can read.
+    one_graph: whether a step of the task can be one graph. most_readers: of an iterable source on each rank; None if
+        any number can read.
     """
 
     unit: str
@@ -95,8 +94,6 @@ class RunInfo:
     precision: str = ""
     thread_safe: bool = False
     reads_ahead: bool = False
-    padded: float = 0.0
-    sample_positions: float = 0.0
     one_graph: bool = False
     most_readers: int | None = None
 
@@ -106,10 +103,11 @@ class Turn:
     """The result of one message.
 
     seconds: wall clock, including the work of the device. items: of all ranks. positions: of the batches that rank 0
-        read, including padding; 0 if unknown.
+        read, including padding; 0 if batches have no mask. real_positions: those that are not padding.
     phases: seconds by name, of rank 0. busy_seconds: of loading, on rank 0 and its workers, including waits for a
         free core.
-    peak_bytes: of the device, or of the process on a CPU. compile_seconds: since the run began.
+    peak_bytes: of the device, or of the process on a CPU. compile_seconds: since the run began. step_deviation: the
+        standard deviation of the seconds of a step, relative to their mean.
     """
 
     seconds: float
@@ -120,6 +118,8 @@ class Turn:
     phases: dict[str, float] = field(default_factory=dict)
     compile_seconds: float = 0.0
     positions: int = 0
+    real_positions: int = 0
+    step_deviation: float = 0.0
 
     @property
     def items_per_second(self) -> float:

@@ -47,8 +47,6 @@ def open_batches(source: Any, options: StreamOptions) -> tuple[OpenedStream, str
             "as a whole; leave it out"
         )
     prepared = prepare_source(source, add_look(source, options))
-    if options.tally is not None:
-        options.tally.planned = prepared.positions
     finish = partial(_finish_batches, options, prepared.collate, prepared.scale, prepared.samples)
     reason, read_by = explain_resident(prepared), StreamEngine("resident", 0)
     if reason:
@@ -115,8 +113,7 @@ def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
         dataset, collate = (dataset, collate) if columns is None else (columns, None)
     single = _find_sample_setting(options, collate)
     return PreparedStream(original, options, dataset, columns, plan, preparation, collate, scale, single,
-                          tuple(notes), {} if sequence_plan is None else sequence_plan.positions,
-                          None if sequence_plan is None else sequence_plan.samples)  # fmt: skip
+                          tuple(notes), None if sequence_plan is None else sequence_plan.samples)  # fmt: skip
 
 
 def only_joins_rows(collate: Collate | None) -> bool:

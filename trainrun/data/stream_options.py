@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -49,13 +49,10 @@ def build_report(listeners: Sequence[Report]) -> Report:
 
 
 class TokenCounter:
-    """A counter of useful positions on this rank since the last read. counts: whether it counts any stream. planned:
-    positions of a batch, as in `SequencePlan`.
-    """
+    """A counter of useful positions on this rank since the last read. counts: whether it counts any stream."""
 
     def __init__(self) -> None:
         self.counts = False
-        self.planned: Mapping[str, float] = {}
         self._sum: Tensor | None = None
 
     def add(self, positions: Tensor) -> None:
@@ -209,7 +206,7 @@ class PreparedStream:
 
     source: as it was given. dataset: the data set that is read sample by sample. columns: for data in memory, else
         None. plan: forms batches from samples. scale: of pictures that are bytes. single: the setting that needs
-        single samples, or "". notes: lines for the start. positions, samples: see `SequencePlan`.
+        single samples, or "". notes: lines for the start. samples: see `SequencePlan`.
     """
 
     source: Any
@@ -222,7 +219,6 @@ class PreparedStream:
     scale: Scale | None
     single: str
     notes: tuple[str, ...] = ()
-    positions: Mapping[str, float] = field(default_factory=dict)
     samples: Tensor | None = None
 
     @property

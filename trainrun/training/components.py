@@ -54,7 +54,6 @@ class Components:
     wrapped: the model as wrapped by the parallel backend. held: the model as this rank holds it, whose parameters
         the optimizer has. validation: `val`, or named sets such as `val/day`.
     step: makes one step: `train_step`, a wrapper of it, or a custom step. accumulate: its forward and backward.
-    positions: the positions in a micro-batch of one rank, with padding, by `data.padding`; empty if unknown.
     optimizers: several by name, for a custom step (own_step); else empty.
     order: the settings that determine the order of the training samples in an epoch.
     base: with `checkpoint.adapter_only`, the weights that no checkpoint holds.
@@ -86,7 +85,6 @@ class Components:
     counting: Counting
     hooks: Hooks
     trained: TrainedParameters
-    positions: Mapping[str, float] = field(default_factory=dict)
     places: SourceStates = field(default_factory=SourceStates)
     optimizers: Mapping[str, NamedOptimizer] = field(default_factory=dict)
     own_step: Any = None

@@ -183,8 +183,6 @@ def test_the_verdict_says_what_batches_hold(padding, size, truncate, multiple):
         mask = batch["attention_mask"] if "attention_mask" in batch else batch["segment_ids"] > 0
         empty += int((~mask).sum())
         total += mask.numel()
-    if padding in found.positions:
-        assert found.positions[padding] == pytest.approx(total / found.plan.num_batches)
     percent = 100 * empty / total
     words = f"{percent:.0f} %" if percent >= 9.95 or percent == 0 else f"{percent:.1f} %"
     assert f"{padding} {words}" in found.line.replace("under 0.1 %", "0.0 %")

@@ -51,7 +51,7 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
 SLOWER: Final = 0.9  # an ablation below it is not worth more turns
 MOST_PACING, MOST_STARTING = 0.6, 0.5  # of the time: to find the pace, and to start another run
 QUICK_START: Final = 1.0  # second; what the base chose by trials at its start is given to the others
-PADDED: Final = 1.05  # times the positions of batches of like length
+PADDED: Final = 1.05  # positions, for each that is not padding
 TINY_BATCH: Final = 8
 MOST_OF_LARGER: Final = 1 / 3  # of the time that is left: turns of a tiny batch made larger
 LOG_SECONDS: Final = 1.0  # from one log point to the next, at most
@@ -185,6 +185,10 @@ class Examination:
         steps = find_steps_per_turn(take, self._seconds)
         self._steps = max(1, steps - warm_up_steps(steps))
         self._step_seconds = turns[-1].running_seconds / turns[-1].steps
+        positions, real_positions = (
+            sum(getattr(turn, unit) for turn in turns) for unit in ("positions", "real_positions")
+        )
+        self._has_padding = positions > PADDED * real_positions
         self._warm = warm_up_steps(self._steps) if self._step_seconds < LONG_STEP else 0
         self._reserved += (3 if self._warm else 1) * self._step_seconds  # a save needs a step to be saved
         return turns[-1]
@@ -213,7 +217,7 @@ class Examination:
         """Choose the most important ablations that fit into the time, at least one. Record the others as untried."""
         info, config = self._base.info, self._config
         names = [name for name in useful_ablations(config, info, self._steps) if name not in self._known]
-        if info.padded > PADDED and config.data.padding in ("longest", "max"):
+        if self._has_padding and config.data.padding in ("longest", "max"):
             names.insert(0, BUCKET)
         names.append(LARGER)
         turn = (self._warm + self._steps) * self._step_seconds
@@ -334,8 +338,9 @@ class Examination:
         for name, pairs in rounds.pairs.items():
             if pairs:
                 same = [LOGGING] if name == LARGER else [] if name in OTHER_READING else read
-                fewer = {BUCKET: self._base.info.padded, LARGER: 0.0}.get(name, 1.0)
-                ratios[name] = rounds.ratio(name, same, fewer)
+                # Batches of the same run have the same share of padding.
+                unit = "real_positions" if name in OTHER_RUNS else "positions"
+                ratios[name] = rounds.ratio(name, same, unit)
         return ratios
 
     def _measure_rare_costs(self, loop_seconds: float, saving: Ratio | None) -> dict[str, float]:

@@ -38,11 +38,11 @@ def diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
     ranks = f", {info.world_size} ranks" if info.world_size > 1 else ""
     lines = [
         f"measured  {format_quantity(diagnosis.speed)} {info.unit}/s ({info.device}, threads: "
-        f"{info.num_threads}{ranks}), torch {torch.__version__}; a step with its validation and checkpoints "
-        f"{format_step_seconds(diagnosis.step_seconds)}",
+        f"{info.num_threads}{ranks}), torch {torch.__version__}; a step takes "
+        f"{format_step_seconds(diagnosis.step_seconds)}, with its share of validation and checkpoints",
         f"loading   {format_quantity(diagnosis.load_speed)} {info.unit}/s alone, without training",
     ]
-    lines += ["", f"{'if this were free':<22} {'faster by':>10}   {'95 % of the turns':<24} measured with"]
+    lines += ["", f"{'if this were free':<22} {'faster by':>10}   {'95 % interval':<24} measured with"]
     lines += [
         format_cause_row(what_if)
         for what_if in sorted(diagnosis.what_ifs, key=lambda what_if: -what_if.gain.value)
@@ -54,7 +54,7 @@ def diagnosis_lines(diagnosis: Diagnosis) -> list[str]:
 
 
 def describe_remedy(remedy: Remedy) -> str:
-    """Return `try: data.padding=bucket (changes: the order of the samples)`."""
+    """Return `try: data.padding=bucket (changes the order of the samples)`."""
     notes = f" ({'; '.join(remedy.notes)})" if remedy.notes else ""
     return f"try: {remedy}{notes}"
 

@@ -20,7 +20,7 @@ STEPS: Final = 5
 MOST_OPERATIONS: Final = 12
 
 
-def profile_steps(run: Callable[[int], None], device: torch.device, file: Path) -> ProfileResult:
+def profile_steps(run: Callable[[int], object], device: torch.device, file: Path) -> ProfileResult:
     """Profile STEPS steps of `run` after as many warm-up steps. file: the path of the trace, `.json.gz`."""
     run(STEPS)
     on_gpu = device.type == "cuda"

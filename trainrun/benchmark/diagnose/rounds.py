@@ -71,24 +71,21 @@ class Rounds:
         """Return the seconds per item that the unchanged loop spends in these phases."""
         return sum(turn.phase(phase) for turn in self.own for phase in phases) / self.base.items
 
-    def ratio(self, name: str, without: Sequence[int] = (), padding_factor: float = 0.0) -> Ratio:
+    def ratio(self, name: str, without: Sequence[int] = (), unit: str = "items") -> Ratio:
         """Return how many times as fast an ablation is as the base.
 
         Args:
             name: that of the ablation.
             without: phases that take the same time on both sides. Their times are replaced by their mean.
-            padding_factor: the padded positions of the base, divided by those of the ablation for as many items. If
-                it is above 0, turns are compared by seconds per position, because a few batches may be long or
-                short.
+            unit: the attribute of `Turn` with the amount of work. Where it is unknown, items are compared.
         """
         pairs = self.pairs[name]
-        by_position = padding_factor > 0 and all(turn.positions for pair in pairs for turn in pair)
+        if not all(getattr(turn, unit) for pair in pairs for turn in pair):
+            unit = "items"
         ratio = compute_total_ratio([
-            (build_timed_items(base, without, by_position), build_timed_items(turn, without, by_position))
+            (build_timed_items(base, without, unit), build_timed_items(turn, without, unit))
             for base, turn in pairs
         ])  # fmt: skip
-        if by_position:
-            ratio = ratio.multiply(padding_factor)
         same_seconds = self.read_phase_seconds(without)
         if not same_seconds:
             return ratio
@@ -114,9 +111,9 @@ class Rounds:
         )
 
 
-def build_timed_items(turn: Turn, without: Sequence[int] = (), by_position: bool = False) -> TimedItems:
+def build_timed_items(turn: Turn, without: Sequence[int] = (), unit: str = "items") -> TimedItems:
     seconds = turn.running_seconds - sum(turn.phase(phase) for phase in without)
-    return TimedItems(seconds, turn.positions if by_position else turn.items)
+    return TimedItems(seconds, getattr(turn, unit))
 
 
 def compute_total_gain(ratio: Ratio, total_seconds: float, part_seconds: float) -> Ratio:

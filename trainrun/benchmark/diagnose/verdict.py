@@ -25,7 +25,7 @@ CAUSES: Final = {
     "islands": "parts of the model outside of mixed precision",
     "ranks": "the exchange of gradients",
     "update": "the optimizer's update",
-    "dispatch": "calls that are too small: the batch is tiny for this machine",
+    "dispatch": "calls that are too small, because the batch is small for this machine",
 }
 INSIDE: Final = ("compile", "threads", "padding", "islands", "ranks", "update")  # a larger batch shares them
 
@@ -56,19 +56,19 @@ def reach_verdict(diagnosis: Diagnosis) -> Verdict:
     causes = [build_cause(diagnosis, what_if) for what_if in certain_causes(diagnosis)[:MOST_CAUSES]]
     tried = ""
     if diagnosis.untried:
-        tried = f". No time was left for: {', '.join(diagnosis.untried)} (--budget 120 may have it)"
+        tried = f". No time was left for: {', '.join(diagnosis.untried)} (try --budget 120)"
     if not causes and worth:
         return Verdict((), describe_unclear(diagnosis, worth[0]), "unclear")
     if not causes and diagnosis.untried and all(each.gain.pairs < 2 for each in diagnosis.what_ifs):
-        return Verdict((), "unclear: nothing was taken away often enough" + tried, "unclear")
+        return Verdict((), "unclear: too few turns were measured" + tried, "unclear")
     if not causes and f"data.padding={BUCKET}" in diagnosis.untried:
         return Verdict((), f"unclear: there is padding, which may cost something{tried}", "unclear")
     if not causes:
-        text = "healthy: nothing around the step costs a tenth of the time (the update is part of it)"
+        text = "healthy: beside forward, backward and update, nothing takes a tenth of the time"
         return Verdict((), text + tried, "healthy")
     text = "; ".join(f"{cause.text}: up to {gain_text(cause.what_if)} faster without" for cause in causes)
     if len(causes) > 1:
-        text += " (the two are not added up: together at most what is measured together)"
+        text += " (the two gains overlap, so they do not add up)"
     hidden = [
         candidate
         for candidate in worth

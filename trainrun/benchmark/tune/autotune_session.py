@@ -144,11 +144,11 @@ def tuning_lines(tuning: Tuning) -> list[str]:
         without = "" if promised is None else f" (without it {promised:.2f}x)"
         lines += [f"{cause}{without}:", *map(trial_line, trials)]
     if len(tuning.diagnoses) > 1:
-        lines.append(f"with what is used: {tuning.diagnoses[-1]}")
+        lines.append(f"with the settings that are used: {tuning.diagnoses[-1]}")
     offered = [trial for trial in tuning.trials if trial.is_faster and trial.reason.startswith("--allow")]
     lines += [
-        f"your decision: {trial.remedy} is {speed_text(trial)} as fast and {trial.remedy.effect_text} "
-        f"(add it, or {trial.reason})"
+        f"your decision: {trial.remedy} is {speed_text(trial)} as fast, but {trial.remedy.effect_text} "
+        f"(add it, or use {trial.reason})"
         for trial in offered
     ]
     return [*lines, f"result: {tuning.verdict}"]
@@ -237,7 +237,9 @@ def report_search(
         if written.path is not None:
             say(f"wrote {relative_path(written.path)}; use it with: {use}")
         else:
-            say(f"no preset: a setting of yours, or an experiment, stands above it; say: {use}")
+            say(
+                f"no preset is written: one of your settings, or an experiment, would override it. Use: {use}"
+            )
     if wish.allow == "exact":
         say("not tried: number types and compilation of the model, which round differently (--allow numeric)")
     results = to_json_values(tuning)

@@ -44,7 +44,7 @@ DIAGNOSIS_PART: Final = 1 / 6  # of the budget that one diagnosis takes
 LEAST_DIAGNOSIS: Final = 6.0  # seconds
 LEAST_PROCESSES: Final = 3  # pairs of processes of a claim; Student's interval of two is far too wide
 USUAL_PROCESSES: Final = 4  # pairs for which the budget may be exceeded: their interval is a third narrower
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 12
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 24
 OVERRUN: Final = 0.2  # of the budget
 SURE: Final = 0.99  # the confidence of the claim
 MOST_PROCESSES: Final = 12  # pairs of processes of the claim
@@ -117,12 +117,12 @@ class Tuning:
             measured = sum(trial.ratio is not None for trial in self.trials)
             faster = [trial for trial in self.trials if trial.is_faster]
             if faster:
-                return f"yours are the fastest settings of the same training that were found{rest}"
+                return f"your settings are the fastest of those that --allow admits{rest}"
             if measured:
-                return f"of {format_count(measured, 'setting')} none is clearly faster than yours{rest}"
+                return f"{format_count(measured, 'setting')} tried, none clearly faster than yours{rest}"
             if self.trials:
                 return f"no setting could be measured{rest}"
-            return "nothing to try: no cause is certain, or no setting is known against it"
+            return "nothing to try: no cause is certain, or no setting removes it"
         if self.claim is None:
             return f"nothing is claimed: {self.problem}"
         if not self.is_claimed:
@@ -321,6 +321,8 @@ class Tuner:
                 trials[overrides] = replace(measured, reason=run.error or self.base.error or NO_TIME)
             else:
                 ratio = comparison.ratio(name)
+                if measured.remedy.shortens_samples:
+                    ratio = ratio.times(self.base.work_per_step / run.work_per_step)
                 trials[overrides] = replace(measured, ratio=ratio, peak_bytes=run.peak_bytes)
         return [trials[remedy.overrides] for remedy in remedies], runs
 

@@ -10,8 +10,7 @@ gain: padding of random batches of 64 Bible verses 56 %, of buckets 4 %, of pack
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from trainrun.data.sequences.plans import (
     PackPlan,
     SelectedPlan,
     describe_padding,
-    estimate_epoch,
+    estimate_padding,
     form_budget_batches,
     pack_rows,
     round_widths,
@@ -50,15 +49,13 @@ class SequencePlan:
     source: the data set, perhaps wrapped. plan: chooses samples; of an IterableDataset, positions.
     collate: None if torch's own suffices (then a resident engine is possible too). It cuts sequences, so
         `Preparation` must not. line: for the start of a run, or "".
-    positions: see `Epoch`; empty if unknown, or if the user's own code pads. samples: (M,) int64, the sample of each
-        piece.
+    samples: (M,) int64, the sample of each piece.
     """
 
     source: Any
     plan: StreamPlan
     collate: Collate | None
     line: str
-    positions: Mapping[str, float] = field(default_factory=dict)
     samples: torch.Tensor | None = None
 
 
@@ -217,11 +214,9 @@ def _plan_composed_batches(
     seen = before if lengths is None else lengths
     seen = seen if size is None else np.minimum(seen, size)
     width = round_length(int(seen.max()) if size is None else size, options.pad_multiple)
-    epoch = estimate_epoch(seen, base, width, options.pad_multiple, options.max_tokens)
-    told = describe_padding(before, epoch.shares, options.padding, size, options.truncate, found.how)
-    known = lengths is not None and options.collate_fn is None
-    positions = epoch.positions if known else {}
-    return SequencePlan(source, plan, collate, f"{options.key}: {told}", positions, samples)
+    shares = estimate_padding(seen, base, width, options.pad_multiple, options.max_tokens)
+    told = describe_padding(before, shares, options.padding, size, options.truncate, found.how)
+    return SequencePlan(source, plan, collate, f"{options.key}: {told}", samples)
 
 
 def _plan(base: Plan, lengths: Array | None, widest: int | None, options: StreamOptions) -> StreamPlan:

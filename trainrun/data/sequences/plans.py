@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -268,20 +268,10 @@ class SelectedPlan(DerivedPlan):
         )
 
 
-class Epoch(NamedTuple):
-    """Padding and size of the batches of epoch 0, for one rank with `base.batch_size`.
-
-    shares: the fraction of padding, by mode. positions: the size of an average batch with padding, by mode.
-    """
-
-    shares: dict[str, float]
-    positions: dict[str, float]
-
-
-def estimate_epoch(
+def estimate_padding(
     lengths: Array, base: Plan, width: int, multiple: int | None, max_tokens: int | None
-) -> Epoch:
-    """Estimate the padding of an epoch for each padding mode.
+) -> dict[str, float]:
+    """Estimate the share of padding in epoch 0, for each padding mode.
 
     lengths: (n,) int64, of the samples after the cut. width: of rows that are all padded to one width.
     """
@@ -303,11 +293,8 @@ def estimate_epoch(
             lengths, round_widths(lengths, multiple), max_tokens, single.seed, single.shuffle
         )
         positions["token_budget"] = count_padded_positions(lengths, list_batches(groups), multiple)
-    useful, usual = int(lengths.sum()), ("longest", "max", "bucket")
-    return Epoch(
-        {mode: 1 - useful / total for mode, total in positions.items()},
-        {mode: positions[mode] / len(shuffled) for mode in usual},
-    )
+    useful = int(lengths.sum())
+    return {mode: 1 - useful / total for mode, total in positions.items()}
 
 
 def count_padded_positions(lengths: Array, batches: list[Array], multiple: int | None) -> int:
