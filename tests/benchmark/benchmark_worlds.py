@@ -144,9 +144,8 @@ class Run:
     def request(self, message: Any, limit: float | None = None) -> Turn:
         costs = self.world.costs
         if isinstance(message, Load):
-            items = message.batches * self.batch
-            seconds = items * max(self.seconds_of_step([])["data"] / self.batch, 1e-9)
-            return Turn(seconds, message.batches, items, seconds)
+            seconds = message.steps * max(self.seconds_of_step([])["data"], 1e-9)
+            return Turn(seconds, message.steps, 0.0, seconds)
         assert isinstance(message, Save | Validate)
         seconds = costs.validate if isinstance(message, Validate) else costs.save
         self.world.now += seconds
@@ -186,3 +185,25 @@ class Written(Sleepers):
         with open(self._file, "a", encoding="utf-8") as file:
             file.write(f"{index}\n")
         return super().__getitem__(index)
+
+
+class Named(Numbers):
+    """Samples with a name for each value."""
+
+    thread_safe = True
+
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        rows, labels = super().__getitem__(index)
+        return {"rows": rows, "labels": labels}
+
+
+class OwnLoss(torch.nn.Module):
+    """A model that computes its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 3)
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(rows)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}

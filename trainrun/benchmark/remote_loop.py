@@ -43,8 +43,8 @@ from trainrun.benchmark.worker_messages import (
 from trainrun.data.engines.iterable import count_most_readers
 from trainrun.data.engines.stream import OpenedStream
 from trainrun.data.map_style import is_thread_safe
-from trainrun.errors import PluginError, TrainingError
-from trainrun.interfaces import MicroBatch, has_count_method
+from trainrun.errors import TrainingError
+from trainrun.interfaces import MicroBatch
 from trainrun.runtime.machine import wait_for_device
 from trainrun.step.whole import describe_task_obstacle
 from trainrun.summary.throughput_limits import num_batches_ahead
@@ -265,22 +265,16 @@ class Worker:
             yield window
 
     def _measure_loading(self, message: Load) -> Turn:
-        task = self._own.task
-        if not has_count_method(task):
-            raise PluginError(
-                f"task: {type(task).__name__} says its count with each output, so loading alone cannot be "
-                "measured in items; add a method count(batch)"
-            )
-        windows, items = self._iterate_windows(), 0
+        windows = self._iterate_windows()
         for _ in islice(windows, max(message.warm, num_batches_ahead(self._own))):
             pass  # what was read ahead costs nothing any more
         wait_for_device(self._device)
         began, busy = time.perf_counter(), busy_seconds()
-        for window in islice(windows, message.batches):
-            items += sum(batch.counted_by(task) for batch in window)
+        for _ in islice(windows, message.steps):
+            pass
         wait_for_device(self._device)
         seconds = time.perf_counter() - began
-        return Turn(seconds, message.batches, items * self._own.parallel.world_size, busy_seconds() - busy)
+        return Turn(seconds, message.steps, 0.0, busy_seconds() - busy)
 
     def _measure_validation(self) -> Turn:
         assert self._own.val is not None

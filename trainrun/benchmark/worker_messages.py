@@ -33,9 +33,9 @@ class Train:
 
 @dataclass(frozen=True)
 class Load:
-    """A request to read batches of the training stream without training on them."""
+    """A request to read the batches of some steps without training on them. The items of the reply are not counted."""
 
-    batches: int
+    steps: int
     warm: int = 2
 
 

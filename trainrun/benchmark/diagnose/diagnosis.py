@@ -304,7 +304,9 @@ class Examination:
         return not certain and any(ratio.high > CLEAR for ratio in ratios)
 
     def _build_diagnosis(self, rounds: Rounds, load: Turn) -> Diagnosis:
-        info, loop_seconds = self._base.info, rounds.base.seconds / sum(turn.steps for turn in rounds.own)
+        info, num_steps = self._base.info, sum(turn.steps for turn in rounds.own)
+        loop_seconds = rounds.base.seconds / num_steps
+        load_speed = load.steps / load.seconds * rounds.base.items / num_steps
         ratios = self._estimate_gains(rounds)
         late = self._budget.remaining_seconds() <= self._compiling
         self._untried += ["validation and checkpoints"] * late
@@ -325,7 +327,7 @@ class Examination:
                 about = f"{1e3 * seconds:.3g} ms a step{so_far}"
                 what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), about))
         return Diagnosis(
-            info, 1 / rounds.base.seconds_per_item, step_seconds, what_ifs, load.items_per_second,
+            info, 1 / rounds.base.seconds_per_item, step_seconds, what_ifs, load_speed,
             load.busy_seconds / load.seconds, tuple(self._overrides), untried=tuple(dict.fromkeys(self._untried)),
         )  # fmt: skip
 

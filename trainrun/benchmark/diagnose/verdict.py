@@ -56,7 +56,7 @@ def reach_verdict(diagnosis: Diagnosis) -> Verdict:
     causes = [build_cause(diagnosis, what_if) for what_if in certain_causes(diagnosis)[:MOST_CAUSES]]
     tried = ""
     if diagnosis.untried:
-        tried = f". No time was left for: {', '.join(diagnosis.untried)} (try --budget 120)"
+        tried = f". No time was left for: {', '.join(diagnosis.untried)} (try a larger --budget)"
     if not causes and worth:
         return Verdict((), describe_unclear(diagnosis, worth[0]), "unclear")
     if not causes and diagnosis.untried and all(each.gain.pairs < 2 for each in diagnosis.what_ifs):
@@ -66,7 +66,9 @@ def reach_verdict(diagnosis: Diagnosis) -> Verdict:
     if not causes:
         text = "healthy: beside forward, backward and update, nothing takes a tenth of the time"
         return Verdict((), text + tried, "healthy")
-    text = "; ".join(f"{cause.text}: up to {gain_text(cause.what_if)} faster without" for cause in causes)
+    text = "; ".join(
+        f"{cause.text}: up to {gain_text(cause.what_if)} {faster_text(cause.what_if)}" for cause in causes
+    )
     if len(causes) > 1:
         text += " (the two gains overlap, so they do not add up)"
     hidden = [
@@ -112,11 +114,16 @@ def describe_unclear(diagnosis: Diagnosis, what_if: WhatIf) -> str:
     start = f"unclear: {CAUSES[what_if.name]} may cost something"
     if not what_if.is_reliable or what_if.gain.low > 1.0:
         turns = f"{what_if.gain.pairs} turns" if what_if.gain.pairs > 1 else "a single turn"
-        return (
-            f"{start} ({gain_text(what_if)} faster without, in {turns}): no time for more; try --budget 120"
-        )
+        gain = f"{gain_text(what_if)} {faster_text(what_if)}, in {turns}"
+        return f"{start} ({gain}): no time for more; try a larger --budget"
     low, high = (100 * (bound - 1) for bound in what_if.gain[1:3])
-    return f"{start} ({low:+.0f} to {high:+.0f} % faster without); turns differ too much to tell; try --budget 120"
+    gain = f"{low:+.0f} to {high:+.0f} % {faster_text(what_if)}"
+    return f"{start} ({gain}); turns differ too much to tell; try a larger --budget"
+
+
+def faster_text(what_if: WhatIf) -> str:
+    """Return `faster without`, or `faster with trainer.num_threads=1` if the cost has no opposite."""
+    return f"faster with {what_if.setting}" if what_if.name in ("threads", "dispatch") else "faster without"
 
 
 def gain_text(what_if: WhatIf) -> str:

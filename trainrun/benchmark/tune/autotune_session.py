@@ -118,8 +118,8 @@ def parse_value(value: str) -> Any:
     return yaml.safe_load(value) if PLAIN.match(value) else value
 
 
-TABLE_HEAD: Final = ("technique", "alone", "its turns", "helps?", "memory", "training", "settings")
-LONGEST_REASON: Final = 20
+TABLE_HEAD: Final = ("technique", "alone", "turns", "helps?", "memory", "training", "settings")
+LONGEST_REASON: Final = 30
 
 
 def to_json_values(value: Any) -> Any:
@@ -141,8 +141,8 @@ def tuning_lines(tuning: Tuning) -> list[str]:
     """
     lines = [f"your settings: {format_quantity(tuning.speed)} {tuning.unit}/s; {tuning.diagnoses[0]}"]
     for (cause, promised), trials in groupby(tuning.trials, lambda trial: (trial.cause, trial.promised)):
-        without = "" if promised is None else f" (without it {promised:.2f}x)"
-        lines += [f"{cause}{without}:", *map(trial_line, trials)]
+        most = "" if promised is None else f" (at most {promised:.2f}x)"
+        lines += [f"{cause}{most}:", *map(trial_line, trials)]
     if len(tuning.diagnoses) > 1:
         lines.append(f"with the settings that are used: {tuning.diagnoses[-1]}")
     offered = [trial for trial in tuning.trials if trial.is_faster and trial.reason.startswith("--allow")]
@@ -165,9 +165,9 @@ def table_lines(table: TechniqueTable) -> list[str]:
     lines = [f"your settings: {format_quantity(table.speed)} {table.unit}/s"]
     lines.append(format_table(TABLE_HEAD, [technique_row(row) for row in table.rows]))
     reasons = {row.trial.cause: row.trial.reason for row in table.rows}
-    lines += [f"{title}: {reason}" for title, reason in reasons.items() if len(reason) > LONGEST_REASON]
+    lines += [f"{title}: {reason}" for title, reason in reasons.items() if cell_of(reason) != reason]
     late = sum(map(is_skipped_for_time, table.rows))
-    rest = f"; for {late} there was no time (--budget)" if late else ""
+    rest = f"; not measured for lack of time: {late} (--budget)" if late else ""
     settings = " ".join(table.found)
     if not settings:
         return [*lines, f"together: nothing that leaves the training the same helps clearly{rest}"]
@@ -177,16 +177,18 @@ def table_lines(table: TechniqueTable) -> list[str]:
     return [*lines, f"together: {table.claim} ({pairs}): {settings}{rest}"]
 
 
+def cell_of(reason: str) -> str:
+    """Return a reason as a cell of the table."""
+    return reason if len(reason) <= LONGEST_REASON or reason == NO_TIME else "see below"
+
+
 def technique_row(row: Row) -> list[str]:
     trial, alone = row.trial, row.speedup_alone
     note = "is on; without it: " if row.is_on and trial.remedy.overrides else ""
     settings = f"{note}{trial.remedy}"
     effect = trial.remedy.effect_text
     if alone is None:
-        reason = (
-            trial.reason if len(trial.reason) <= LONGEST_REASON or trial.reason == NO_TIME else "see below"
-        )
-        return [trial.cause, "-", "", reason, "", effect, settings]
+        return [trial.cause, "-", "", cell_of(trial.reason), "", "", ""]
     helps = "not clear"  # within what two processes of the same settings may differ by
     if alone.low > 1 + PROCESS_SPREAD:
         helps = "yes"
@@ -254,7 +256,7 @@ def report_search(
 
 
 def report_table(typed: list[str], table: TechniqueTable, budget: float, folder: Path) -> int:
-    print_head(typed, table.seconds, budget)
+    print_head(["--table", *typed], table.seconds, budget)
     for line in table_lines(table):
         say(line)
     to_json = to_json_values
