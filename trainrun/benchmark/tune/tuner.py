@@ -322,7 +322,7 @@ class Tuner:
             else:
                 ratio = comparison.ratio(name)
                 if measured.remedy.shortens_samples:
-                    ratio = ratio.times(self.base.work_per_step / run.work_per_step)
+                    ratio = ratio.multiply(self.base.work_per_step / run.work_per_step)
                 trials[overrides] = replace(measured, ratio=ratio, peak_bytes=run.peak_bytes)
         return [trials[remedy.overrides] for remedy in remedies], runs
 
