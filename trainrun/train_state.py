@@ -31,6 +31,14 @@ class BadStep(NamedTuple):
     batches: int
 
 
+class StartPosition(NamedTuple):
+    """Where a run continues: the steps made, the finished epochs, and the samples that this epoch has used."""
+
+    step: int
+    epoch: int
+    samples: int
+
+
 @dataclass
 class TrainState:
     """The training state besides tensors. Every checkpoint holds it, so that a resume is exact.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import time
@@ -17,6 +18,11 @@ from faults.forks import ForkedCommand, run_forked
 import trainrun as package
 from trainrun.checkpoint.load import read_checkpoint, resolve_checkpoint
 from trainrun.cli.main import main
+
+QUIET_COSINE = [
+    "monitor.progress_bar=false", "monitor.hardware=false", "monitor.plots=false", "trainer.num_threads=1",
+    "model.hidden=[4]", "scheduler=cosine", "monitor.log_every_n_steps=1",
+]  # fmt: skip
 
 # A dataset that draws random numbers for every sample, a network with dropout and running
 # statistics, and a listener that sends a signal to its own process at a named step.
@@ -308,6 +314,29 @@ def test_words_that_a_run_cannot_go_on_with_are_forgotten_and_those_of_a_mistake
     assert main(["resume", "run"]) == 0
     assert package.load_run(own / "run").config.trainer.max_epochs == 2
     assert not (own / "run" / ".config-before.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("length", "goes_on", "steps"),
+    [
+        ("trainer.max_epochs=2", ["resume", "run"], 8 + 2 * 2),
+        ("trainer.max_steps=6", ["resume", "run", "trainer.max_steps=null"], 6 + 1 + 2 * 2),  # amid an epoch
+        ("trainer.max_epochs=2", [*QUIET_COSINE, "ckpt_path=run", "output_dir=new"], 8 + 2 * 2),
+    ],
+)
+def test_a_schedule_ends_with_the_run_after_a_resume_with_another_batch_size(
+    workdir: Path, length: str, goes_on: list[str], steps: int
+) -> None:
+    """An epoch has 4 steps at first, then 2."""
+    assert main([*QUIET_COSINE, length, "data.batch_size=360", "output_dir=run"]) == 0
+    assert main([*goes_on, "trainer.max_epochs=4", "data.batch_size=720"]) == 0
+    rows = package.load_run("new" if "output_dir=new" in goes_on else "run").metrics
+    assert [row["facts"]["total_steps"] for row in rows if row["kind"] == "start"][-1] == steps
+    start = max(number for number, row in enumerate(rows) if row["kind"] == "start")
+    rates = {row["step"]: row["lr"] for row in rows[start:] if row["kind"] == "train"}
+    assert max(rates) == steps
+    usual = {step: 0.0005 * (1 + math.cos(math.pi * (step - 1) / steps)) for step in rates}
+    assert rates == pytest.approx(usual)
 
 
 def test_more_patience_goes_on_behind_an_early_stop(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

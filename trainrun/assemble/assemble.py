@@ -103,7 +103,7 @@ from trainrun.scheduler.schedule import Schedule
 from trainrun.task.losses import compute_balanced_weights
 from trainrun.task.metrics.directions import describe_assumed_direction
 from trainrun.timing.phases import COPY, PhaseTimer
-from trainrun.train_state import TrainState
+from trainrun.train_state import StartPosition, TrainState
 from trainrun.training.components import Components
 from trainrun.training.named_optimizers import JoinedOptimizers, JoinedPrecision, JoinedSchedules
 from trainrun.training.recovery.nonfinite import NonfiniteStepHandler, find_likely_cause
@@ -144,6 +144,7 @@ class RunContext:
     trains: bool = True
     typed: Sequence[str] = ()  # settings of the command line, which some code must read
     trained: TrainingNames | None = None  # names that a checkpoint holds, where a saved run is evaluated
+    start: StartPosition | None = None  # where a resumed run continues
 
 
 def check_targets(config: RunConfig) -> None:
@@ -351,7 +352,7 @@ def plan_intervals(
     """Return the config with its warm-up in steps, and the intervals of the run."""
     parallel = context.parallel
     lengths = measure_lengths(config, data.train, data_sets.sources["train"], task, parallel.world_size)
-    rhythm = build_intervals(config, lengths, task, bool(data.validation), parallel.rank)
+    rhythm = build_intervals(config, lengths, task, bool(data.validation), parallel.rank, context.start)
     config = convert_warmup_to_steps(config, lengths, task)
     count_warmup_steps(config, rhythm)
     return config, rhythm

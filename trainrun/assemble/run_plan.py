@@ -34,6 +34,7 @@ from trainrun.limits import (
 )
 from trainrun.output import format_count
 from trainrun.task.metrics.directions import resolve_direction
+from trainrun.train_state import StartPosition
 from trainrun.training.triggers import (
     Intervals,
     Lengths,
@@ -167,20 +168,31 @@ def convert_to_steps(key: str, found: Duration, lengths: Lengths, task: Any) -> 
     return int(epochs) * lengths.steps_per_epoch + math.ceil(rest / (lengths.samples_per_step or 1))
 
 
+def count_extra_steps(config: RunConfig, lengths: Lengths, start: StartPosition | None) -> int:
+    """Return how many more steps a run has made than its position in the data takes now.
+
+    This is not 0 after a resume with another batch size or other data, and after a rollback, which leaves out data.
+    start: where the run continues; None for its beginning.
+    """
+    if start is None or lengths.steps_per_epoch is None or lengths.samples_per_step is None or config.loop:
+        return 0
+    steps_in_epoch = math.ceil(start.samples / lengths.samples_per_step)
+    return start.step - start.epoch * lengths.steps_per_epoch - steps_in_epoch
+
+
 def build_intervals(
-    config: RunConfig, lengths: Lengths, task: Any, has_val: bool, rank: int = 0
-) -> Intervals:
+    config: RunConfig, lengths: Lengths, task: Any, has_val: bool, rank: int = 0, start: StartPosition | None = None
+) -> Intervals:  # fmt: skip
     trainer, monitor = config.trainer, config.monitor
-    per_epoch = lengths.steps_per_epoch
+    per_epoch, extra = lengths.steps_per_epoch, count_extra_steps(config, lengths, start)
     totals = [trainer.max_steps]
     if trainer.max_epochs is not None and per_epoch is not None:
-        totals.append(trainer.max_epochs * per_epoch)
+        totals.append(trainer.max_epochs * per_epoch + extra)
     max_duration = parse_any_duration(trainer.max_duration)
     uneven = max_duration is not None and max_duration.unit == "token" and lengths.tokens_per_sample is None
     if max_duration is not None and max_duration.unit != "second" and not uneven and per_epoch is not None:
-        totals.append(
-            convert_to_steps(f"trainer.max_duration={trainer.max_duration}", max_duration, lengths, task)
-        )
+        steps = convert_to_steps(f"trainer.max_duration={trainer.max_duration}", max_duration, lengths, task)
+        totals.append(steps if max_duration.unit == "step" else steps + extra)
     known_totals = [total for total in totals if total is not None]
     key, interval = f"trainer.val_check_interval={trainer.val_check_interval}", None
     if has_val:

@@ -57,6 +57,7 @@ from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
 from trainrun.interfaces import Parallel
 from trainrun.tensors import StoredTensor
+from trainrun.train_state import StartPosition
 
 BEST = "best.json"
 KINDS = ("last", "best", "periodic", "final", "stopped")
@@ -386,6 +387,19 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: the folder is {folder.name}, its manifest says step {manifest.step}"
         )
     return manifest
+
+
+def read_start_position(folder: Path) -> StartPosition | None:
+    """Return where a run that loads this checkpoint continues; None if it cannot be read, which the load reports."""
+    path = folder / rank_file_names(0)[0]
+    try:
+        with open_regular_file(path) as file:
+            shared = parse_json(file.read(MAX_STATE_BYTES), str(path))["shared"]
+        train, samples_per_batch = shared["train"], shared["stream"]["samples_per_batch"]
+        position = StartPosition(train["step"], train["epoch"], train["batches"] * samples_per_batch)
+    except (CheckpointError, LookupError, TypeError):
+        return None
+    return position if all(type(number) is int and 0 <= number <= MAX_STEP for number in position) else None
 
 
 def is_intact_checkpoint(folder: Path, run_id: str) -> bool:

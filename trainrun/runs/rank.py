@@ -19,16 +19,18 @@ from torch import nn
 from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.backends import restore_backends
 from trainrun.assemble.monitors import RunMonitors
-from trainrun.assemble.resumption import load_or_create_state
+from trainrun.assemble.resumption import find_checkpoint, load_or_create_state
 from trainrun.assemble.run_plan import collect_batch_sizes, keep_global_batch
 from trainrun.assemble.start_choices import Chosen, read_earlier_choices, set_allocator_rule
 from trainrun.assemble.unread_settings import check_settings_are_read
-from trainrun.checkpoint.files import list_committed_steps
+from trainrun.checkpoint.files import format_folder_name, list_committed_steps
+from trainrun.checkpoint.load import read_start_position
 from trainrun.config.schema import RunConfig, stop_recording_reads
 from trainrun.errors import (
     EXIT_AGAIN,
     EXIT_DONE,
     EXIT_INTERRUPTED,
+    CheckpointError,
     DataError,
     LostContact,
     PluginError,
@@ -67,7 +69,7 @@ from trainrun.timing.phases import (
     PhaseTimer,
     Session,
 )
-from trainrun.train_state import SAVE_NOW, RollBack, TrainState
+from trainrun.train_state import SAVE_NOW, RollBack, StartPosition, TrainState
 from trainrun.training import loop
 from trainrun.training.checks.validation_trial import try_validation
 from trainrun.training.components import Components
@@ -124,7 +126,11 @@ def train_until_rollback(
         closing.enter_context(restore_collector())
         if config.trainer.compile.scope in ("off", "auto"):  # auto is off, as a rule
             closing.enter_context(avoid_compiler_import())
-        identity, has_checkpoint = read_run_facts(run_dir, parallel)
+        identity, has_checkpoint, start = read_run_facts(run_dir, config, resume, parallel)
+        if start is not None and back is not None:
+            start = StartPosition(
+                start.step, back.epoch, back.batches * config.data.batch_size * parallel.world_size
+            )
         notes: list[str] = []
         if resume:
             earlier = identity.get("batch")
@@ -134,7 +140,9 @@ def train_until_rollback(
         goes_on = resume and has_checkpoint
         begin = None if goes_on and not config.checkpoint.adapter_only else config.init_from
         site = build_run_context(run_dir, identity, parallel, flag, listeners, begin)
-        site = replace(site, phases=phases, measures=not resume, is_new=not goes_on, typed=order.typed)
+        site = replace(
+            site, phases=phases, measures=not resume, is_new=not goes_on, typed=order.typed, start=start
+        )
         run, facts = build_components(config, site)
         closing.push(lambda kind, error, trace: finish_save_at_failure(run, kind))
         if run.compile_log is not None and run.config.trainer.compile.scope in ("model", "regional"):
@@ -188,13 +196,21 @@ def train_until_rollback(
         return finish_training(run, state, run_dir, listeners, facts, session)
 
 
-def read_run_facts(run_dir: RunDir, parallel: Parallel) -> tuple[dict[str, Any], bool]:
-    """Return RUN.json, and whether the run has checkpoints, on every rank. Only rank 0 reads its folder."""
+def read_run_facts(
+    run_dir: RunDir, config: RunConfig, resume: bool, parallel: Parallel
+) -> tuple[dict[str, Any], bool, StartPosition | None]:
+    """Return RUN.json, whether the run has checkpoints, and where it continues. Only rank 0 reads folders."""
     facts = None
     if parallel.rank == 0:
-        facts = read_identity(run_dir), bool(list_committed_steps(run_dir.checkpoints))
-    identity, has_checkpoint = parallel.gather(facts)[0]
-    return identity, has_checkpoint
+        steps = list_committed_steps(run_dir.checkpoints)
+        folder = run_dir.checkpoints / format_folder_name(steps[-1]) if steps and resume else None
+        if folder is None and config.ckpt_path is not None:
+            with contextlib.suppress(CheckpointError):  # the load reports it
+                folder = find_checkpoint(config.ckpt_path)
+        start = None if folder is None else read_start_position(folder)
+        facts = read_identity(run_dir), bool(steps), start
+    identity, has_checkpoint, start = parallel.gather(facts)[0]
+    return identity, has_checkpoint, start
 
 
 def load_start_state(
