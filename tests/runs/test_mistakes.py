@@ -115,6 +115,7 @@ def project(workdir: Path) -> Iterator[Path]:
         ["parallel.accelerator=cuda"],
         ["scheduler=cosine", "scheduler.warmup_steps=100000"],
         ["model._target_=own.Breaks", "scheduler.warmup_epochs=1000"],
+        ["output_dir=own.py"],
         ["output_dir=own.py/run"],
         ["resume", "nowhere"],
         ["evaluate", "nowhere"],

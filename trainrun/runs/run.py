@@ -88,7 +88,7 @@ def remove_if_refused(run: RunDir) -> Iterator[None]:
     have, a failure is an exit code and not an error.
     """
     made = [folder for folder in (run.root, *run.root.parents) if not folder.exists()]
-    before = [] if made else list(run.root.iterdir())
+    before = list(run.root.iterdir()) if run.root.is_dir() else []
     is_new = not is_run_folder(run)
     try:
         run.create()
