@@ -126,11 +126,7 @@ def train_until_rollback(
         closing.enter_context(restore_collector())
         if config.trainer.compile.scope in ("off", "auto"):  # auto is off, as a rule
             closing.enter_context(avoid_compiler_import())
-        identity, has_checkpoint, start = read_run_facts(run_dir, config, resume, parallel)
-        if start is not None and back is not None:
-            start = StartPosition(
-                start.step, back.epoch, back.batches * config.data.batch_size * parallel.world_size
-            )
+        identity, has_checkpoint, start = read_run_facts(run_dir, config, resume, back, parallel)
         notes: list[str] = []
         if resume:
             earlier = identity.get("batch")
@@ -197,7 +193,7 @@ def train_until_rollback(
 
 
 def read_run_facts(
-    run_dir: RunDir, config: RunConfig, resume: bool, parallel: Parallel
+    run_dir: RunDir, config: RunConfig, resume: bool, back: RollBack | None, parallel: Parallel
 ) -> tuple[dict[str, Any], bool, StartPosition | None]:
     """Return RUN.json, whether the run has checkpoints, and where it continues. Only rank 0 reads folders."""
     facts = None
@@ -210,6 +206,9 @@ def read_run_facts(
         start = None if folder is None else read_start_position(folder)
         facts = read_identity(run_dir), bool(steps), start
     identity, has_checkpoint, start = parallel.gather(facts)[0]
+    if start is not None and back is not None:
+        samples = back.batches * config.data.batch_size * parallel.world_size
+        start = StartPosition(start.step, back.epoch, samples)
     return identity, has_checkpoint, start
 
 
