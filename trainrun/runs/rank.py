@@ -146,9 +146,7 @@ def train_until_rollback(
         for stream in (run.train, *run.splits().values()):
             closing.callback(stream.close)
         for module in run.model.modules():
-            if (
-                type(module).train is not nn.Module.train
-            ):  # it may do more than set modes, as keep norms from training
+            if type(module).train is not nn.Module.train:  # it may also keep norms from training
                 module.train(module.training)
         allocator, lines = set_allocator_rule(run)
         if allocator == "keep":  # a notebook goes on after the run
