@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
 from torch import nn
 from torch.optim import LBFGS
 
-import trainrun as package
 from trainrun.optimizer.plain_step import build_plain_step
-
-pytestmark = pytest.mark.train
-
-WORDS = (
-    "optimizer._target_=torch.optim.LBFGS", "optimizer.max_iter=1", "optimizer.lr=0.1", "data.batch_size=64", "seed=3",
-    "trainer.num_threads=1", "monitor.plots=false", "monitor.hardware=false", "optimizer.history_size=4",
-)  # fmt: skip
 
 
 def test_the_weights_are_those_of_a_closure_that_computes_the_loss() -> None:
@@ -43,8 +32,3 @@ def test_the_weights_are_those_of_a_closure_that_computes_the_loss() -> None:
                 optimizer.step(loss)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*weights)
-
-
-def test_a_run_learns(workdir: Path) -> None:
-    whole = package.train(*WORDS, "trainer.max_epochs=2")
-    assert whole.status["value"] > 0.5

@@ -147,13 +147,3 @@ def test_weights_are_validated_until_the_average_has_seen_some() -> None:
     assert losses_of(run)[12:] != losses_of(raw)[12:]
     short = train("Plain", *every, "trainer.max_epochs=5", "output_dir=short")
     assert loss_of(short.load_model("last")) == pytest.approx(losses_of(short)[-1], rel=1e-5)
-
-
-def test_a_resume_in_the_middle_has_the_same_average(workdir: Path) -> None:
-    for every in (1, 7):
-        words = ("trainer.ema=true", f"trainer.ema.update_every_n_steps={every}", "trainer.ema.decay=0.9")
-        whole = train("Hooked", *words, "trainer.max_epochs=6")
-        train("Hooked", *words, "trainer.max_epochs=3", f"output_dir=part{every}")
-        assert main(["resume", f"part{every}", "trainer.max_epochs=6"]) == 0
-        part = package.load_model(f"part{every}", which="last").state_dict()
-        assert all(map(torch.equal, part.values(), whole.load_model("last").state_dict().values()))

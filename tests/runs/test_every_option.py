@@ -171,6 +171,10 @@ def needed_words(group: str, option: str, workdir: Path) -> list[str]:
         }
         numpy.savez(workdir / "labels.npz", **arrays)
         return ["data=arrays", "data.path=labels.npz", "model.num_classes=3"]
+    if option == "resnet":
+        return ["model.width=8"]
+    if (group, option) == ("experiment", "text"):
+        return ["data.batch_size=2"]
     if option == "sequence_vae":
         return ["data=text", "data.train.max_bytes=100000", "data.train.block_size=16", "task=vae"]
     if option in ("segmentation", "model_loss"):

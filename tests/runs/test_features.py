@@ -105,7 +105,7 @@ FEATURES = {
     "clipped by value": Feature(("trainer.gradient_clip_val=0.01", "trainer.gradient_clip_algorithm=value")),
     "warmup": Feature(("scheduler=warmup_cosine", "scheduler.warmup_steps=2")),
     "metrics": Feature(("task.metrics=[f1,auroc,top5]", "checkpoint.monitor=val/f1")),
-    "averages": Feature(("trainer.ema.enabled=true", "trainer.ema.update_every_n_steps=2")),
+    "averages": Feature(("trainer.ema.enabled=true", "trainer.ema.update_every_n_steps=3")),
     "averages in 16 bits": Feature(("trainer.ema.enabled=true", "trainer.ema.update_every_n_steps=2",
                                     "precision=bf16-true"), RESUME_ALONE),  # 16 bits round in every micro-batch
     "lbfgs": Feature(("optimizer._target_=torch.optim.LBFGS", "optimizer.max_iter=1", "optimizer.lr=0.1",

@@ -211,7 +211,7 @@ def test_the_commands_of_a_page_run(page: str, project: Path, capsys: pytest.Cap
         added = [word for word in SHORT if word.partition("=")[0] not in named] if trains else []
         if trains and not {"trainer.max_epochs", "trainer.max_steps"} & named:
             added.append("trainer.max_epochs=1")
-        if "model=gpt" in words and trains:
+        if {"model=gpt", "experiment=text"} & set(words) and trains:
             added.append("data.batch_size=2")
         code = main([*words, *added])
         told = capsys.readouterr()
