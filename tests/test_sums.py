@@ -152,10 +152,7 @@ def test_names_that_only_one_rank_had_are_added_up_under_their_own_name() -> Non
         assert numbers == [2.0]
         assert compute_metrics(
             {name: value for name, value in totals.items() if name != "of_code"}, 3.0, Mine()
-        ) == {
-            "of_books": 0.5,
-            "all": 1.0,
-        }
+        ) == {"of_books": 0.5, "all": 1.0}
         assert totals["of_code"].tolist() == [5.0, 6.0]
 
 

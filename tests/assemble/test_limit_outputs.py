@@ -27,8 +27,7 @@ def ranks(free_of_others: list[float]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("others", "expected"),
-    [([], (8e9 - 16e3) / 2), ([9e9], (4e9 - 16e3) / 2), ([1e9], 5e8), ([-1.0], 0)],
+    ("others", "expected"), [([], (8e9 - 16e3) / 2), ([9e9], (4e9 - 16e3) / 2), ([1e9], 5e8), ([-1.0], 0)]
 )
 def test_half_of_what_the_update_leaves_free(
     monkeypatch: pytest.MonkeyPatch, others: list[float], expected: float

@@ -64,10 +64,7 @@ def test_a_resume_elsewhere(killed: Path, trainrun: Any) -> None:
     [
         ({"num_threads": 9}, "(9, now 1): results may differ in their last bits from"),
         ({"precision": "bf16-mixed"}, "(bf16-mixed, now 32-true): results may differ from"),
-        (
-            {"world_size": 2},
-            "(2, now 1): random states (as of dropout) start again, and results may",
-        ),
+        ({"world_size": 2}, "(2, now 1): random states (as of dropout) start again, and results may"),
         ({"world_size": 1}, ""),
     ],
 )

@@ -51,11 +51,7 @@ leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.binary(max_size=8),
     st.text(max_size=6),
 )  # fmt: skip
-keys = st.one_of(
-    st.text(max_size=4),
-    st.sampled_from(["$int", "$", "a/b"]),
-    st.integers(),
-)
+keys = st.one_of(st.text(max_size=4), st.sampled_from(["$int", "$", "a/b"]), st.integers())
 trees = st.recursive(
     leaves,
     lambda inner: st.one_of(

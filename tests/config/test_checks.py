@@ -116,10 +116,7 @@ READER = {
     ],
 )
 def test_a_validation_part_is_cut_as_the_training_part_is(val: dict[str, Any], said: str) -> None:
-    config = replace_values(
-        RunConfig(),
-        {"data.train": READER, "data.val": {**READER, **val}},
-    )
+    config = replace_values(RunConfig(), {"data.train": READER, "data.val": {**READER, **val}})
     faults = [str(fault) for fault in iterate_combination_faults(config) if fault.key.startswith("data.val")]
     assert len(faults) == bool(said)
     assert said in "".join(faults)

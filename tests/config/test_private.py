@@ -126,13 +126,7 @@ def test_a_run_with_secrets(
     config = files["config.yaml"].read_text()
     assert "token: ${oc.env:OWN_TOKEN}" in config
     assert "api_key: '***'" in config
-    for name in (
-        "config.yaml",
-        "overrides.txt",
-        ".secrets.json",
-        "environment.json",
-        "status.json",
-    ):
+    for name in ("config.yaml", "overrides.txt", ".secrets.json", "environment.json", "status.json"):
         assert stat.S_IMODE(files[name].stat().st_mode) == 0o600, name
 
     assert main(["resume", "run", "trainer.max_steps=3"]) == 0

@@ -109,10 +109,7 @@ def test_a_sample_that_cannot_be_read_is_told_by_who_needs_it() -> None:
     assert inspect_source(Samples(fail_at_first), options()).first is None
 
 
-@pytest.mark.parametrize(
-    "end",
-    [lambda i: os.kill(os.getpid(), signal.SIGKILL), lambda i: os._exit(3)],
-)
+@pytest.mark.parametrize("end", [lambda i: os.kill(os.getpid(), signal.SIGKILL), lambda i: os._exit(3)])
 def test_a_sample_that_ends_its_process(end: Any) -> None:
     with refused(DataError):
         inspect_source(Samples(end), options())

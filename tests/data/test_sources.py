@@ -202,10 +202,7 @@ def test_a_wrong_path_is_not_replaced_by_another(no_fashion):
 
 @pytest.mark.parametrize(
     ("name", "array"),
-    [
-        ("train-images-idx3-ubyte.gz", np.zeros((20, 8, 8))),
-        ("train-labels-idx1-ubyte.gz", np.zeros(19)),
-    ],
+    [("train-images-idx3-ubyte.gz", np.zeros((20, 8, 8))), ("train-labels-idx1-ubyte.gz", np.zeros(19))],
 )
 def test_fashion_mnist_of_the_wrong_shape(tmp_path, name, array):
     write_fashion(tmp_path)

@@ -132,12 +132,7 @@ def test_other_data_by_its_group(run: str, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["--out=emb.txt"],
-        ["--out=emb.npy", "--layer=layer.1"],
-        ["--out=emb.npy", "--which=step-3"],
-    ],
+    "words", [["--out=emb.txt"], ["--out=emb.npy", "--layer=layer.1"], ["--out=emb.npy", "--which=step-3"]]
 )
 def test_wrong_uses_are_one_line(run: str, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     capsys.readouterr()

@@ -166,13 +166,7 @@ def test_what_cannot_be_a_graph_is_one_line(
     approve(lines[0])
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "x - x.mean(0)",
-        "x + torch.rand(1)",
-    ],
-)
+@pytest.mark.parametrize("first", ["x - x.mean(0)", "x + torch.rand(1)"])
 def test_a_network_whose_samples_depend_on_each_other_or_on_chance(
     workdir: Path, first: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

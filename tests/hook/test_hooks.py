@@ -167,15 +167,7 @@ def test_what_acts_at_a_checkpoint_comes_before_it(workdir: Path) -> None:
     assert state["seen"][:3] == ["epoch_start 0", "epoch_end 12", "validation_end 12"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "Misspelt",
-        "Nothing",
-        "OtherArguments",
-        "Half",
-    ],
-)
+@pytest.mark.parametrize("name", ["Misspelt", "Nothing", "OtherArguments", "Half"])
 def test_what_is_no_hook_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, f"hook.mine._target_=own.{name}"]) == 2
     approve_error(capsys.readouterr().err)

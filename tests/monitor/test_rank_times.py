@@ -62,12 +62,7 @@ def measure_windows(
 
 def test_a_row_has_the_seconds_of_each_rank_since_the_previous_log_point() -> None:
     (row, note), *_ = measure_windows([(2.0, 4.0, 3.0, 0.0)], steps=10)
-    wanted = {
-        "data": [0.01, 0.02],
-        "forward": [0.04, 0.04],
-        "backward": [0.05, 0.03],
-        "ranks": [0.005, 0.0],
-    }
+    wanted = {"data": [0.01, 0.02], "forward": [0.04, 0.04], "backward": [0.05, 0.03], "ranks": [0.005, 0.0]}
     assert row == {"steps": 10, "seconds": wanted}
     assert not note
     assert not invalid_field({"kind": "ranks", "step": 10, **row})

@@ -54,10 +54,7 @@ def trained(model: nn.Module, update: Callable[[], Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("factory", "keywords"),
-    [
-        (AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-        (SGD, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}),
-    ],
+    [(AdamW, {"lr": 0.01, "weight_decay": 0.1}), (SGD, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1})],
 )
 def test_groups_of_the_settings_are_those_written_by_hand(
     factory: Callable[..., Optimizer], keywords: dict[str, Any]

@@ -202,10 +202,7 @@ def test_the_kernel_is_that_of_this_machine() -> None:
     [
         (nn.Linear(3, 2), r"weight has shape \[2, 3\], stored \[2, 2\]"),
         (nn.Linear(2, 2, bias=False), "bias is not in the model now"),
-        (
-            nn.Sequential(nn.Linear(2, 2)),
-            "0.weight is new in the model; 0.bias is new in the model",
-        ),
+        (nn.Sequential(nn.Linear(2, 2)), "0.weight is new in the model; 0.bias is new in the model"),
         (nn.ModuleList([nn.Linear(2, 2) for _ in range(4)]), "; and 5 more"),
     ],
 )

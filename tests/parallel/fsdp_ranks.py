@@ -168,11 +168,7 @@ def work(parallel: Parallel, flag: StopFlag) -> int:
     deferred_init.LARGE_BYTES = 1
     scenarios = json.loads((folder / "scenarios.json").read_text())
     seen: dict[str, Any] = {
-        name: result(
-            tuple(words),
-            another(parallel, **options),
-            batch_size=BATCH // parallel.world_size,
-        )
+        name: result(tuple(words), another(parallel, **options), batch_size=BATCH // parallel.world_size)
         for name, (words, options) in scenarios.items()
     }
     seen["saved"] = save_at(parallel, folder / "checkpoints")

@@ -182,15 +182,7 @@ class Graph(nn.Linear):
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.Identity(),
-        Fixed(),
-        Graph(),
-        nn.LazyLinear(3),
-    ],
-)
+@pytest.mark.parametrize("model", [nn.Identity(), Fixed(), Graph(), nn.LazyLinear(3)])
 def test_models_without_gradients_are_refused(model: nn.Module) -> None:
     with refused(PluginError):
         check_parameters(model)

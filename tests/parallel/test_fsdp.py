@@ -254,8 +254,7 @@ def layers_with(change: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
-    [("type", "float64"), ("scalar", "1.scale"), ("complex", "1.scale")],
+    ("change", "named"), [("type", "float64"), ("scalar", "1.scale"), ("complex", "1.scale")]
 )
 def test_a_weight_that_torch_cannot_divide_is_named(change: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):

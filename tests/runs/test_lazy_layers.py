@@ -51,11 +51,7 @@ def test_the_sizes_come_from_the_data_and_nothing_else_changes(
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        of("Words"),
-        ("data=custom", "data.train._target_=test_lazy_layers.Rows", *of("Lazy")),
-    ],
+    "words", [of("Words"), ("data=custom", "data.train._target_=test_lazy_layers.Rows", *of("Lazy"))]
 )
 def test_what_zeros_cannot_tell_is_asked_of_the_model(
     workdir: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]

@@ -69,10 +69,7 @@ def test_the_second_is_told_who_is_first_and_kill_9_frees_the_folder(
 ) -> None:
     process = holder(run, "print('there', flush=True); time.sleep(60)")
     began = time.monotonic()
-    with (
-        pytest.raises(RunBusy, match=rf"process {process.pid} on ") as caught,
-        lock_run_folder(run),
-    ):
+    with pytest.raises(RunBusy, match=rf"process {process.pid} on ") as caught, lock_run_folder(run):
         pass
     assert caught.value.exit_code == 75
     assert main(["data=digits", "model=mlp", f"output_dir={run.root}", *QUIET]) == 75

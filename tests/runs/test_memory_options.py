@@ -48,10 +48,7 @@ REFUSED = [
     (["trainer.gradient_checkpointing=1.5"], "more than 0 and below 1"),
     (["trainer.gradient_checkpointing=full", "trainer.compile.enabled=true"], "use one of the two"),
     (["trainer.gradient_checkpointing=full", "parallel.sync_batchnorm=true"], "exchange the statistics"),
-    (
-        ["trainer.gradient_checkpointing=full", "trainer.cuda_graphs=true"],
-        "cannot repeat its random numbers",
-    ),
+    (["trainer.gradient_checkpointing=full", "trainer.cuda_graphs=true"], "cannot repeat its random numbers"),
     (["trainer.activation_offload=true", "trainer.cuda_graphs=true"], "host memory cannot be allocated"),
     (["trainer.activation_offload=true", "parallel.accelerator=cpu"], "moves tensors from a GPU"),
     (["trainer.activation_offload=true", "trainer.gradient_checkpointing=full"], "none are left to move"),

@@ -210,14 +210,7 @@ def test_an_unknown_metric_is_refused_before_the_training(
     assert not (project / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "model.hidden=[32]",
-        "transform.lora.alpha=3",
-        "transform.lora=null",
-    ],
-)
+@pytest.mark.parametrize("word", ["model.hidden=[32]", "transform.lora.alpha=3", "transform.lora=null"])
 def test_a_refused_resume_leaves_the_run_as_it_was(
     project: Path, refuses: Callable[..., None], word: str
 ) -> None:
@@ -295,13 +288,7 @@ def test_a_name_with_a_slash_stays_below_outputs(project: Path) -> None:
 
 
 def test_files_that_no_run_made_stay_as_they_are(project: Path, refuses: Callable[..., None]) -> None:
-    for name in (
-        "config.yaml",
-        "metrics.jsonl",
-        "environment.json",
-        "report.html",
-        "plots/loss.png",
-    ):
+    for name in ("config.yaml", "metrics.jsonl", "environment.json", "report.html", "plots/loss.png"):
         folder = project / name.partition(".")[0]
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_text("mine: 1\n")
@@ -472,10 +459,7 @@ def plots_is_a_file(run: Path) -> None:
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_a_run_folder_that_is_not_whole(
-    project: Path,
-    capsys: pytest.CaptureFixture[str],
-    damage: Callable[[Path], None],
-    words: list[str],
+    project: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], words: list[str]
 ) -> None:
     for name in ("run", "other"):
         assert main([*SHORT, f"output_dir={name}"]) == 0

@@ -97,14 +97,7 @@ def test_two_ranks_have_the_same_and_the_best_is_that_of_the_named_set(folder):
     ] * 2
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "checkpoint.monitor=val/loss",
-        "data.val.day.n=x.y",
-        "data.val.dusk=3",
-    ],
-)
+@pytest.mark.parametrize("word", ["checkpoint.monitor=val/loss", "data.val.day.n=x.y", "data.val.dusk=3"])
 def test_wrong_words_are_refused_by_their_key(word, capsys):
     if word.startswith("data.val.dusk"):
         with pytest.raises(ConfigError) as caught:

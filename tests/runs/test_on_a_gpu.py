@@ -199,12 +199,7 @@ def test_a_token_out_of_range_is_named_in_a_process_of_its_own(
 
 def test_gradients_add_up_under_cuda_graphs_of_inductor() -> None:
     pytest.importorskip("triton")
-    shared = (
-        *SHORT,
-        "model=mlp",
-        "trainer.accumulate_grad_batches=2",
-        "optimizer=sgd",
-    )
+    shared = (*SHORT, "model=mlp", "trainer.accumulate_grad_batches=2", "optimizer=sgd")
     compiled = run(*shared, "trainer.compile=model", "trainer.compile.mode=reduce-overhead")
     close(compiled, run(*shared), 1e-3)
 

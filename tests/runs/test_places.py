@@ -63,11 +63,7 @@ def test_a_folder_that_goes_away_is_not_made_again(
     workdir: Path, capsys: pytest.CaptureFixture[str], how: str, more: list[str]
 ) -> None:
     (workdir / "taking.py").write_text(TAKES_AWAY)
-    listener = [
-        "monitor.x._target_=taking.Gone",
-        f"monitor.x.how={how}",
-        "monitor.x.at=3",
-    ]
+    listener = ["monitor.x._target_=taking.Gone", f"monitor.x.how={how}", "monitor.x.at=3"]
     assert main([*WORDS, *listener, *more, "monitor.log_every_n_steps=1", "output_dir=run"]) == 1
     said = capsys.readouterr().err
     assert f"{workdir / 'run'}: the folder of this run is gone" in said

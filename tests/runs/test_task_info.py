@@ -184,12 +184,7 @@ def test_pictures_of_a_task_are_in_the_report(own: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["task=own.Third"],
-        ["task=own.NotAPicture"],
-        ["task=own.Told", "trainer.compile=step"],
-    ],
+    "words", [["task=own.Third"], ["task=own.NotAPicture"], ["task=own.Told", "trainer.compile=step"]]
 )
 def test_what_does_not_fit_is_refused(own: Path, words: list[str], refuses: Callable[..., None]) -> None:
     refuses([*WORDS, *words])

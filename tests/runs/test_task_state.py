@@ -416,13 +416,7 @@ def test_parameters_of_a_task_that_nothing_updates_are_told(own: Path, task: str
     assert [text.partition(": its own parameters ")[2][:8] for text in told] == ([] if rate else ["(weight)"])
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        "Half",
-        "Unsaveable",
-    ],
-)
+@pytest.mark.parametrize("task", ["Half", "Unsaveable"])
 def test_a_task_that_cannot_be_saved_is_refused(
     own: Path, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,15 +159,7 @@ def test_a_sequence_vae_shows_lines_beside_what_their_codes_become(book: Path, t
     assert "<b>&lt;b&gt;&amp;</b><br>&lt;script&gt;</td>" in page
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--top-k=0"],
-        ["--temperature=-1"],
-        ["--max-tokens=0"],
-        [],
-    ],
-)
+@pytest.mark.parametrize("words", [["--top-k=0"], ["--temperature=-1"], ["--max-tokens=0"], []])
 def test_wrong_uses_are_one_line(workdir: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     run = train("run", 1, *QUIET)
     capsys.readouterr()

@@ -64,10 +64,7 @@ def test_the_length_is_filled_in_in_epochs() -> None:
     assert schedule.lr == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    "target",
-    [cosine, None, ReduceLROnPlateau],
-)
+@pytest.mark.parametrize("target", [cosine, None, ReduceLROnPlateau])
 def test_what_counts_no_epochs_is_refused(target: object) -> None:
     with refused(ConfigError, "scheduler.interval"):
         build_schedule(new_optimizer(), target, {}, 0, 40, None, 5, True)  # type: ignore[arg-type]
@@ -94,11 +91,7 @@ def test_a_run_and_its_resume_in_the_middle_of_an_epoch(workdir: Path, accumulat
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        [*STEPLR[:-1], "scheduler.interval=epochs"],
-        [*STEPLR, "loop._target_=math.floor"],
-    ],
+    "words", [[*STEPLR[:-1], "scheduler.interval=epochs"], [*STEPLR, "loop._target_=math.floor"]]
 )
 def test_a_wrong_word_is_refused(workdir: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, *words]) == 2

@@ -115,10 +115,7 @@ def test_what_cannot_be_resumed_is_refused(
     monkeypatch.chdir(tmp_path)
     path = sweep.folder / "sweep.json"
     whole = json.loads(path.read_text())
-    for changed, match in (
-        ({"calls": [["model=evil.Code"]]}, "--trust"),
-        ({"seal": ""}, "--trust"),
-    ):
+    for changed, match in (({"calls": [["model=evil.Code"]]}, "--trust"), ({"seal": ""}, "--trust")):
         path.write_text(json.dumps(whole | changed))
         with pytest.raises(ConfigError, match=match):
             runner.resume_sweep(sweep.folder, False, [])

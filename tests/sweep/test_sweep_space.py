@@ -62,10 +62,7 @@ def test_wrong_options_are_refused(words: list[str]) -> None:
         read_options(words)
 
 
-@pytest.mark.parametrize(
-    "word",
-    ["lr=interval(1)", "lr=interval(2,1)", "lr=tag(log, interval(0,1))"],
-)
+@pytest.mark.parametrize("word", ["lr=interval(1)", "lr=interval(2,1)", "lr=tag(log, interval(0,1))"])
 def test_spaces_that_cannot_be_drawn_from_are_refused(word: str) -> None:
     with refused(ConfigError, "lr"):
         draw_points([word], 2, 0)

@@ -40,20 +40,14 @@ def test_without_a_target_one_can_predict_and_not_train(batch: Any) -> None:
         split_inputs_and_target(batch)
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [(X, Y, Y), {"y": Y}, "xy"],
-)
+@pytest.mark.parametrize("batch", [(X, Y, Y), {"y": Y}, "xy"])
 def test_other_forms_are_named(batch: Any) -> None:
     for read in (split_inputs_and_target, split_inputs_and_optional_target):
         with refused(DataError):
             read(batch)
 
 
-@pytest.mark.parametrize(
-    "output",
-    [SimpleNamespace(y=X), {"y": X}, (X, X)],
-)
+@pytest.mark.parametrize("output", [SimpleNamespace(y=X), {"y": X}, (X, X)])
 def test_other_outputs_are_named(output: Any) -> None:
     with refused(PluginError):
         extract_output_tensor(output)

@@ -233,14 +233,7 @@ def test_under_autocast_the_loss_is_summed_in_float32() -> None:
     assert out.loss_sum.dtype is torch.float32
 
 
-@pytest.mark.parametrize(
-    ("wrong", "ignored"),
-    [
-        (255, -100),
-        (-1, -100),
-        (-100, 255),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "ignored"), [(255, -100), (-1, -100), (-100, 255)])
 def test_a_mark_in_a_map_that_counts_nothing_is_named(wrong: int, ignored: int) -> None:
     target = torch.zeros(2, 3, 3, dtype=torch.int64)
     target[0, 0, 0] = wrong

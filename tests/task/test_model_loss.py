@@ -90,10 +90,7 @@ def test_what_is_not_known_is_refused(reduce: str, change: dict[str, Tensor]) ->
 
 @pytest.mark.parametrize(
     ("data", "key"),
-    [
-        ((torch.zeros(2), torch.zeros(2)), "task=model_loss"),
-        ({"input_ids": torch.ones(2, 3)}, ""),
-    ],
+    [((torch.zeros(2), torch.zeros(2)), "task=model_loss"), ({"input_ids": torch.ones(2, 3)}, "")],
 )
 def test_a_batch_of_another_form_is_refused(data: Any, key: str) -> None:
     with refused((PluginError, DataError, TypeError), key):

@@ -65,10 +65,7 @@ def test_one_number_a_sample_meets_an_output_of_one_column(loss: Any) -> None:
     assert found.sums["mae"]() == wanted.sums["mae"]()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(
-    ("output", "target"),
-    [((7,), (7, 1)), ((7, 3), (7, 2))],
-)
+@pytest.mark.parametrize(("output", "target"), [((7,), (7, 1)), ((7, 3), (7, 2))])
 def test_shapes_that_torch_would_broadcast_are_refused_in_every_batch(
     output: tuple[int, ...], target: tuple[int, ...]
 ) -> None:

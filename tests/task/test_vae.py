@@ -142,11 +142,7 @@ def test_pictures_show_each_sample_beside_its_reconstruction() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {"beta_schedule": "linear"},
-        {"beta_steps": 4},
-        {"beta_schedule": "cyclical", "beta_steps": 3},
-    ],
+    [{"beta_schedule": "linear"}, {"beta_steps": 4}, {"beta_schedule": "cyclical", "beta_steps": 3}],
 )
 def test_a_schedule_that_is_none_is_refused(arguments: dict[str, Any]) -> None:
     with refused(ConfigError):

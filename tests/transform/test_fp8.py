@@ -30,14 +30,7 @@ def test_sizes_choose_the_layers_and_the_last_is_left_alone() -> None:
     assert find_swappable_layers(nn.Linear(32, 32)) == set()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["precision=bf16-mixed"],
-        ["precision=16-mixed"],
-        [],
-    ],
-)
+@pytest.mark.parametrize("words", [["precision=bf16-mixed"], ["precision=16-mixed"], []])
 def test_a_run_that_cannot_have_it_is_refused(workdir: Any, words: list[str]) -> None:
     with refused(ConfigError):
         package.train("precision.fp8=true", "parallel.accelerator=cpu", "trainer.max_steps=1", *words)

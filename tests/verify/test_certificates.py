@@ -155,10 +155,7 @@ def test_data_read_again_after_a_resume(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("module", "name", "words"),
-    [
-        (restore, "load_named_optimizer_state", ()),
-        (restore, "set_random_state", ("model.dropout=0.5",)),
-    ],
+    [(restore, "load_named_optimizer_state", ()), (restore, "set_random_state", ("model.dropout=0.5",))],
 )
 def test_a_state_that_a_resume_forgets(tmp_path, monkeypatch, module, name, words):
     plant(monkeypatch, module, name, lambda real: lambda *args: None)

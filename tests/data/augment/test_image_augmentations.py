@@ -148,12 +148,7 @@ def test_floats_are_scaled_already_and_keep_their_type() -> None:
 
 
 Pair = namedtuple("Pair", ["image", "label"])
-BATCHES = [
-    lambda x, y: (x, y),
-    lambda x, y: [x, y],
-    lambda x, y: {"id": y, "image": x, "label": y},
-    Pair,
-]
+BATCHES = [lambda x, y: (x, y), lambda x, y: [x, y], lambda x, y: {"id": y, "image": x, "label": y}, Pair]
 
 
 @pytest.mark.parametrize("batch_of", BATCHES)

@@ -16,11 +16,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from trainrun.data.facts import SharedRows
 from trainrun.data.overlap import shared_samples as reading
-from trainrun.data.overlap.shared_rows import (
-    count_shared_numbers,
-    count_shared_rows,
-    describe_shared_rows,
-)
+from trainrun.data.overlap.shared_rows import count_shared_numbers, count_shared_rows, describe_shared_rows
 from trainrun.data.overlap.shared_samples import count_shared_samples
 from trainrun.data.readers import column_store, mapped_rows
 from trainrun.data.readers.pictures import image_folder
@@ -197,10 +193,7 @@ def write_parquet(path: Path, numbers: range) -> None:
 
 @pytest.mark.parametrize(
     ("module", "write", "ending", "arguments"),
-    [
-        (webdataset, write_tar, "tar", {}),
-        (parquet, write_parquet, "parquet", {}),
-    ],
+    [(webdataset, write_tar, "tar", {}), (parquet, write_parquet, "parquet", {})],
 )
 def test_samples_inside_of_files_are_compared(tmp_path: Path, module, write, ending: str, arguments: dict):
     for split, numbers in (("train", range(60)), ("val", range(50, 80)), ("test", range(60, 80))):

@@ -77,10 +77,7 @@ def test_a_missing_word_is_refused_unless_something_stands_for_missing_values(tm
     [
         ({"categories": ["colour"]}, "data.train.categories=colour"),
         ({"categories": ["size"]}, "'color'"),
-        (
-            {"categories": ["color", "size"], "inputs": ["a", "color"]},
-            "data.train.categories=size",
-        ),
+        ({"categories": ["color", "size"], "inputs": ["a", "color"]}, "data.train.categories=size"),
         ({"categories": ["color", "size"], "shape": [7]}, "data.shape"),
     ],
 )

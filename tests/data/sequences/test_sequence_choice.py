@@ -199,12 +199,7 @@ def test_what_does_not_go_together_is_refused():
     refuses(Text(), "data.truncate=left", truncate="left")
     refuses(Text(), "data.padding=pack", padding="pack", collate_fn=list)
     refuses(Text(), "data.pad_multiple", pad_multiple=8, collate_fn=list)
-    refuses(
-        Text(),
-        "data.max_tokens",
-        padding="token_budget",
-        max_tokens=8,
-    )
+    refuses(Text(), "data.max_tokens", padding="token_budget", max_tokens=8)
     refuses(Text(), "data.train", truncate="drop", max_sequence_length=0)
     refuses(torch.zeros(4, 3), "data.padding=bucket", padding="bucket")
     refuses(torch.zeros(4, 3), "data.pad_multiple", pad_multiple=8)
@@ -219,11 +214,7 @@ def test_what_does_not_go_together_is_refused():
         return {"input_ids": torch.arange(length), "labels": torch.arange(length + 1)}
 
     refuses(Text(two), "data.train", padding="pack")
-    refuses(
-        Text(lambda length, index: (torch.arange(length), 0.5)),
-        "data.train",
-        padding="pack",
-    )
+    refuses(Text(lambda length, index: (torch.arange(length), 0.5)), "data.train", padding="pack")
 
 
 class Drawn(Text):
@@ -232,12 +223,7 @@ class Drawn(Text):
 
 
 def test_pieces_of_samples_that_are_drawn_anew_are_refused():
-    refuses(
-        Drawn(),
-        "data.truncate=split",
-        truncate="split",
-        max_sequence_length=2,
-    )
+    refuses(Drawn(), "data.truncate=split", truncate="split", max_sequence_length=2)
     assert chosen(Drawn(), truncate="left", max_sequence_length=2) is not None
 
 

@@ -259,10 +259,7 @@ def test_batch_norm_is_split_where_it_is_allowed_and_frozen_statistics_always() 
     frozen = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
     assert OomRetry("split", frozen, Squares(), SINGLE, lambda text: None).run(
         windows(), failing(4, len)
-    ) == [
-        4,
-        4,
-    ]
+    ) == [4, 4]
     assert [module.training for module in frozen] == [True, False]
 
 
