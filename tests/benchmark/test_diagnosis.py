@@ -110,6 +110,17 @@ def test_a_large_batch_explains_what_nothing_else_does() -> None:
     assert reach_verdict(found(dispatch=1.2)).first == "healthy"
 
 
+@pytest.mark.parametrize(
+    ("dispatch", "update", "first"),
+    [(1.31, 1.25, "healthy"), (1.31, 1.02, "dispatch"), (1.45, 1.25, "dispatch"), (1.6, 2.0, "dispatch")],
+)
+def test_a_batch_twice_as_large_that_only_saves_a_few_updates_is_not_named(
+    dispatch: float, update: float, first: str
+) -> None:
+    diagnosis = found(("data.batch_size=128",), dispatch=dispatch, update=update)
+    assert reach_verdict(diagnosis).first == first
+
+
 def remedies_of(diagnosis: Diagnosis) -> list[str]:
     return [str(remedy) for remedy in reach_verdict(diagnosis).causes[0].remedies]
 

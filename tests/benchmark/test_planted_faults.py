@@ -11,6 +11,7 @@ from benchmark_worlds import OFTEN, SETTINGS, Costs, World
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.diagnose.diagnosis import Examination
 from trainrun.benchmark.diagnose.verdict import reach_verdict
+from trainrun.benchmark.remedies import loading_computes
 from trainrun.config.compose import compose_run
 
 FAULTS: Mapping[str, tuple[str, Costs, tuple[str, ...]]] = {
@@ -51,6 +52,22 @@ def test_planted_faults_are_named(noise: float) -> None:
     }
     wrong = {case: first for case, first in told.items() if first != FAULTS[case[0]][0]}
     assert len(wrong) <= 0.05 * len(told), wrong
+
+
+@pytest.mark.parametrize(("costs", "waits"), [(Costs(stall=0.02), True), (Costs(read=5e-4), False)])
+def test_a_disk_that_stalls_now_and_then_is_waited_for(costs: Costs, waits: bool) -> None:
+    """Reading a few batches alone meets no stall."""
+    world = World(costs)
+    run = world.start(compose_run(SETTINGS).config)
+    found = Examination(
+        world,
+        run,
+        SETTINGS,
+        Budget(40.0, world.clock),
+        2.0,
+        lambda about, left: None,  # type: ignore[arg-type]
+    ).diagnosis()
+    assert loading_computes(found) is not waits
 
 
 def test_a_gain_is_promised_at_its_size() -> None:

@@ -9,12 +9,13 @@ from approved import refused
 from benchmark_worlds import OFTEN, SETTINGS, Costs, World
 
 from trainrun.benchmark.budget import Budget
-from trainrun.benchmark.remedies import EXACT, NUMERIC, TRAINING
+from trainrun.benchmark.remedies import EXACT, NUMERIC, TRAINING, Remedy
 from trainrun.benchmark.run_overrides import compose_config, replace_overrides
 from trainrun.benchmark.tune.autotune_session import table_lines, to_json_values, tuning_lines
 from trainrun.benchmark.tune.techniques import Row, Technique, measure_table
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner, Tuning
 from trainrun.benchmark.worker_process import WorkerFailed
+from trainrun.timing.paired import Ratio
 
 FAST = Costs(fp32=0.5)  # bfloat16, which SETTINGS have, is twice as fast as 32 bits
 SLOW_READING = replace(FAST, read=2.7e-3)  # 12 times the rest of a step
@@ -106,7 +107,7 @@ def test_several_faults_are_mended_one_after_the_other() -> None:
         "checkpoint.async_save=true",
     }
     assert len(tuning.diagnoses) == 4
-    assert tuning.diagnoses[-1].startswith("healthy")
+    assert tuning.last_diagnosis.startswith("healthy")
 
 
 @pytest.mark.parametrize("name", ["padding", "slow logger", "tiny batch"])
@@ -192,6 +193,26 @@ def test_remedy_that_does_not_start_leaves_time_for_other_causes() -> None:
 def test_settings_that_cannot_start_are_refused() -> None:
     with refused(WorkerFailed):
         tuned(World(FAST, fails="num_threads=1"))
+
+
+def test_diagnosis_of_earlier_settings_is_not_shown_for_the_best_ones() -> None:
+    """The second change ends the search, because there is no time for a third diagnosis."""
+    world = World(replace(FAST, read=5e-4, threads=0.6, fill=5.0), noise=0.02)
+    tuning = tuned(world, budget=70.0)
+    assert sum(trial.is_used for trial in tuning.trials) == len(tuning.diagnoses) == 2
+    assert tuning.last_diagnosis == ""
+    assert "with the settings that are used" not in "\n".join(tuning_lines(tuning))
+
+
+def test_remedy_that_is_faster_but_not_the_fastest_is_not_called_unclear() -> None:
+    """Of the three turns before it is dropped, the interval contains 1."""
+    tuner = new_tuner(World(FAST))
+    slower, best = (
+        Trial("", 2.0, Remedy((f"seed={n}",)), Ratio(v, low, 3.0, 3))
+        for n, v, low in ((1, 1.8, 0.98), (2, 2.1, 1.9))
+    )
+    assert tuner._reason_against(replace(slower, reason=""), best) == "slower than seed=2"
+    assert tuner._reason_against(replace(slower, reason=""), None) == "no clear gain"
 
 
 def test_nothing_is_claimed_without_time_for_fresh_processes() -> None:

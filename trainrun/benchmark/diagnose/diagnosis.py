@@ -306,7 +306,10 @@ class Examination:
     def _build_diagnosis(self, rounds: Rounds, load: Turn) -> Diagnosis:
         info, num_steps = self._base.info, sum(turn.steps for turn in rounds.own)
         loop_seconds = rounds.base.seconds / num_steps
-        load_speed = load.steps / load.seconds * rounds.base.items / num_steps
+        items_per_step = rounds.base.items / num_steps
+        load_seconds, busy_seconds = load.seconds / load.steps, load.busy_seconds / load.steps
+        if CACHED in self._known:  # the loop has read more, so it has its share of rare stalls
+            load_seconds = max(rounds.read_phase_seconds([DATA]) * items_per_step, 1e-9)
         ratios = self._estimate_gains(rounds)
         late = self._budget.remaining_seconds() <= self._compiling
         self._untried += ["validation and checkpoints"] * late
@@ -327,8 +330,8 @@ class Examination:
                 about = f"{1e3 * seconds:.3g} ms a step{so_far}"
                 what_ifs.append(WhatIf(name, Ratio(value, value, value, 1), about))
         return Diagnosis(
-            info, 1 / rounds.base.seconds_per_item, step_seconds, what_ifs, load_speed,
-            load.busy_seconds / load.seconds, tuple(self._overrides), untried=tuple(dict.fromkeys(self._untried)),
+            info, 1 / rounds.base.seconds_per_item, step_seconds, what_ifs, items_per_step / load_seconds,
+            busy_seconds / load_seconds, tuple(self._overrides), untried=tuple(dict.fromkeys(self._untried)),
         )  # fmt: skip
 
     def _estimate_gains(self, rounds: Rounds) -> dict[str, Ratio]:

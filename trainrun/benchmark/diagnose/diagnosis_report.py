@@ -18,7 +18,7 @@ from trainrun.errors import EXIT_DONE
 from trainrun.folder.run_folder import write_json
 from trainrun.output import format_duration, format_quantity, mask_arguments, report_result, say
 
-TITLES = {"dispatch": "calls of a small batch", "threads": "other threads"}
+TITLES = {"dispatch": "fixed costs of a step", "threads": "other threads"}
 
 
 def report_diagnosis(overrides: list[str], seconds: float, trace: bool, folder: Path) -> int:

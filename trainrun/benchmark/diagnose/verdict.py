@@ -8,9 +8,11 @@ from typing import Final
 from trainrun.benchmark.diagnose.ablations import BUCKET
 from trainrun.benchmark.diagnose.diagnosis import CLEAR, Diagnosis, WhatIf
 from trainrun.benchmark.remedies import Remedy, find_remedies, loading_computes
+from trainrun.benchmark.run_overrides import compose_config
 
 LARGE: Final = 1.3  # of a larger batch, which is another training: a gain below it is not worth a word
 LEAST_OF_LARGER: Final = 3  # pairs with it, for the same reason: the interval of two may be narrow by luck
+MOST_OF_UPDATE: Final = 1 / 3  # of a step: above it, fewer updates are worth a word
 MOST_CAUSES: Final = 2
 
 # Of equal gains the first is named; what a larger batch also explains comes before it.
@@ -25,7 +27,7 @@ CAUSES: Final = {
     "islands": "parts of the model outside of mixed precision",
     "ranks": "the exchange of gradients",
     "update": "the optimizer's update",
-    "dispatch": "calls that are too small, because the batch is small for this machine",
+    "dispatch": "fixed costs of a step (small calls, the update), which a larger batch would share",
 }
 INSIDE: Final = ("compile", "threads", "padding", "islands", "ranks", "update")  # a larger batch shares them
 
@@ -91,18 +93,36 @@ def likely_costs(diagnosis: Diagnosis) -> list[WhatIf]:
     The optimizer update counts only if a faster one exists. A larger batch counts only if it gains much. It comes
     after the costs that explain most of its gain, because a larger batch also has fewer of these per sample.
     """
-    clear = [
-        each
-        for each in diagnosis.what_ifs
-        if each.gain.value >= (LARGE if each.name == "dispatch" else CLEAR)
-        and (each.name != "update" or find_remedies(each, diagnosis))
-    ]
+    clear = []
+    for what_if in diagnosis.what_ifs:
+        is_large = what_if.gain.value >= CLEAR
+        if what_if.name == "update":
+            is_large = is_large and bool(find_remedies(what_if, diagnosis))
+        elif what_if.name == "dispatch":
+            is_large = what_if.gain.value >= LARGE and are_fixed_costs_large(what_if, diagnosis)
+        if is_large:
+            clear.append(what_if)
     inside = max((each.gain.value for each in clear if each.name in INSIDE), default=1.0)
 
     def order(each: WhatIf) -> tuple[bool, float]:
         return each.name == "dispatch" and inside > each.gain.value**0.5, -each.gain.value
 
     return sorted(clear, key=order)
+
+
+def are_fixed_costs_large(larger_batch: WhatIf, diagnosis: Diagnosis) -> bool:
+    """Return whether a larger batch gains much in small calls, or the update takes much of a step.
+
+    A larger batch also gains by fewer updates for as many samples. A moderate gain by these alone is no fault.
+    """
+    update = max(
+        [1 - 1 / what_if.gain.value for what_if in diagnosis.what_ifs if what_if.name == "update"],
+        default=0.0,
+    )
+    size = int(larger_batch.setting.partition("=")[2])
+    times = size / compose_config(diagnosis.overrides).data.batch_size
+    rest = 1 / larger_batch.gain.value - update / times  # with the larger batch, without its updates
+    return update >= MOST_OF_UPDATE or 1 - update >= LARGE * rest
 
 
 def is_certain(what_if: WhatIf) -> bool:

@@ -143,8 +143,8 @@ def tuning_lines(tuning: Tuning) -> list[str]:
     for (cause, promised), trials in groupby(tuning.trials, lambda trial: (trial.cause, trial.promised)):
         most = "" if promised is None else f" (at most {promised:.2f}x)"
         lines += [f"{cause}{most}:", *map(trial_line, trials)]
-    if len(tuning.diagnoses) > 1:
-        lines.append(f"with the settings that are used: {tuning.diagnoses[-1]}")
+    if tuning.last_diagnosis:
+        lines.append(f"with the settings that are used: {tuning.last_diagnosis}")
     offered = [trial for trial in tuning.trials if trial.is_faster and trial.reason.startswith("--allow")]
     lines += [
         f"your decision: {trial.remedy} is {speed_text(trial)} as fast, but {trial.remedy.effect_text} "

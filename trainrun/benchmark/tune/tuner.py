@@ -87,7 +87,7 @@ class Tuning:
     """The result of a search.
 
     overrides: the user's own. speed: items per second with them. diagnoses: of them, and of the best settings after
-        each change.
+        each change, as far as there was time.
     claim: the speed of the best settings relative to them in new processes. problem: why there is no claim.
     """
 
@@ -108,6 +108,12 @@ class Tuning:
     @property
     def is_claimed(self) -> bool:
         return self.claim is not None and self.claim.low > 1.0
+
+    @property
+    def last_diagnosis(self) -> str:
+        """Return the diagnosis of the best settings; "" if they are the user's own, or if there was no time for it."""
+        changes = sum(trial.is_used for trial in self.trials)
+        return self.diagnoses[changes] if 0 < changes < len(self.diagnoses) else ""
 
     @property
     def verdict(self) -> str:
@@ -275,11 +281,11 @@ class Tuner:
     def _reason_against(self, trial: Trial, best: Trial | None) -> str:
         if trial.reason:
             return trial.reason
-        if not trial.is_faster:
-            return "no clear gain"
-        if not self.is_allowed(trial.remedy):
+        if trial.is_faster and not self.is_allowed(trial.remedy):
             return f"--allow {trial.remedy.effect}"
-        return f"slower than {best.remedy if best is not None else ''}"
+        if best is not None and trial.ratio is not None and trial.ratio.value > 1.0 + PROCESS_SPREAD:
+            return f"slower than {best.remedy}"
+        return "no clear gain"
 
     def add_start_choices(self, overrides: Sequence[str]) -> list[str]:
         """Return the best settings, these overrides, and the choices that the base made at its start.
