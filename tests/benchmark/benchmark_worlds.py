@@ -126,7 +126,8 @@ class Run:
         phases = {name: steps * seconds * luck for name, seconds in self.seconds_of_step(parts).items()}
         stalls = [0.0] * steps
         if costs.stall and phases["data"]:
-            stalls = [costs.stall * sum(draw.random() < 1 / 64 for _ in range(self.batch)) for _ in stalls]
+            stall = costs.stall / (4 if self.config.data.num_workers == 4 else 1)
+            stalls = [stall * sum(draw.random() < 1 / 64 for _ in range(self.batch)) for _ in stalls]
             phases["data"] += sum(stalls)
         step = sum(phases.values()) / steps
         deviation = pstdev(stalls) / step

@@ -13,7 +13,7 @@ from trainrun.benchmark.remedies import EXACT, NUMERIC, TRAINING, Remedy
 from trainrun.benchmark.run_overrides import compose_config, replace_overrides
 from trainrun.benchmark.tune.autotune_session import table_lines, to_json_values, tuning_lines
 from trainrun.benchmark.tune.techniques import Row, Technique, measure_table
-from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner, Tuning
+from trainrun.benchmark.tune.tuner import NO_TIME, NO_TIME_TO_CONFIRM, Trial, Tuner, Tuning
 from trainrun.benchmark.worker_process import WorkerFailed
 from trainrun.timing.paired import Ratio
 
@@ -92,7 +92,7 @@ def test_slow_items_are_thirteen_times_faster_from_memory() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_rare_stalls_of_reading_are_found_whichever_turns_they_fall_into(seed: int) -> None:
     world = World(SLOW_DISK, 0.03, seed, 0.01, 0.2)
-    tuning = tuned(world, "data.batch_size=16")
+    tuning = tuned(world, "data.batch_size=16", budget=240.0)
     assert tuning.best_settings == ("data.cache=memory",)
     assert tuning.claim is not None
     assert tuning.claim.low <= true_gain(world, tuning, "data.batch_size=16") <= tuning.claim.high
@@ -193,6 +193,19 @@ def test_remedy_that_does_not_start_leaves_time_for_other_causes() -> None:
 def test_settings_that_cannot_start_are_refused() -> None:
     with refused(WorkerFailed):
         tuned(World(FAST, fails="num_threads=1"))
+
+
+@pytest.mark.parametrize(
+    ("budget", "remedy"), [(100.0, "data.engine=workers data.num_workers=4"), (300.0, "data.cache=memory")]
+)
+def test_remedy_that_starts_too_slowly_to_be_confirmed_gives_way_to_another(
+    budget: float, remedy: str
+) -> None:
+    tuning = tuned(World(replace(SLOW_DISK, fill=20.0), 0.02), "data.batch_size=16", budget=budget)
+    assert " ".join(tuning.best_settings) == remedy
+    cache = trial_of(tuning, "data.cache=memory")
+    assert cache.ratio is not None
+    assert (cache.reason == NO_TIME_TO_CONFIRM) is (budget == 100.0)
 
 
 def test_diagnosis_of_earlier_settings_is_not_shown_for_the_best_ones() -> None:

@@ -53,6 +53,7 @@ LEAST_LIMIT: Final = 5.0  # seconds for a start and for a reply
 PAIR_LIMIT: Final = 3.0  # times the seconds of a usual pair: for a start and for a reply of a fresh process
 TURN_COST: Final = 2.0  # times the seconds of a turn, with its first steps and what stands around it
 NO_TIME: Final = "no time left (--budget)"
+NO_TIME_TO_CONFIRM: Final = "no time to confirm it, because it starts slowly (--budget)"
 Progress = Callable[[str, float], None]
 
 
@@ -216,7 +217,7 @@ class Tuner:
 
     def _compute_trials_deadline(self) -> float:
         """Return the clock time at which trials end. The rest of the budget is for the comparison in new processes."""
-        needed = CONFIRM_ROOM * LEAST_PROCESSES * self._estimate_pair_seconds()
+        needed = self._estimate_claim_seconds(self.base)
         return self.budget.deadline() - max(CONFIRM_PART * self.budget.seconds, needed)
 
     def _compute_cause_deadline(self, gains: Sequence[float]) -> float:
@@ -262,7 +263,17 @@ class Tuner:
         self._tried |= {remedy.overrides for remedy in untried}
         trials, runs = self.try_in_turns(cause, promised, untried, ends)
         faster = [trial for trial in trials if trial.is_faster and self.is_allowed(trial.remedy)]
-        best = max(faster, key=lambda trial: trial.ratio.value if trial.ratio else 0.0, default=None)
+        slow = [
+            trial
+            for trial in faster
+            if self._estimate_claim_seconds(runs[trial.remedy.overrides]) > self.budget.remaining_seconds()
+        ]
+        candidates = [trial for trial in faster if trial not in slow] or faster
+        best = max(candidates, key=lambda trial: trial.ratio.value if trial.ratio else 0.0, default=None)
+        trials = [
+            replace(trial, reason=NO_TIME_TO_CONFIRM) if trial in slow and trial is not best else trial
+            for trial in trials
+        ]
         for trial in trials:
             self.trials.append(
                 replace(trial, reason="" if trial is best else self._reason_against(trial, best))
@@ -362,7 +373,7 @@ class Tuner:
         result would bias it.
         """
         groups: list[list[tuple[float, float]]] = []
-        wanted, clock = self._affordable_pairs(self._estimate_pair_seconds()), self.budget.clock
+        wanted, clock = self._affordable_pairs(self._estimate_pair_seconds(self.base)), self.budget.clock
         while len(groups) < wanted and wanted >= LEAST_PROCESSES:
             self._say(f"fresh processes, pair {len(groups) + 1}", self.budget.remaining_seconds())
             began = clock()
@@ -374,19 +385,21 @@ class Tuner:
             if len(groups) == 1:
                 wanted = 1 + self._affordable_pairs(clock() - began, num_done=1)
         if len(groups) < LEAST_PROCESSES:
-            needed = (
-                self.budget.elapsed_seconds + CONFIRM_ROOM * LEAST_PROCESSES * self._estimate_pair_seconds()
-            )
+            needed = self.budget.elapsed_seconds + self._estimate_claim_seconds(self.base)
             self.problem = (
                 f"no time for {LEAST_PROCESSES} pairs of fresh processes; try --budget {needed:.0f}"
             )
             return None
         return compute_process_ratio(groups, SURE)
 
-    def _estimate_pair_seconds(self) -> float:
-        """Estimate the seconds of a pair of new processes from earlier starts."""
-        extra: float = self.base.worker.start_seconds - self._own.worker.start_seconds
+    def _estimate_pair_seconds(self, run: MeasuredRun) -> float:
+        """Estimate the seconds of a pair of new processes, one with the settings of `run`, from earlier starts."""
+        extra: float = run.worker.start_seconds - self._own.worker.start_seconds
         return 2 * self._start_seconds + max(0.0, extra)
+
+    def _estimate_claim_seconds(self, run: MeasuredRun) -> float:
+        """Return the seconds of the fewest pairs of new processes that a claim for the settings of `run` needs."""
+        return CONFIRM_ROOM * LEAST_PROCESSES * self._estimate_pair_seconds(run)
 
     def _affordable_pairs(self, seconds: float, num_done: int = 0) -> int:
         """Return how many further pairs of `seconds` each there is time for.
@@ -408,7 +421,7 @@ class Tuner:
         settings = [self.overrides, replace_overrides(self.overrides, changes)]
         runs = []
         for overrides in settings if own_first else settings[::-1]:
-            runs.append(self._start(overrides, PAIR_LIMIT * self._estimate_pair_seconds()))
+            runs.append(self._start(overrides, PAIR_LIMIT * self._estimate_pair_seconds(self.base)))
             runs[-1].find_pace()
         own_run, best = runs if own_first else runs[::-1]
         rules = StoppingRules(
