@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from multiprocessing import active_children
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -143,6 +144,13 @@ def test_one_that_leaves_with_code_0_is_heard_of(tmp_path, monkeypatch):
     assert got == whole(2, shuffle=False)
     assert [text[: text.index(" (")] for text in said] == ["data.train: a loader worker left"]
     assert "exit code 0" in said[0]
+
+
+@pytest.mark.parametrize(("method", "is_named"), [("fork", False), ("spawn", True), ("forkserver", True)])
+def test_the_guard_of_the_main_script_is_named_if_workers_import_it(monkeypatch, method, is_named):
+    monkeypatch.setattr(loader_workers.multiprocessing, "get_start_method", lambda allow_none: method)
+    text = loader_workers.describe_exits([SimpleNamespace(pid=5, exitcode=1)])
+    assert ("if __name__ == '__main__':" in text) == is_named
 
 
 def test_it_is_an_error_in_the_end(tmp_path):

@@ -316,8 +316,14 @@ def describe_exits(dead: list[BaseProcess]) -> str:
             "or data.num_workers=0"
         )
     if min(codes) >= 0:
+        method = multiprocessing.get_start_method(allow_none=True) or START
+        guard = (
+            f"; with the start method {method} workers import the main script, which then needs "
+            "`if __name__ == '__main__':` around the training"
+        )
         return (
             f"a loader worker left ({each}): code of the data set, or of a library of its, ends the process"
+            + guard * (method != "fork")
         )
     return (
         f"a loader worker died ({each}); it may have crashed or used up its memory ({describe_free_memory()}): "
