@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,8 @@ import yaml
 from approved import approve_error
 
 from trainrun.cli.main import main
+from trainrun.config.compose import compose_run
+from trainrun.config.saved_config import load_config
 from trainrun.folder import environment
 from trainrun.plots.compare import describe_loss_difference
 
@@ -47,6 +51,32 @@ def test_again_is_the_same_training_in_another_folder(run: Path, capsys: pytest.
     assert "losses differ from step 2 on" in told
     assert "optimizer.lr" in told
     assert Path("there/compare.html").is_file()
+
+
+def read_settings(folder: str) -> list[str]:
+    """Return the settings of a run, which make its config."""
+    words = Path(folder, "overrides.txt").read_text().splitlines()
+    assert compose_run(words).config == load_config(Path(folder, "config.yaml"), [])
+    return words
+
+
+def test_the_settings_of_a_run_are_those_of_all_its_commands(run: Path) -> None:
+    assert main(["again", "first", "--lr", "0.1", "model.hidden=[4]", "output_dir=second"]) == 0
+    words = read_settings("second")
+    assert [word for word in words if word.startswith(("lr", "optimizer", "model", "output_dir"))] == [
+        "lr=0.1", "model.hidden=[4]", "output_dir=second",
+    ]  # fmt: skip
+    assert main(["resume", "second", "trainer.max_steps=8", "optimizer.lr=0.2"]) == 0
+    words = read_settings("second")
+    assert {"trainer.max_steps=8", "optimizer.lr=0.2"} < set(words)
+    assert json.loads(Path("second/status.json").read_text())["overrides"] == words
+    assert main(["resume", "second", "trainer.max_steps=9", "model.hidden=[5]"]) == 2
+    assert read_settings("second") == words
+    assert not Path("second/.overrides-before.txt").exists()
+    assert main(["report", "second"]) == 0
+    assert shlex.join(["trainrun", *(word for word in words if word != "output_dir=second")]) in unescape(
+        Path("second/report.html").read_text()
+    )
 
 
 def test_without_a_folder_it_gets_one_and_a_finished_one_stays(

@@ -25,7 +25,14 @@ FILES = (
     "status.json", "overrides.txt", "RUN.json", ".RUN.json", "metrics.jsonl", "config.yaml", "environment.json",
     "run.log", "samples.safetensors", "report.html", ".lock", "checkpoints/best.json", "plots", "seal-*.txt",
 )  # fmt: skip
-ABSENT = (".config-before.yaml", ".job.json", "nonfinite", "stacks-rank0.txt", "evaluation-val.json")
+ABSENT = (
+    ".config-before.yaml",
+    ".overrides-before.txt",
+    ".job.json",
+    "nonfinite",
+    "stacks-rank0.txt",
+    "evaluation-val.json",
+)
 NEEDED = (
     "config.yaml",
     ".config-before.yaml",

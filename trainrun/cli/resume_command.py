@@ -16,9 +16,16 @@ from trainrun.cli.train_command import (
 )
 from trainrun.config.aliases import resolve_alias
 from trainrun.config.compose import Composition
-from trainrun.config.saved_config import load_config, parse_saved_overrides
+from trainrun.config.saved_config import load_config, merge_overrides, parse_saved_overrides
 from trainrun.errors import ConfigError
-from trainrun.folder.run_folder import LaunchSpec, list_typed_keys, resolve_folder
+from trainrun.folder.run_folder import (
+    SEED_DRAWN,
+    LaunchSpec,
+    list_typed_keys,
+    read_identity,
+    read_overrides,
+    resolve_folder,
+)
 from trainrun.folder.status import is_sweep
 from trainrun.output import say
 from trainrun.runs.resume import check_modules, compare_configs, format_value_as_typed, load_trusted_config
@@ -91,7 +98,8 @@ def repeat_command(argv: list[str]) -> int:
                 for key, there, here in compare_configs(before, config)
             )
             say(f"note: the settings of {earlier.root}{changed}", file=sys.stderr)
-            typed = ["again", str(earlier.root), *words.overrides]
+            drawn = [f"seed={before.seed}"] if read_identity(earlier).get(SEED_DRAWN) else []
+            typed = merge_overrides(merge_overrides(read_overrides(earlier), drawn), words.overrides)
             composition = use_folder_of_restart(Composition(config, {}, overrides, own_settings))
             run, config, goes_on = held.enter_context(open_or_create_run(composition, typed))
         to_read = () if goes_on else list_typed_keys(parse_saved_overrides(overrides).overrides)

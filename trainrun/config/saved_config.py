@@ -7,7 +7,7 @@ import glob
 import os
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainrun.config.aliases import print_note_once
+from trainrun.config.aliases import print_note_once, resolve_alias
 from trainrun.config.argv import (
     CommandLine,
     find_conf_dir,
@@ -205,6 +205,21 @@ def parse_saved_overrides(overrides: list[str]) -> CommandLine:
     words = split_command_line(overrides)
     translate_overrides(words, lambda *_: False, lambda name: False)
     return words
+
+
+def merge_overrides(earlier: Iterable[str], words: Sequence[str]) -> list[str]:
+    """Return the typed settings of a run, replaced by those of a later command that have the same key.
+
+    A later choice for a group also removes earlier settings inside the group. Folders of runs are left out.
+    """
+
+    def read_key(word: str) -> str:
+        return resolve_alias(word.lstrip("+~").partition("=")[0], lambda _: False)
+
+    keys = {read_key(word) for word in words} | {"hydra.run.dir"}
+    inside = tuple(f"{key}." for key in keys if "." not in key)
+    left = [word for word in earlier if read_key(word) not in keys and not read_key(word).startswith(inside)]
+    return [*left, *words]
 
 
 def apply_overrides(found: dict[str, Any], path: Path, overrides: list[str], measured: str = "") -> RunConfig:

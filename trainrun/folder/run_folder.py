@@ -80,6 +80,7 @@ class RunDir:
     root: Path
     config = _RunPath("config.yaml")  # all settings; references to other settings as they were written
     config_before = _RunPath(".config-before.yaml")  # without the words of a resume, until those hold
+    overrides_before = _RunPath(".overrides-before.txt")  # likewise
     secrets = _RunPath(".secrets.json")  # values of settings that are named like a secret, by key
     overrides = _RunPath("overrides.txt")  # the words of the command line, one a line
     environment = _RunPath("environment.json")  # versions, device, git commit
@@ -147,6 +148,13 @@ def is_run_file_name(name: str) -> bool:
         ".*.tmp",
     )
     return name in names or any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def read_overrides(run: RunDir) -> list[str]:
+    """Return the typed settings of a run; [] if the file cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return run.overrides.read_text(encoding="utf-8").splitlines()
+    return []
 
 
 def is_run_folder(run: RunDir) -> bool:

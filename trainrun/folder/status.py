@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any
 
 from trainrun.errors import ConfigError
-from trainrun.folder.run_folder import RunDir, read_json, resolve_folder, write_json
+from trainrun.folder.run_folder import RunDir, read_json, read_overrides, resolve_folder, write_json
 from trainrun.output import SPEEDS, format_number, format_path_to_paste, mask_secrets, say
 
 SWEEP_FILE = "sweep.json"
@@ -48,16 +48,13 @@ def write_status(
 ) -> None:
     """Replace `status.json`. Values of the earlier status (best value, steps) stay unless they are given again."""
     earlier = read_status(run)
-    overrides: list[str] = []
-    with contextlib.suppress(OSError, ValueError):
-        overrides = run.overrides.read_text(encoding="utf-8").splitlines()
     status: dict[str, Any] = {
         "value": None, "monitor": None, "mode": None, "best_step": None, "step": 0, "epoch": 0.0,
         "seconds": 0.0, "samples_per_second": None, "tokens_per_second": None, "reason": "",
     }  # fmt: skip
     status |= {name: earlier[name] for name in status if name in earlier}
     status |= {
-        "state": state, "exit_code": exit_code, "message": mask_secrets(message), "overrides": overrides,
+        "state": state, "exit_code": exit_code, "message": mask_secrets(message), "overrides": read_overrides(run),
         "run_name": run_name, "pid": os.getpid(), "time": time.time(),
     }  # fmt: skip
     write_json(run.status, status | facts)

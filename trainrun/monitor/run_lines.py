@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainrun.folder.run_folder import RunDir
+from trainrun.folder.run_folder import RunDir, read_overrides
 from trainrun.interfaces import RunFacts
 from trainrun.output import (
     COMMAND,
@@ -154,7 +154,7 @@ def next_commands(summary: Mapping[str, Any], facts: RunFacts) -> list[str]:
     run = RunDir(Path(facts.folder))
     folder = format_path_to_paste(run.root)
     commands = []
-    words = run.overrides.read_text(encoding="utf-8").splitlines() if run.overrides.is_file() else []
+    words = read_overrides(run)
     objects = find_python_objects(words)
     longer = doubled_limit(summary, facts.config.get("trainer") or {})
     if objects and longer and run.checkpoints.is_dir():

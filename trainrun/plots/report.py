@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainrun.folder.run_folder import RunDir, write_text
+from trainrun.folder.run_folder import RunDir, read_overrides, write_text
 from trainrun.monitor.run_lines import (
     devices_line,
     find_python_objects,
@@ -139,19 +139,18 @@ def state_banner(history: History) -> str:
 
 def typed_settings(run: RunDir) -> list[str]:
     """Return the typed settings, without the folder and without Python objects."""
-    overrides = _read_text(run.overrides).splitlines()
-    return [
-        word for word in settings_without_objects(overrides) if word and not word.startswith("output_dir=")
-    ]
+    words = settings_without_objects(read_overrides(run))
+    return [word for word in words if word and not word.startswith(("output_dir=", "#"))]
 
 
 def format_repeat_command(run: RunDir, changed: Sequence[str]) -> str:
-    """Return the command that repeats the training in a new folder; "" if the run was not started by a command."""
-    return (
-        format_call(changed, find_python_objects(_read_text(run.overrides).splitlines()))
-        if run.overrides.is_file()
-        else ""
-    )
+    """Return the command that repeats the training in a new folder; "" if no command started the run.
+
+    A pruned or quantized run was made from another run. Its file of settings says so after a `#`.
+    """
+    words = read_overrides(run)
+    is_made = not run.overrides.is_file() or any(word.startswith("#") for word in words)
+    return "" if is_made else format_call(changed, find_python_objects(words))
 
 
 def result_rows(history: History) -> list[tuple[str, str]]:

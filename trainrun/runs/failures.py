@@ -138,13 +138,17 @@ def keep_overrides_if_accepted(run: RunDir, state: TrainState) -> Callable[..., 
     so.
     """
     before, step = run.config_before.read_text(encoding="utf-8"), state.step
+    overrides = run.overrides_before.read_text(encoding="utf-8") if run.overrides_before.is_file() else None
     run.config_before.unlink()
+    run.overrides_before.unlink(missing_ok=True)
 
     def end_context(_: Any, error: BaseException | None, *__: Any) -> bool:
         if not isinstance(error, ConfigError | PluginError | CheckpointError) or isinstance(error, SaveError):
             return False
         if state.step == step and before != run.config.read_text(encoding="utf-8"):
             write_text(run.config_before, before)
+            if overrides is not None:
+                write_text(run.overrides_before, overrides)
             error.args = (f"{error}; the settings of this resume are dropped",)
         return False  # the exception goes on
 

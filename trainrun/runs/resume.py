@@ -231,9 +231,10 @@ def format_value_as_typed(value: object) -> str:
 
 
 def restore_config(run: RunDir) -> None:
-    """Restore the config from before a resume that was killed before its first step."""
-    if run.config_before.is_file():
-        run.config_before.replace(run.config)
+    """Restore config and settings from before a resume that was refused or killed before its first step."""
+    for before, path in ((run.config_before, run.config), (run.overrides_before, run.overrides)):
+        if before.is_file():
+            before.replace(path)
 
 
 def has_trained(run: RunDir) -> bool:
@@ -252,6 +253,7 @@ def remove_failed_run(run: RunDir) -> bool:
         run.log,
         run.status,
         run.config_before,
+        run.overrides_before,
         run.config,
     ):  # the last: until then it is all forgotten again
         path.unlink(missing_ok=True)
@@ -320,7 +322,7 @@ def _list_files(run: RunDir) -> list[Path]:
     """Return all regular files that a run may write; files of single ranks are found by patterns."""
     single_files = (
         run.status, run.overrides, run.environment, run.identity, run.identity_copy, run.metrics, run.log, run.samples,
-        run.report, run.job, run.config_before, run.best,
+        run.report, run.job, run.config_before, run.overrides_before, run.best,
     )  # fmt: skip
     patterns = ("rank*.log", "stacks-rank*.txt", ".error-rank*.json")
     return [*single_files, *(path for pattern in patterns for path in sorted(run.root.glob(pattern)))]

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from trainrun.config.compose import Composition, format_config
-from trainrun.config.saved_config import load_config, parse_saved_overrides
+from trainrun.config.saved_config import load_config, merge_overrides, parse_saved_overrides
 from trainrun.config.saved_values import separate_secrets
 from trainrun.config.schema import RunConfig, record_setting_reads, stop_recording_reads
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
@@ -32,6 +32,7 @@ from trainrun.folder.run_folder import (
     is_run_file_name,
     is_run_folder,
     list_typed_keys,
+    read_overrides,
     resolve_folder,
     write_identity,
     write_json,
@@ -295,5 +296,9 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
             return report_finished(message)
         write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
         held.callback(resume.restore_config, run)
+        if overrides and run.overrides.is_file():
+            before = read_overrides(run)
+            write_text(run.overrides_before, "".join(f"{word}\n" for word in before))
+            write_overrides(run, merge_overrides(before, overrides))
         typed = list_typed_keys(parse_saved_overrides(overrides).overrides)
         return train_in_ranks(run, config, LaunchSpec(resume=True, paths=paths, typed=typed))

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainrun.folder.run_folder import RunDir
+from trainrun.folder.run_folder import RunDir, read_overrides
 from trainrun.summary.flops import MIN_SECONDS, MIN_STEPS, Work, measure_work
 from trainrun.summary.sample_predictions import prediction_rows as prediction_rows
 from trainrun.summary.throughput_limits import ThroughputLimits, padding_fraction, throughput_limits
@@ -38,7 +38,7 @@ def measure_finished_run(
     if limits is not None:
         facts["throughput_limits"] = limit_facts(limits, run.parallel.world_size)
     padding = padding_fraction(run, state, session)
-    words = run_dir.overrides.read_text(encoding="utf-8").splitlines() if run_dir.overrides.exists() else []
+    words = read_overrides(run_dir)
     return facts | {"padding_fraction": padding, "hint": bottleneck_hint(session.seconds, padding, words)}
 
 

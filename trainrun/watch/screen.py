@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainrun.folder.run_folder import RunDir
+from trainrun.folder.run_folder import RunDir, read_overrides
 from trainrun.live.follow import Follower, is_writer_alive, read_sweep_jobs
 from trainrun.live.run_table import (
     COLORS,
@@ -128,11 +128,7 @@ class RunsView:
 
     def settings(self, folder: Path) -> dict[str, str]:
         """Return the typed settings of a run."""
-        try:
-            words = RunDir(folder).overrides.read_text(encoding="utf-8").splitlines()
-        except OSError:
-            words = []
-        return settings_by_key(words)
+        return settings_by_key(read_overrides(RunDir(folder)))
 
     def draw(self, console: Console) -> RenderableType:
         """Return the table, and below it each running run."""
