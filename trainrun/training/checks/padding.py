@@ -11,7 +11,6 @@ gain: an LSTM read at its last position would learn from zeros. Cost: three forw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,10 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainrun.data.batch import is_integer, map_leaves
+from trainrun.data.batch import map_leaves
 from trainrun.data.split_batch import count_rows, repeat_rows, select_rows
-from trainrun.interfaces import INPUT_KEYS, TARGET_KEYS, batch_fields
-from trainrun.task.dict_batches import inspect_forward, unwrap_model
+from trainrun.interfaces import batch_fields
 from trainrun.training.checks.contract import LOSS, build_inspection_step, choose_rounding
 from trainrun.training.components import Components
 from trainrun.training.without_trace import run_trial
@@ -65,31 +63,13 @@ def describe_padding_effect(run: Components, data: Any, mask: Tensor | None) -> 
         return ""
     if count == own_count and not abs(loss - own_loss) > rounding * max(abs(loss), abs(own_loss)):
         return ""
-    model = type(unwrap_model(run.model))
-    named, takes_all, _ = inspect_forward(model.forward)
-    fields = data if isinstance(data, Mapping) else {}
-    others = {
-        name: leaf
-        for name, leaf in fields.items()
-        if is_padded(leaf, mask) and name not in (MASK, *named, *INPUT_KEYS, *TARGET_KEYS)
-    }
-    integer_leaves = {
-        name: leaf for name, leaf in others.items() if is_integer(leaf) and leaf.dtype is not torch.bool
-    }
-    zeros = [name for name, leaf in integer_leaves.items() if not bool(leaf[~mask].any())]
-    width = mask.shape[1]
-    message = (
+    return (
         f"data: samples differ in length: the loss of one of {length} positions is {own_loss / 2:.6g} over "
-        f"{own_count / 2:g} items alone, and {loss / 2:.6g} over {count / 2:g} where it is padded to {width}, so "
-        "data.batch_size, trainer.accumulate_grad_batches, ranks and data.val_batch_size change results (`trainrun "
+        f"{own_count / 2:g} items alone, and {loss / 2:.6g} over {count / 2:g} where it is padded to {mask.shape[1]}, "
+        "so data.batch_size, trainer.accumulate_grad_batches, ranks and data.val_batch_size change results (`trainrun "
         f"verify` shows it; data.padding=bucket lessens it). {MASK} (of trainrun.interfaces.batch_fields(batch)) "
         "is True at real positions: leave out the others"
     )
-    if MASK not in named and not takes_all:
-        message += f"; {model.__name__}.forward does not take it"
-    if zeros:
-        message += f". {', '.join(zeros)}: filled with 0, which may be a class; under the name labels it is with -100"
-    return message
 
 
 def find_padded_leaves(data: Any, mask: Tensor) -> list[bool]:
