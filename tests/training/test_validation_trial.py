@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,7 +130,7 @@ def test_a_fault_is_found_before_the_first_step(
 ) -> None:
     monkeypatch.setattr(without_trace, "can_fork_safely", lambda: forks)
     with refused(PluginError) as caught:
-        train(task, "output_dir=run", "trainer.check_task=false")
+        train(task, "output_dir=run")
     assert "\n" not in str(caught.value)
     assert not Path("run").exists()  # a run of which a step was made stays
 
@@ -154,9 +153,15 @@ def test_an_interrupt_ends_a_trial_at_once() -> None:
     assert steps_made("run") == []
 
 
-@pytest.mark.parametrize("task", ["GuardedForces", "NeedsOneStep", "NeedsAll"])
+@pytest.mark.parametrize("task", ["GuardedForces", "NeedsAll"])
 def test_what_only_looks_like_a_fault_trains(task: str) -> None:
     assert train(task).status["step"] == 10
+
+
+def test_a_task_that_validates_after_a_step_is_allowed_by_a_setting() -> None:
+    with refused(PluginError, "trainer.check_task"):
+        train("NeedsOneStep", "output_dir=run")
+    assert train("NeedsOneStep", "trainer.check_task=false").status["step"] == 10
 
 
 @pytest.mark.parametrize("forks", [True, False])
@@ -165,7 +170,7 @@ def test_nothing_of_the_trial_remains(forks: bool, monkeypatch: pytest.MonkeyPat
     weights = []
     for tried in (True, False):
         if not tried:
-            monkeypatch.setattr("trainrun.runs.rank.try_validation", lambda run, state: None)
+            monkeypatch.setattr("trainrun.runs.rank.try_validation", lambda run: None)
         run = train("Task", "trainer.check_task=false", f"output_dir=run{tried}")
         weights.append(run.load_model("last").state_dict())
     assert all(map(torch.equal, weights[0].values(), weights[1].values()))
@@ -210,18 +215,3 @@ def test_a_step_of_ones_own_stands_beside_a_task_that_only_validates(workdir: Pa
         run = train("Task", "step._target_=own_step.step", f"task=own_step.{task}", f"output_dir={task}")
         assert run.status["step"] == 10
         assert "val/acc" in run.status["metrics"]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_only_a_single_rank_makes_a_step_on_trial(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def find_fault(*_: Any) -> str:
-        return "found by a step"
-
-    monkeypatch.setattr(validation_trial, "run_in_child", find_fault)
-    run: Any = SimpleNamespace(parallel=SimpleNamespace(world_size=world_size, device=torch.device("cpu")))
-    state: Any = None
-    if world_size > 1:  # its gradients need the other ranks
-        validation_trial.retry_after_step(run, state, RuntimeError("of the first try"))
-        return
-    with refused(PluginError):
-        validation_trial.retry_after_step(run, state, RuntimeError("of the first try"))

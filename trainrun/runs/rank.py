@@ -178,7 +178,7 @@ def train_until_rollback(
         if not config.loop:  # or nobody would say that a step was made
             run.task_calls.watch(run)
         if not config.loop:
-            try_validation(run, state)
+            try_validation(run)
         if flag.raised:  # and swallowed by foreign code
             raise KeyboardInterrupt
         flag.training = True

@@ -2,12 +2,11 @@
 
 what: the first batch of the first validation set is evaluated without lasting effects. The trial finds metrics that
     settings name and no validation has, metrics with reserved names, data that cannot be read, and code that fails
-    without gradients. A failure that training may resolve (by what the task does in its first step, or at the end of
-    an epoch) is tried again after one step, in a child process. What a task computes at the end of a validation is
-    not tried: it may not exist for one batch.
+    without gradients. What a task computes at the end of a validation is not tried: it may not exist for one batch.
 when: every run with a validation and a custom model, task or data, or a setting that names a metric. when not:
     compiled models, whose compilation could take longer than the mistake; an iterable source, which would lose its
-    first batch if it is a pipe; a trial that takes more than a minute.
+    first batch if it is a pipe; a trial that takes more than a minute. `trainer.check_task=false` allows a task that
+    can validate only after its first training step.
 source: Lightning's `num_sanity_val_steps`
 gain: no epoch is lost. Cost: one batch.
 """
@@ -15,26 +14,32 @@ gain: no epoch is lost. Cost: one batch.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 from trainrun.config.schema import RunConfig
 from trainrun.config.validate import suggest_closest_name
-from trainrun.errors import ConfigError, DataError, LaunchError, PluginError, TrainrunError
+from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.instantiate import named_nodes
-from trainrun.runtime.child_process import ChildTimeout, can_fork_safely, run_in_child
+from trainrun.runtime.child_process import ChildError
 from trainrun.sums import ReservedName, compute_metrics
-from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.evaluate import compute_sums
-from trainrun.training.loop import iterate_windows
-from trainrun.training.without_trace import run_trial
+from trainrun.training.recovery.oom import describe_out_of_memory
+from trainrun.training.without_trace import NoTrial, run_trial
 from trainrun.user_code import format_error_with_line, is_users_class
 
 LIMIT_SECONDS: Final = 60.0
 OF_USERS = (ConfigError, DataError, PluginError)  # what the first validation would end with
 
 
-def try_validation(run: Components, state: TrainState) -> None:
+class Trial(NamedTuple):
+    """The metric names of one batch, and why it could not be evaluated."""
+
+    names: list[str]
+    fault: str
+
+
+def try_validation(run: Components) -> None:
     """Raise the error with which the first validation would end, and ConfigError for metrics that it lacks."""
     metrics = list_named_metrics(run.config)
     compiles = run.config.trainer.compile.scope in ("model", "regional")
@@ -42,20 +47,21 @@ def try_validation(run: Components, state: TrainState) -> None:
         return
     if not getattr(run.val, "may_be_read_before", True):
         return
-    names: list[str] = []
+    trial = Trial([], "")
     owners = (run.model, run.task, run.optimizer, *run.hooks.by_key.values())
-    try:
-        names = run_trial(
-            lambda: evaluate_one_batch(run), run.parallel.device, *owners, limit_seconds=LIMIT_SECONDS
+    with contextlib.suppress(NoTrial, ChildError):  # the validation is made when it is due
+        trial = run_trial(
+            lambda: try_one_batch(run), run.parallel.device, *owners, limit_seconds=LIMIT_SECONDS
         )
-    except OF_USERS:
-        raise
-    except ChildTimeout:  # it is made when it is due
-        pass
-    except Exception as error:
-        retry_after_step(run, state, error)
     # a rank may have no share of the first batch, and a trial may not be possible on one of them
-    names = next(filter(None, run.parallel.gather(names)), [])
+    trials = [Trial(*answer) for answer in run.parallel.gather(tuple(trial))]
+    fault = next((trial.fault for trial in trials if trial.fault), "")
+    if fault and run.config.trainer.check_task:
+        raise PluginError(
+            f"task: the first validation would fail: {fault}. If it works after a training step, use "
+            "trainer.check_task=false"
+        )
+    names = next((trial.names for trial in trials if trial.names), [])
     for key, metric in metrics.items():
         if names and metric not in names:
             lacks_size = metric.endswith("/bpb") and "bytes_per_token" in run.config.task
@@ -86,6 +92,16 @@ def has_users_code(run: Components) -> bool:
     return any(is_users_class(type(part)) for part in (run.task, *run.model.modules()))
 
 
+def try_one_batch(run: Components) -> Trial:
+    """Evaluate one batch. Raise the errors that name a setting; return others as a text, except out of memory."""
+    try:
+        return Trial(evaluate_one_batch(run), "")
+    except OF_USERS:
+        raise
+    except Exception as error:
+        return Trial([], "" if describe_out_of_memory(error) else format_error_with_line(error))
+
+
 def evaluate_one_batch(run: Components) -> list[str]:
     """Evaluate one batch and return its sorted metric names; [] on a rank without a share of the batch."""
     assert run.val is not None
@@ -108,39 +124,3 @@ def evaluate_one_batch(run: Components) -> list[str]:
     except Exception:  # a summary of one batch may not exist, as an AUROC of one class
         return []
     return sorted(f"{split}/{name}" for split in run.validation for name in metrics)
-
-
-def retry_after_step(run: Components, state: TrainState, error: Exception) -> None:
-    """Raise PluginError if the validation also fails after one training step. Do nothing if that cannot be tried.
-
-    A step of several ranks exchanges gradients, which a forked process cannot do.
-    """
-    alone = run.parallel.world_size == 1 and run.parallel.device.type == "cpu" and can_fork_safely()
-    if not alone or isinstance(error, LaunchError):
-        return
-    fault = ""
-    with contextlib.suppress(Exception):  # of a step, which the run is about to make and to report
-        fault = run_in_child(lambda: validate_after_step(run, state), LIMIT_SECONDS)
-    if fault:
-        raise PluginError(fault)
-
-
-def validate_after_step(run: Components, state: TrainState) -> str:
-    """Train one step as a whole epoch, then evaluate a batch. Return the error message, or "". Call it in a child
-    process.
-    """
-    silent: Any = run.monitors
-    silent.note = lambda text: None
-    window = next(iterate_windows(run, state))
-    run.hooks.before_step(run, state)
-    run.task_calls.before_step(state)
-    state.advance(window, run.step(run, window))
-    state.batches = 0  # the epoch is over: a first validation stands behind the end of an epoch
-    run.task_calls.after_step(state, log=False)
-    run.hooks.after_step(run, state)
-    try:
-        evaluate_one_batch(run)
-    except Exception as error:
-        message = str(error) if isinstance(error, TrainrunError) else format_error_with_line(error)
-        return f"task: a validation fails: {message}"
-    return ""
