@@ -165,8 +165,6 @@ def test_a_recipe_may_switch_off_what_its_base_switches_on(tmp_path: Path) -> No
         (tmp_path / "conf" / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
     trainer = compose_run(["experiment=ablate"], tmp_path).config.trainer
     assert (trainer.early_stopping.enabled, trainer.early_stopping.patience) == (False, 7)
-    with refused(ConfigError, "trainer.ema.enabled"):
-        compose_run(["experiment=ablate", "trainer.ema.decay=0.9"], tmp_path)
 
 
 @pytest.mark.parametrize("path", ["shard-{000..009}.tar", '"shard-{000..009}.tar"'])
@@ -211,11 +209,7 @@ def test_all_faults_are_listed_at_once() -> None:
         "trainer.limit_train_batches=0",
         "trainer.nan_policy=stopp",
         "trainer.ema.decay=1",
-        "trainer.ema.decay=0.9",
-        "early_stopping_patience=1",
-        "patience=3",  # the default
         "scheduler.warmup_steps=0.1",
-        "trainer.compile.mode=max-autotune",
         "optimizer.lr=1,2",
         "data.num_workers=-1",
         "optimizer.lr=fast",
@@ -238,7 +232,6 @@ def test_all_faults_are_listed_at_once() -> None:
         "+foo/bar=baz",
         "monitor.tracker=true",
         "data.val=none",
-        "scheduler.base_batch_size=64",
         "data.train=points",
         "data.trian._target_=my.load",
         "data.transform._targt_=my.flip",

@@ -64,7 +64,6 @@ def test_a_time_that_yaml_reads_as_another_number_is_refused(tmp_path: Path) -> 
     recipe.write_text("# @package _global_\ntrainer:\n  max_time: 1:12:00:00\n")
     with refused(ConfigError):
         compose_run(["experiment=mine"], tmp_path)
-    compose_run([], tmp_path)  # which does not read it
     for text in ("'1:12:00:00'", "00:12:00:00"):  # the second is text by itself
         recipe.write_text(f"# @package _global_\ntrainer:\n  max_time: {text}\n")
         assert compose_run(["experiment=mine"], tmp_path).config.trainer.max_time == text.strip("'")
@@ -74,19 +73,7 @@ def test_the_lock_of_an_editor_is_no_file_of_configs(tmp_path: Path) -> None:
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     for name in ("experiment/.#mine.yaml", "experiment/old.yaml", ".#mine.yaml"):
         (tmp_path / "conf" / name).symlink_to("nothing")
-    (tmp_path / "conf" / "config.yaml").write_text("{}\n")
-    assert len(compose_run([], tmp_path).notes) == 1
-
-
-def test_a_file_of_conf_that_nothing_reads_is_named(tmp_path: Path) -> None:
-    (tmp_path / "conf" / "model").mkdir(parents=True)
-    (tmp_path / "conf" / "model" / "mine.yaml").write_text("defaults: [/shared]\n_target_: a.B\n")
-    for name in ("config", "shared"):
-        (tmp_path / "conf" / f"{name}.yaml").write_text("{}\n")
-    (note,) = compose_run([], tmp_path).notes
-    assert note.startswith(
-        "conf/config.yaml is not read; move what it sets to conf/experiment/config.yaml, with"
-    )
+    assert compose_run([], tmp_path).notes == []
 
 
 def test_an_object_takes_the_place_of_a_name() -> None:

@@ -101,6 +101,9 @@ DIGITS = ("data=digits", "trainer.max_steps=4", *QUIET[:3])
         "data.max_skipped_fraction=0.3",
         "parallel.bucket_cap_mb=3",
         "parallel.find_unused_parameters=true",
+        "trainer.ema.decay=0.9",
+        "trainer.early_stopping.patience=3",  # the default
+        "trainer.compile.mode=max-autotune",
     ],
 )
 def test_a_plain_setting_that_nothing_reads_is_an_error(word: str):

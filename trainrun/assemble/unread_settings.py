@@ -23,20 +23,28 @@ TRAINING = "data.train."
 
 
 def check_settings_are_read(typed: Iterable[str], config: RunConfig, parallel: Parallel) -> None:
-    """Raise ConfigError for every typed setting with a value other than its default that no rank has read.
+    """Raise ConfigError for every typed setting that no rank has read, unless it has its default value.
 
-    In a sweep, a setting may be unread if the switch of its section was typed too.
+    The settings of a section that is off, such as `trainer.ema`, may not even have that.
     """
     read = set().union(*parallel.gather(sorted(READ)))
     all_settings, typed_keys = settings(), set(typed)
     faults = []
     for key in sorted(typed_keys & all_settings.keys() - read):
-        setting, section = all_settings[key], all_settings.get(key.rpartition(".")[0])
-        waits = section is not None and f"{section.key}.{section.short}" in typed_keys
-        is_plain = setting.section is None and not setting.opens and not setting.read_by
-        if is_plain and not waits and read_value(config, key) != setting.default:
-            about = f"{key}={read_value(config, key)}"
-            faults.append(f"{about}: no code reads it in this run ({setting.help}); leave it out")
+        setting = all_settings[key]
+        if setting.section is not None or setting.opens or setting.read_by:
+            continue
+        value = read_value(config, key)
+        section = all_settings.get(key.rpartition(".")[0])
+        if section is not None and section.short:
+            switch = f"{section.key}.{section.short}"
+            if switch in typed_keys:  # as in a sweep over the switch
+                continue
+            if read_value(config, switch) in (False, "off"):
+                faults.append(f"{key}={value}: {switch} is off; add {section.key}=true, or leave it out")
+                continue
+        if value != setting.default:
+            faults.append(f"{key}={value}: no code reads it in this run ({setting.help}); leave it out")
     if faults:
         raise ConfigError(*faults)
 

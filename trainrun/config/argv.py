@@ -83,7 +83,7 @@ class CommandLine:
 def split_command_line(argv: list[str]) -> CommandLine:
     """Split a command line into flags, overrides, and settings of the runner itself. They may come in any order."""
     words = CommandLine()
-    if any(word[:1] in ("-", "=") or word[-1:] == "=" for word in argv):
+    if any(word[:1] == "-" for word in argv):
         parts = separate_flags(argv, list_groups([find_conf_dir()]))
         argv, words.flags, words.config_dirs, words.typed = parts
     for word in argv:
@@ -310,7 +310,6 @@ def find_user_conf_dirs(extra: list[str], working_dir: Path) -> list[Path]:
 FLAGS = ("--help", "-h", "--version", "--multirun", "-m")
 FLAGS_WITH_VALUE = ("--cfg", "-c", "--config-dir", "-cd")
 SHORT_FLAGS = {"-b": "--batch_size", "-j": "--num_workers"}  # of timm and of torch's own examples
-NAME = re.compile(r"[A-Za-z_][\w.]*")
 
 
 def separate_flags(
@@ -321,9 +320,7 @@ def separate_flags(
     Also return the text as typed for each setting whose name was translated.
     """
     settings, flags, config_dirs, typed = [], [], [], {}
-    faults, rest = check_spaced_settings(argv), list(argv)
-    if faults:
-        raise ConfigError(*faults)
+    faults, rest = [], list(argv)
     while rest:
         word = rest.pop(0)
         setting, shown = translate_flag(word, rest, groups)
@@ -344,20 +341,6 @@ def separate_flags(
     if faults:
         raise ConfigError(*faults)
     return settings, flags, config_dirs, typed
-
-
-def check_spaced_settings(argv: list[str]) -> list[str]:
-    """Return a message for each `lr = 3`, which a shell splits into several arguments."""
-    faults = []
-    for before, word, after in zip(["", *argv], argv, [*argv[1:], ""], strict=False):
-        if word[:1] == "=" and NAME.fullmatch(before):
-            typed = (before, word, after) if word == "=" else (before, word)
-        elif word[-1:] == "=" and NAME.fullmatch(word[:-1]) and after and not re.search(r"=|^-", after):
-            typed = (word, after)
-        else:
-            continue
-        faults.append(f"{' '.join(typed).strip()}: leave out the spaces around =; write {''.join(typed)}")
-    return faults
 
 
 def translate_flag(word: str, rest: list[str], groups: list[str]) -> tuple[str, str]:

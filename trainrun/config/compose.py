@@ -29,7 +29,7 @@ from trainrun.config.argv import (
     split_command_line,
     translate_overrides,
 )
-from trainrun.config.messages import describe_unread_files, explain_broken_reference
+from trainrun.config.messages import explain_broken_reference
 from trainrun.config.overrides import check_override, compose_overrides, move_trackers, parse_override
 from trainrun.config.rules import check_data_path
 from trainrun.config.saved_values import LOADER, add_references, build_values_to_save, expand_home_folder
@@ -175,9 +175,7 @@ def _compose_and_check(words: CommandLine, folders: list[Path], working_dir: Pat
     faults += check_config(config)
     if config.data.path is not None:
         faults += check_data_path(config)
-    faults += drop_reported_faults(
-        check_target_arguments(config) | describe_idle_settings(config, overrides), faults
-    )
+    faults += drop_reported_faults(check_target_arguments(config), faults)
     if faults:
         raise ConfigError(*faults)
     config = replace_sweeps_by_best_runs(config, words.notes)
@@ -189,8 +187,6 @@ def _compose_and_check(words: CommandLine, folders: list[Path], working_dir: Pat
         words.notes.append(reason)
         words.overrides.insert(0, "task=regression")
         return _compose_and_check(words, folders, working_dir)
-    if beside := [path for path in sorted(working_dir.glob("conf/*.y*ml")) if path.stem != "trainrun"]:
-        words.notes += describe_unread_files(beside)
     if (preset := choices.get("preset", "none")) != "none":
         words.notes += describe_stale_preset(preset, config, folders, working_dir)
     return Composition(config, choices, overrides, words.own, words.notes)
@@ -249,31 +245,6 @@ def _format_option_name(option: str, node: Any) -> str:
     target = node.get("_target_") if option == CUSTOM and isinstance(node, dict) else None
     name = str(target).rpartition(".")[2]
     return name if target and name.isidentifier() else option
-
-
-def describe_idle_settings(config: RunConfig, overrides: list[str]) -> dict[str, str]:
-    """Return a message by key for each typed setting of a section that is switched off.
-
-    Settings whose switch is typed too are left out.
-    """
-    typed = {word.lstrip("+").partition("=")[0] for word in overrides}
-    faults: dict[str, str] = {}
-    for section, setting in settings().items():
-        switch = f"{section}.{setting.short}"
-        if not setting.short or switch in typed or (off := read_value(config, switch)) not in (False, "off"):
-            continue
-        way = f"add {section}={'true' if off is False else 'model'}, or leave it out"
-        faults |= {
-            key: f"{key}={read_value(config, key)}: has no effect while {switch}={str(off).lower()}; {way}"
-            for key in settings()
-            if key in typed and key.startswith(f"{section}.")
-        }
-    key, switch, node = "scheduler.base_batch_size", "scheduler.lr_scaling", config.scheduler or {}
-    if key in typed and switch not in typed and node.get("lr_scaling", "none") == "none":
-        faults[key] = (
-            f"{key}={node.get('base_batch_size')}: has no effect without {switch}=linear; add that, or leave it out"
-        )
-    return faults
 
 
 def drop_reported_faults(more: dict[str, str], faults: list[str]) -> list[str]:

@@ -6,16 +6,12 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import fields
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -119,9 +115,9 @@ def explain_unparsable_override(word: str) -> str:
     word = word.strip()
     key, equals, _ = word.partition("=")
     name = key.lstrip("~")
-    if not equals or not name:
+    if not equals:
         return f"{word}: cannot be read as key=value"
-    if name != name.rstrip():
+    if not name or name != name.rstrip():
         return f"{word}: cannot be read as key=value; leave out the spaces around ="
     if not re.fullmatch(r"[\w$/@:-]+(\.[\w$-]+)*", name):
         return f"{word}: cannot be read as key=value; a key consists of names with dots between them, as model.hidden"
@@ -274,54 +270,28 @@ def filter_config_files(paths: Iterable[Path]) -> list[Path]:
     return [path for path in paths if path.is_file() and not path.name.startswith(".")]
 
 
-def describe_unread_files(paths: list[Path]) -> list[str]:
-    """Return a note for each YAML file beside the option folders that no option file refers to."""
-    options = filter_config_files(paths[0].parent.glob("*/*.yaml"))
-    option_texts = "".join(file.read_text("utf-8", "replace") for file in options)
-    return [
-        f"{path.parent.name}/{path.name} is not read; move what it sets to {path.parent.name}/experiment/{path.name}, "
-        f"with `# @package _global_` as first line, and add experiment={path.stem}"
-        for path in filter_config_files(paths)
-        if not re.search(rf"[-/ ]{re.escape(path.stem)}\b", option_texts)
-    ]
-
-
 def check_config_file(path: Path) -> str:
     """Return why Hydra must not read a config file; "" if it may. Hydra reports invalid YAML itself."""
     try:
         events = list(yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER))
-        first = next((event for event in events if isinstance(event, yaml.NodeEvent)), None)
     except ConfigError as error:
         return "" if isinstance(error.__cause__, yaml.YAMLError | OSError) else str(error)
-    is_map = first is None or isinstance(first, yaml.MappingStartEvent)
-    return "" if is_map else f"{path}: must hold `key: value` lines, not a list or a single value"
-
-
-def check_base_60_numbers(files: list[Path], folders: list[Path], words: list[str]) -> list[str]:
-    """Return a message for each number with a colon, such as 10:30, in the files of this run: YAML reads it in base
-    60.
-    """
-    odd = {path: fault for path in filter_config_files(files) if (fault := _describe_base_60_number(path))}
-    if not odd:
-        return []
-    with initialize_config_dir(config_dir=str(find_conf_dir()), version_base="1.3", job_name="trainrun"):
-        loader = GlobalHydra.instance().config_loader()
-        chosen = loader.compute_defaults_list("trainrun", words, RunMode.RUN).defaults
-    places = {folder / f"{choice.config_path}.yaml" for choice in chosen for folder in folders}
-    return [fault for path, fault in odd.items() if path in places]
-
-
-def _describe_base_60_number(path: Path) -> str:
-    """Return a message for the first value such as 10:30 that YAML reads as a number; "" without one."""
-    tag_of = partial(yaml.resolver.Resolver().resolve, yaml.ScalarNode)
-    with suppress(ConfigError):
-        for event in yaml.parse(read_yaml_text(path, aliases=True), Loader=LOADER):
-            if not isinstance(event, yaml.ScalarEvent) or not event.implicit[0] or ":" not in event.value:
-                continue
-            if tag_of(event.value, event.implicit).endswith((":int", ":float")):
-                line = event.start_mark.line + 1
-                return f"{path}: line {line}: {event.value}: YAML reads a number to base 60; write '{event.value}'"
+    first = next((event for event in events if isinstance(event, yaml.NodeEvent)), None)
+    if first is not None and not isinstance(first, yaml.MappingStartEvent):
+        return f"{path}: must hold `key: value` lines, not a list or a single value"
+    for event in events:
+        if is_base_60_number(event):
+            line = event.start_mark.line + 1
+            return f"{path}: line {line}: {event.value}: YAML reads a number to base 60; write '{event.value}'"
     return ""
+
+
+def is_base_60_number(event: yaml.Event) -> bool:
+    """Return whether YAML reads a value with colons, such as 10:30, as one number."""
+    if not isinstance(event, yaml.ScalarEvent) or not event.implicit[0] or ":" not in event.value:
+        return False
+    tag = yaml.resolver.Resolver().resolve(yaml.ScalarNode, event.value, event.implicit)
+    return tag.endswith((":int", ":float"))
 
 
 def explain_yaml_error(error: yaml.YAMLError) -> str:

@@ -31,12 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainrun.config import messages
 from trainrun.config.argv import CUSTOM, find_conf_dir, list_groups, list_options
-from trainrun.config.messages import (
-    check_base_60_numbers,
-    check_config_file,
-    explain_yaml_error,
-    filter_config_files,
-)
+from trainrun.config.messages import check_config_file, explain_yaml_error, filter_config_files
 from trainrun.config.schema import MonitorConfig, RunConfig, is_tracker, list_open_nodes, settings
 from trainrun.instantiate import TARGET
 from trainrun.limits import ANY, NODES, fits_kind, parse_seconds
@@ -143,7 +138,6 @@ def compose_overrides(words: list[str], folders: list[Path], faults: list[str]) 
         faults[:] = [fault]  # the others follow from it
         return None
     if cfg is not None:
-        faults += check_base_60_numbers(files, folders[:-1], [*choices, *LEFT_OUT]) if files else []
         expand_split_references(cfg)
         if cfg.monitor.tracker is not None:
             add_trackers(cfg, cfg.monitor.tracker)

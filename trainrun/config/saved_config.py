@@ -24,7 +24,7 @@ from trainrun.config.argv import (
     split_command_line,
     translate_overrides,
 )
-from trainrun.config.compose import describe_idle_settings, drop_reported_faults, replace_value_aliases
+from trainrun.config.compose import drop_reported_faults, replace_value_aliases
 from trainrun.config.messages import explain_broken_reference, first_line_of_error
 from trainrun.config.overrides import (
     add_trackers,
@@ -261,7 +261,6 @@ def apply_overrides(found: dict[str, Any], path: Path, overrides: list[str], mea
     for base in (Path.cwd(), *places) if places else ():  # what the command line and the environment name
         config = make_paths_absolute(config, base)
     faults += check_config(config)
-    faults += drop_reported_faults(describe_idle_settings(config, words.overrides), faults)
     # With its other values it has trained.
     if has_moved:
         faults += [*check_data_path(config), *describe_unchanged_paths(config.data, changed, measured)]
