@@ -31,7 +31,7 @@ from trainrun.benchmark.run_overrides import compose_config, replace_overrides  
 from trainrun.benchmark.tune.autotune_session import tuning_lines  # noqa: E402
 from trainrun.benchmark.tune.tuner import Tuner, Tuning  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.timing.paired import Ratio, StoppingRules, compare_in_turns, compute_process_ratio  # noqa: E402
+from trainrun.comparison.paired import Ratio, StoppingRules, compare_in_turns, compute_process_ratio  # noqa: E402
 
 COMMON = ["seed=1", "trainer.max_epochs=1000", "monitor.hardware=false"]
 WORKLOADS = {

@@ -23,7 +23,7 @@ from bench_kit import machine  # noqa: E402
 from trainrun.benchmark.measured_run import MeasuredRun  # noqa: E402
 from trainrun.benchmark.run_overrides import compose_config  # noqa: E402
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.timing.paired import StoppingRules, compare_in_turns  # noqa: E402
+from trainrun.comparison.paired import StoppingRules, compare_in_turns  # noqa: E402
 
 TURN_SECONDS = 0.5
 RIVALS = 2  # the fastest other ways, which then meet auto in more rounds

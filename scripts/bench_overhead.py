@@ -33,7 +33,7 @@ from torch.nn import functional
 from trainrun.data.readers.builtin import digits
 from trainrun.model.mlp import Mlp
 from trainrun.seeding import derive_seed
-from trainrun.timing.paired import TimedItems, compute_total_ratio
+from trainrun.comparison.paired import TimedItems, compute_total_ratio
 
 
 def hand_written(epochs: int, hidden: list[int], folder: Path, device: str = "cpu") -> bench_kit.Hand:

@@ -178,11 +178,11 @@ def auto_chunks_beside_one_piece() -> dict[str, Any]:
     import torch
 
     from trainrun.assemble.start_choices import set_output_memory_limit
+    from trainrun.comparison.paired import StoppingRules, build_turn, compare_in_turns
     from trainrun.model.gpt import Gpt
     from trainrun.parallel.single import Single
     from trainrun.runtime.machine import wait_for_device
     from trainrun.task.language_modeling import LanguageModeling
-    from trainrun.timing.paired import StoppingRules, build_turn, compare_in_turns
 
     device = torch.device(DEVICE)
     sizes = (50304, 1024, 768) if device.type == "cuda" else (512, 16, 48)

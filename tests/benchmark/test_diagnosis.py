@@ -25,8 +25,8 @@ from trainrun.benchmark.remedies import EFFECTS, REMEDIES, Remedy, find_remedies
 from trainrun.benchmark.run_overrides import compose_config, replace_overrides
 from trainrun.benchmark.worker_messages import RunInfo, Save, Turn
 from trainrun.cli.main import main
+from trainrun.comparison.paired import Ratio
 from trainrun.config.schema import RunConfig, replace_values
-from trainrun.timing.paired import Ratio
 from trainrun.timing.phases import DATA
 
 INFO = RunInfo("samples", "resident", 0, 1, "cpu", 1, 900, 45.0)

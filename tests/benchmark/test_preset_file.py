@@ -12,10 +12,10 @@ from trainrun.benchmark.remedies import NUMERIC, Remedy
 from trainrun.benchmark.run_overrides import resolve_overrides
 from trainrun.benchmark.tune.autotune_session import host_preset_name, preset_path, write_preset
 from trainrun.benchmark.tune.tuner import Trial, Tuning
+from trainrun.comparison.paired import Ratio
 from trainrun.config.compose import compose_run
 from trainrun.config.tuned_settings import MARK
 from trainrun.errors import ConfigError
-from trainrun.timing.paired import Ratio
 
 pytestmark = pytest.mark.process
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainrun.hook.vae_health import (
+from trainrun.vae_health.latent_code import (
     compute_code_noise,
     compute_latent_facts,
     draw_fixed_noise,
@@ -18,7 +18,6 @@ from trainrun.hook.vae_health import (
     shuffle_codes,
     suggest_remedy,
 )
-from trainrun.task.vae import Vae
 
 VARIANCES = torch.tensor([4.0, 2.0, 1.2, 0.3, 0.2], dtype=torch.float64)  # of the data
 BETA = 0.5  # what a decoder of variance 1 and this beta takes for noise: two dimensions lie below it

@@ -13,7 +13,7 @@ from quiet_runs import QUIET, losses, train, weights
 
 import trainrun as package
 from trainrun.errors import ConfigError, TrainingError, TrainrunError
-from trainrun.hook.vae_health import have_code_noise
+from trainrun.vae_health.latent_code import have_code_noise
 
 pytestmark = pytest.mark.train
 

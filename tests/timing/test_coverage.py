@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from trainrun.timing.paired import (
+from trainrun.comparison.paired import (
     BASE,
     Ratio,
     StoppingRules,

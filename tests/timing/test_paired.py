@@ -8,7 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from trainrun.timing.paired import BASE, Comparison, StoppingRules, Turn, choose_remaining, compare_in_turns
+from trainrun.comparison.paired import (
+    BASE,
+    Comparison,
+    StoppingRules,
+    Turn,
+    choose_remaining,
+    compare_in_turns,
+)
 
 
 class World:

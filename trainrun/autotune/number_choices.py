@@ -41,7 +41,7 @@ from trainrun.training.recovery.oom import describe_out_of_memory, find_batch_no
 from trainrun.training.without_trace import read_first_batches, run_trial
 
 if TYPE_CHECKING:
-    from trainrun.timing.paired import Turn
+    from trainrun.comparison.paired import Turn
 
 FEW_BATCHES = 500  # a shorter run is not worth the first looks, which take about 25 steps
 MEASURED_LOOPS = ("trainrun.benchmark.", "trainrun.race.")  # they make the usual steps
@@ -130,7 +130,7 @@ def choose_fastest(
     if not fitting:
         return None
     base = usual if usual in fitting else next(iter(fitting))
-    from trainrun.timing.paired import StoppingRules, compare_in_turns
+    from trainrun.comparison.paired import StoppingRules, compare_in_turns
 
     rules = StoppingRules(smallest, limit, 1, ROUNDS, ROUNDS, MOST_ROUNDS)
     others = {name: turn for name, turn in fitting.items() if name != base}

@@ -51,7 +51,8 @@ COMMANDS = {
 }
 
 MODULES = {  # where the file, or the function, has another name
-    "evaluate": "cli.predict_command:evaluate_command",
+    "evaluate": "prediction.predict_command:evaluate_command",
+    "predict": "prediction.predict_command",
     "help": "cli.manual_pages",
     "again": "cli.resume_command:repeat_command",
     "compare": "cli.report_command:compare_command",

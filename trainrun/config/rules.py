@@ -21,7 +21,7 @@ from trainrun.limits import EPOCH, NAMED, NODE, NODES, Duration, is_finite, pars
 READERS, ARRAYS = "trainrun.data.", "trainrun.data.readers.arrays."
 VAES = ("trainrun.model.vae.Vae", "trainrun.model.sequence_vae.SequenceVae")
 GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
-VAE_TASK, VAE_HEALTH = "trainrun.task.vae.Vae", "trainrun.hook.vae_health.VaeHealth"
+VAE_TASK, VAE_HEALTH = "trainrun.task.vae.Vae", "trainrun.vae_health.latent_code.VaeHealth"
 CLASSIFICATION, REGRESSION = (
     "trainrun.task.classification.Classification",
     "trainrun.task.regression.Regression",

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trainrun.comparison.paired import Ratio
 from trainrun.config.tuned_settings import describe_machine
 from trainrun.folder.run_folder import write_text
 from trainrun.output import format_table, say
@@ -18,7 +19,6 @@ from trainrun.race.standings import Equivalence, RaceResults, RaceRun, Standing
 from trainrun.race.turns import Race
 from trainrun.sweep.points import format_mean
 from trainrun.sweep.table import format_csv
-from trainrun.timing.paired import Ratio
 
 Table = tuple[list[str], list[list[str]]]
 LONGEST_LABEL = 40

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 from typing import Final
 
-from trainrun.timing.paired import Ratio, estimate_ratio, student_quantile
+from trainrun.comparison.paired import Ratio, estimate_ratio, student_quantile
 
 LATE_FACTOR: Final = 3.0  # times the median of the first racer
 EQUIVALENCE: Final = 0.90  # two one-sided tests of 5 % each

@@ -27,7 +27,6 @@ from trainrun.folder.run_folder import LaunchSpec, RunDir, list_typed_keys, read
 from trainrun.folder.status import read_status
 from trainrun.monitor.metric_rows import parse_non_finite, read_metric_rows
 from trainrun.output import say
-from trainrun.runs.new_samples import predict_new
 from trainrun.runs.restore_config import load_network
 from trainrun.runs.run import open_or_create_run, open_run, start_training
 from trainrun.runtime.memory_layout import make_dense
@@ -119,6 +118,8 @@ class Run:
             run = trainrun.load("runs/plants")
             run.predict({"height": 3.1, "width": 0.4})["prediction"]
         """
+        from trainrun.prediction.new_samples import predict_new  # of a satellite
+
         with register_objects(dict(self.objects)):
             return predict_new(self.files, samples, which, self.trust, num_classes_shown)
 

@@ -20,6 +20,7 @@ from trainrun.assemble.assemble import RunContext, build_components
 from trainrun.assemble.start_choices import read_earlier_choices
 from trainrun.checkpoint.load import read_checkpoint
 from trainrun.checkpoint.weights import allocate_buffers
+from trainrun.comparison.paired import StoppingRules, build_turn, compare_in_turns
 from trainrun.config.compose import Composition
 from trainrun.config.schema import InitConfig, RunConfig, replace_values
 from trainrun.errors import EXIT_DONE, ConfigError, SaveError
@@ -47,7 +48,6 @@ from trainrun.runs.run import create_run, open_run
 from trainrun.runtime.network_copy import copy_network
 from trainrun.runtime.signals import StopFlag
 from trainrun.sampling.run_tokenizer import SEAL
-from trainrun.timing.paired import StoppingRules, build_turn, compare_in_turns
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 from trainrun.training.evaluate import evaluate

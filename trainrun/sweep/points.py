@@ -9,9 +9,9 @@ from functools import cached_property
 from statistics import fmean, stdev
 from typing import NamedTuple
 
+from trainrun.comparison.paired import LEAST_REPLICATES, half_interval, student_quantile
 from trainrun.output import format_number
 from trainrun.sweep.results import Job, short_numbers
-from trainrun.timing.paired import LEAST_REPLICATES, half_interval, student_quantile
 
 REPEATED = ("data.fold", "seed")  # settings that make no other way to train
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from trainrun.comparison.paired import LEAST_REPLICATES
 from trainrun.errors import DataError
 from trainrun.folder.run_folder import RunDir
 from trainrun.folder.status import read_status
@@ -22,7 +23,6 @@ from trainrun.sweep.points import REPEATED, SweepPoint, best_job, format_mean, r
 from trainrun.sweep.results import Job, parse_number
 from trainrun.sweep.search_charts import point_charts
 from trainrun.sweep.table import job_table, point_table, repeated_keys
-from trainrun.timing.paired import LEAST_REPLICATES
 
 PAGE = "sweep.html"
 MOST_LINES = 8  # of a chart of one setting; with more combinations of the others it has dots alone

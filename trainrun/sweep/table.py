@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
+from trainrun.comparison.paired import LEAST_REPLICATES, student_quantile
 from trainrun.output import format_table, mask_arguments, say
 from trainrun.sweep.jobs import Sweep
 from trainrun.sweep.points import (
@@ -23,7 +24,6 @@ from trainrun.sweep.points import (
     ranked_jobs,
 )
 from trainrun.sweep.results import Job, Result
-from trainrun.timing.paired import LEAST_REPLICATES, student_quantile
 
 MEANS = "sweep-means.csv"
 WORSE, UNCLEAR = "worse", "no clear difference"  # from the best, by the 95 % interval of the difference

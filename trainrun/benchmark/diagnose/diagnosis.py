@@ -38,8 +38,8 @@ from trainrun.benchmark.worker_messages import (
     Turn,
 )
 from trainrun.benchmark.worker_process import WorkerPool, WorkerProcess
+from trainrun.comparison.paired import PROCESS_SPREAD, Ratio
 from trainrun.errors import TrainrunError
-from trainrun.timing.paired import PROCESS_SPREAD, Ratio
 from trainrun.timing.phases import COMPILE, DATA, LOGGING
 
 CLEAR: Final = 1.10  # a gain below it is not worth a word

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from trainrun.benchmark.diagnose.ablations import CACHED
 from trainrun.benchmark.worker_messages import Turn
-from trainrun.timing.paired import (
+from trainrun.comparison.paired import (
     BASE,
     Comparison,
     Ratio,

@@ -26,12 +26,12 @@ from trainrun.benchmark.run_overrides import (
     write_results,
 )
 from trainrun.benchmark.worker_process import WorkerFailed, WorkerPool, WorkerProcess
+from trainrun.comparison.paired import PROCESS_SPREAD, Comparison, StoppingRules, compare_in_turns
 from trainrun.errors import EXIT_DONE, EXIT_USAGE, ConfigError, TrainingError
 from trainrun.output import format_quantity, format_table, say
 from trainrun.parallel.devices import count_gpus
 from trainrun.runtime.machine import read_host_memory
 from trainrun.scheduler.build_schedule import scale_learning_rate
-from trainrun.timing.paired import PROCESS_SPREAD, Comparison, StoppingRules, compare_in_turns
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -28,11 +28,11 @@ from trainrun.benchmark.run_overrides import (
 from trainrun.benchmark.tune.techniques import Row, TechniqueTable, is_skipped_for_time, measure_table
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner, Tuning
 from trainrun.benchmark.worker_process import WorkerPool
+from trainrun.comparison.paired import PROCESS_SPREAD, Ratio
 from trainrun.config.tuned_settings import MARK, describe_machine, format_preset_conditions
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.run_folder import write_text
 from trainrun.output import format_quantity, format_table, mask_arguments, say
-from trainrun.timing.paired import PROCESS_SPREAD, Ratio
 
 PLAIN: Final = re.compile(r"(?:[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|true|false|null)\Z")
 

@@ -25,10 +25,10 @@ from trainrun.benchmark.remedies import (
 from trainrun.benchmark.run_overrides import compose_config, loader_overrides, override_key, replace_overrides
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner
 from trainrun.benchmark.worker_messages import RunInfo
+from trainrun.comparison.paired import Ratio
 from trainrun.config.schema import RunConfig
 from trainrun.errors import ConfigError
 from trainrun.runtime.machine import count_usable_cores
-from trainrun.timing.paired import Ratio
 
 ALONE_UNTIL: Final = 0.6  # of the budget
 AT_ONCE: Final = 4  # runs besides the base: as many share its turns, and lie in memory

@@ -5,7 +5,7 @@ What: the remedies of the most expensive cause take turns with the best settings
     the run is diagnosed again, until no remedy is clearly faster. In the end the best settings are compared with the
     user's own in new processes, a number of times that is fixed in advance. Only that ratio is claimed, because the
     fastest of several candidates was also lucky. When: a training that is long enough. When not: a run of seconds.
-    Source: `timing.paired`. Gain: see `scripts/bench_autotune.py`.
+    Source: `comparison.paired`. Gain: see `scripts/bench_autotune.py`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from trainrun.benchmark.run_overrides import (
     start_choice_overrides,
 )
 from trainrun.benchmark.worker_process import WorkerFailed
-from trainrun.errors import ConfigError
-from trainrun.output import format_count
-from trainrun.timing.paired import (
+from trainrun.comparison.paired import (
     PROCESS_SPREAD,
     Ratio,
     StoppingRules,
     compare_in_turns,
     compute_process_ratio,
 )
+from trainrun.errors import ConfigError
+from trainrun.output import format_count
 
 CONFIRM_PART: Final = 0.4  # of the budget at least: for fresh processes that confirm the best
 CONFIRM_ROOM: Final = 1.2  # times the seconds that the fewest pairs of fresh processes need

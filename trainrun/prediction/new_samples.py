@@ -44,7 +44,7 @@ from trainrun.parallel.devices import choose_device
 from trainrun.parallel.single import Single
 from trainrun.plugin_faults import suggest_name
 from trainrun.precision.autocast import build_precision
-from trainrun.runs.predictions import NUMBER_IN_DATA, predict_batches
+from trainrun.prediction.predictions import NUMBER_IN_DATA, predict_batches
 from trainrun.runs.restore_config import load_saved_names, remove_gpu_settings, restore_task_state
 from trainrun.runs.resume import check_modules, load_trusted_config
 from trainrun.training.task_calls import RunPosition, TaskCalls
