@@ -111,17 +111,3 @@ def test_an_argument_of_a_schedule_may_be_a_node():
     for steps in range(1, 4):
         schedule.step()
         assert schedule.lr == pytest.approx(1e-3 * (1 + steps) ** -0.5)
-
-
-def test_a_schedule_of_schedules_is_told_to_be_a_function():
-    inner = "{_target_: torch.optim.lr_scheduler.LinearLR}"
-    words = [
-        "scheduler._target_=torch.optim.lr_scheduler.ChainedScheduler",
-        f"scheduler.schedulers=[{inner},{inner}]",
-    ]
-    with pytest.raises(ConfigError) as error:
-        check_targets(compose_run(words).config)
-    assert str(error.value) == (
-        "scheduler: a schedule of schedules is built by a function (optimizer) of your own; name it, as "
-        "scheduler._target_=my_file.my_schedule"
-    )

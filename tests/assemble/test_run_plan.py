@@ -129,18 +129,6 @@ def test_a_global_batch_that_other_ranks_cannot_keep_is_refused_with_the_nearest
         keep_global_batch(whole, collect_batch_sizes(whole, 1), 2, (), [])
 
 
-def test_a_least_length_that_the_run_never_reaches_is_refused() -> None:
-    words = ["trainer.early_stopping=true", "trainer.early_stopping.min_epochs=3", "trainer.max_epochs=3"]
-    with refused(ConfigError, "trainer.early_stopping.min_epochs"):
-        build_early_stopping_tracker(compose_run(words).config, "val/acc")
-    assert (
-        build_early_stopping_tracker(
-            compose_run([*words[:2], "trainer.max_epochs=4"]).config, "val/acc"
-        ).min_epochs
-        == 3
-    )
-
-
 @pytest.mark.parametrize(
     ("duration", "steps"),
     [

@@ -139,7 +139,6 @@ def test_a_divided_stream_is_not_gone_on_with_by_other_readers(folder, capsys):
     [
         ([*TRAIN, "data.sampling=balnced"], "data.sampling=balnced: must be one of none, balanced, weighted."),
         ([*TRAIN, "data.sampling=weighted"], "data.sampling=weighted: needs data.weights"),
-        ([*TRAIN, "data.weights=w.npy"], "data.weights: has no effect without data.sampling=weighted"),
         ([*TRAIN, "data.weights=[1,-1]", "data.sampling=weighted"], "data.weights=[1,-1]: must be a text, or a list"),
         ([*TRAIN, "data.mix={a: 1}"], "data.mix={a: 1}: must name the sets of data.train, which are not named"),
         ([*NAMED, "data.mix={a: 1}"], "data.mix={a: 1}: must name the sets of data.train, which are a, b"),

@@ -104,6 +104,8 @@ DIGITS = ("data=digits", "trainer.max_steps=4", *QUIET[:3])
         "trainer.ema.decay=0.9",
         "trainer.early_stopping.patience=3",  # the default
         "trainer.compile.mode=max-autotune",
+        "init.strict=false",
+        "data.weights=[1,2]",
     ],
 )
 def test_a_plain_setting_that_nothing_reads_is_an_error(word: str):

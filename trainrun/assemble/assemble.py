@@ -32,12 +32,11 @@ from trainrun.assemble.model_and_transforms import (
     split_model_settings,
 )
 from trainrun.assemble.optimizer_and_schedule import (
-    CONSTANT,
-    SCHEDULE_KEYS,
     build_config_optimizer,
     build_config_schedule,
     build_named_optimizers,
     check_optimizer_node,
+    check_schedule_node,
     count_warmup_steps,
     describe_unfinished_schedule,
     describe_update,
@@ -98,7 +97,6 @@ from trainrun.precision.update import Update
 from trainrun.runtime.collector import LogPointCollector
 from trainrun.runtime.machine import read_host_memory
 from trainrun.runtime.signals import StopFlag
-from trainrun.scheduler.build_schedule import LENGTHS
 from trainrun.scheduler.schedule import Schedule
 from trainrun.task.losses import compute_balanced_weights
 from trainrun.task.metrics.directions import describe_assumed_direction
@@ -151,40 +149,39 @@ def check_targets(config: RunConfig) -> None:
     """Bind the arguments of every `_target_` node to the signature of its target. Raise ConfigError with all
     faults.
     """
-    data = config.data
-    transforms = {name: getattr(data, name) for name in ("transform", "val_transform", "test_transform")}
-    nodes: dict[str, Any] = {
-        **dict(_list_nodes("data.train", data.train)),
-        "data.test": data.test,
-    }
-    nodes |= {format_split_key(split): node for split, node in validation_nodes(data).items()}
-    nodes |= {"task": config.task, "data.collate_fn": data.collate_fn}
-    nodes |= {f"data.{name}": node for name, node in transforms.items() if node != SAME}
-    nodes |= {f"data.augment.{name}": node for name, node in data.augment.items()}
-    nodes |= {f"monitor.{name}": node for name, node in config.monitor.listeners.items()}
-    nodes |= {f"hook.{name}": node for name, node in config.hook.items()}
-    faults = [fault for key, node in nodes.items() if node for fault in check_node_arguments(node, key)]
-    faults += check_node_arguments(split_model_settings(config.model)[0], "model", also=WORDS)
-    faults = faults or check_model_settings(config)
+    faults: list[str] = []
+    for key, node in list_complete_nodes(config).items():
+        if node:
+            faults += check_node_arguments(node, key)
+    model_arguments, _ = split_model_settings(config.model)
+    faults += check_node_arguments(model_arguments, "model", also=WORDS)
+    if not faults:
+        faults += check_model_settings(config)
     for key, node in _list_nodes("optimizer", config.optimizer):
         faults += check_optimizer_node(key, node)
     for key, node in _list_nodes("scheduler", config.scheduler):
-        arguments = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
-        if arguments.get("_target_") and arguments != CONSTANT:
-            filled = tuple(
-                f"{key}.{name}: {arguments['_target_']} needs it" for name in LENGTHS
-            )  # in, by the run
-            target_faults = check_node_arguments(arguments, key, ["optimizer"], SCHEDULE_KEYS)
-            if any(".optimizer: torch." in fault for fault in target_faults):
-                target_faults = [
-                    f"{key}: a schedule of schedules is built by a function (optimizer) of your own; name it, as "
-                    f"{key}._target_=my_file.my_schedule"
-                ]
-            faults += [fault for fault in target_faults if not fault.startswith(filled)]
+        faults += check_schedule_node(key, node)
     for name, node in config.transform.items():
         faults += check_node_arguments(node, f"transform.{name}", ["model"])
     if faults:
         raise ConfigError(*faults)
+
+
+def list_complete_nodes(config: RunConfig) -> dict[str, Any]:
+    """Return the nodes whose targets get no argument but those of the node, by key."""
+    data = config.data
+    nodes = dict(_list_nodes("data.train", data.train))
+    for split, node in validation_nodes(data).items():
+        nodes[format_split_key(split)] = node
+    nodes |= {"data.test": data.test, "data.collate_fn": data.collate_fn, "task": config.task}
+    for name in ("transform", "val_transform", "test_transform"):
+        transform = getattr(data, name)
+        if transform != SAME:
+            nodes[f"data.{name}"] = transform
+    named = {"data.augment": data.augment, "monitor": config.monitor.listeners, "hook": config.hook}
+    for section, inner_nodes in named.items():
+        nodes |= {f"{section}.{name}": node for name, node in inner_nodes.items()}
+    return nodes
 
 
 def _list_nodes(key: str, node: Any) -> list[tuple[str, dict[str, Any]]]:

@@ -57,16 +57,7 @@ def build_model(config: RunConfig, facts: DataFacts, device: torch.device) -> nn
     for name, value in from_data.items():
         if name in node and node[name] is None:
             if value is None:
-                way = f"set it, as {EXAMPLES[name]}"
-                train = config.data.train or {}
-                if (
-                    name == "in_shape" and "columns" in train and not train.get("stream")
-                ):  # rows of data=datasets
-                    way = (
-                        "name input and target, as data.train.columns=[x,y], where x holds pictures or lists of one "
-                        "length; single numbers are read from CSV or Parquet"
-                    )
-                raise DataError(f"model.{name}: cannot be derived from the data; {way}")
+                raise DataError(f"model.{name}: cannot be derived from the data; set it, as {EXAMPLES[name]}")
             node[name] = value
 
     model = check_is_module(build_node(node, "model"), f"model._target_={node[TARGET]}")

@@ -47,6 +47,16 @@ def check_optimizer_node(key: str, node: dict[str, Any]) -> list[str]:
     return faults
 
 
+def check_schedule_node(key: str, node: dict[str, Any]) -> list[str]:
+    """Bind a node to the signature of its target. Return a message for each fault. The run fills in its lengths."""
+    arguments = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
+    if not arguments.get("_target_") or arguments == CONSTANT:
+        return []
+    filled_in = tuple(f"{key}.{name}: {arguments['_target_']} needs it" for name in LENGTHS)
+    faults = check_node_arguments(arguments, key, ["optimizer"], SCHEDULE_KEYS)
+    return [fault for fault in faults if not fault.startswith(filled_in)]
+
+
 def build_config_optimizer(
     config: RunConfig, model: nn.Module, world_size: int, notes: list[str]
 ) -> Optimizer:

@@ -312,12 +312,6 @@ def build_early_stopping_tracker(config: RunConfig, default: str | None) -> Metr
             "trainer.early_stopping.enabled=true: there is no validation data (data.val, trainer.limit_val_batches); "
             "set data.val, or leave it out"
         )
-    epochs = config.trainer.max_epochs
-    if epochs is not None and wanted.min_epochs >= epochs:
-        raise ConfigError(
-            f"trainer.early_stopping.min_epochs={wanted.min_epochs}: the run has {format_count(epochs, 'epoch')} "
-            "(trainer.max_epochs), so early stopping could never end it; use a smaller number"
-        )
     return MetricTracker(
         metric, choose_metric_direction("trainer.early_stopping", metric, wanted), wanted.patience, wanted.min_delta,
         wanted.stopping_threshold, wanted.divergence_threshold, wanted.monitor is not None,

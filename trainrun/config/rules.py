@@ -155,7 +155,6 @@ TO_HOST = "moves tensors from a GPU to host memory, and this run uses the device
 ON_EVERY_DEVICE = "trainer.gradient_checkpointing=full saves memory on every device"
 MODEL_SCOPE = "use trainer.compile.scope=model"
 PUTS_TOGETHER = "groups samples only once, but {asked} draws other samples in every epoch"
-NOT_INIT_FROM = "has no effect without init_from"
 
 RULES = (
     Rule("data.padding=pack",
@@ -203,10 +202,6 @@ RULES = (
          "ckpt_path already loads weights, with the whole state", LEAVE_ONE),
     Rule("checkpoint.adapter_only=true", lambda c: c.init_from is None and c.checkpoint.adapter_only,
          "reads frozen weights from init_from, which is not set", "use init_from=RUN_OR_FILE"),
-    Rule("init.skip", lambda c: c.init_from is None and c.init.skip, NOT_INIT_FROM, "add init_from=RUN_OR_FILE"),
-    Rule("init.rename", lambda c: c.init_from is None and c.init.rename, NOT_INIT_FROM, "add init_from=RUN_OR_FILE"),
-    Rule("init.strict=false", lambda c: c.init_from is None and not c.init.strict,
-         NOT_INIT_FROM, "add init_from=RUN_OR_FILE"),
     Rule("checkpoint.enabled=false", lambda c: _rolls_back(c) and not c.checkpoint.enabled,
          "trainer.nan_policy=rollback needs checkpoints", "leave it out, or use trainer.nan_policy=skip"),
     Rule("checkpoint.save_last=false",
@@ -229,8 +224,6 @@ RULES = (
          "must name the sets of data.train, which are {sets}", "name each, as data.train.a._target_=my_file.MyClass"),
     Rule("data.sampling=weighted", lambda c: c.data.sampling == "weighted" and c.data.weights is None,
          "needs data.weights", "give one weight per sample: a column, a file or a list"),
-    Rule("data.weights", lambda c: c.data.weights is not None and c.data.sampling != "weighted",
-         "has no effect without data.sampling=weighted", "add that, or leave it out"),
     Rule("data.shuffle=false", lambda c: c.data.shuffle_buffer and not c.data.shuffle,
          "data.shuffle_buffer={c.data.shuffle_buffer} shuffles the samples", LEAVE_ONE),
     Rule("data.shuffle=false", lambda c: format_sampling_setting(c) and not c.data.shuffle,
