@@ -8,7 +8,6 @@ import pytest
 from approved import refused
 
 from trainrun.assemble.run_plan import (
-    build_early_stopping_tracker,
     choose_metric_direction,
     collect_batch_sizes,
     convert_to_steps,
