@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -113,47 +113,42 @@ def train_until_rollback(
     back: RollBack | None,
 ) -> int:  # fmt: skip
     """Build the parts and train until the end or a rollback. Return the exit code. Raise TrainrunError."""
-    leader, resume = parallel.rank == 0, order.resume or back is not None
+    is_resume = order.resume or back is not None
     with contextlib.ExitStack() as closing:
         watchdog = closing.enter_context(Watchdog(
             config.trainer.watchdog_seconds, phases, flag, run_dir.stacks(parallel.rank),
             lambda text, account: end_hung_rank(run_dir, config, parallel, text, account, read_last_exchanges()),
         ))  # fmt: skip
-        listeners = RunMonitors(run_dir, config, phases) if leader else None
+        listeners = RunMonitors(run_dir, config, phases) if parallel.rank == 0 else None
         if listeners is not None:
             closing.callback(listeners.close)
-        closing.enter_context(restore_backends())
-        closing.enter_context(restore_collector())
-        if config.trainer.compile.scope in ("off", "auto"):  # auto is off, as a rule
-            closing.enter_context(avoid_compiler_import())
-        identity, has_checkpoint, start = read_run_facts(run_dir, config, resume, back, parallel)
+        enter_process_settings(closing, config)
+
+        # build everything
+        identity, has_checkpoint, start = read_run_facts(run_dir, config, is_resume, back, parallel)
         notes: list[str] = []
-        if resume:
+        if is_resume:
             earlier = identity.get("batch")
             config = keep_global_batch(config, earlier, parallel.world_size, order.typed, notes)
         assert config.seed is not None
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
-        goes_on = resume and has_checkpoint
-        begin = None if goes_on and not config.checkpoint.adapter_only else config.init_from
-        site = build_run_context(run_dir, identity, parallel, flag, listeners, begin)
+        goes_on = is_resume and has_checkpoint
+        init_from = None if goes_on and not config.checkpoint.adapter_only else config.init_from
+        site = build_run_context(run_dir, identity, parallel, flag, listeners, init_from)
         site = replace(
-            site, phases=phases, measures=not resume, is_new=not goes_on, typed=order.typed, start=start
+            site, phases=phases, measures=not is_resume, is_new=not goes_on, typed=order.typed, start=start
         )
         run, facts = build_components(config, site)
-        closing.push(lambda kind, error, trace: finish_save_at_failure(run, kind))
-        if run.compile_log is not None and run.config.trainer.compile.scope in ("model", "regional"):
-            closing.callback(run.compile_log.listen())
-        for stream in (run.train, *run.splits().values()):
-            closing.callback(stream.close)
-        for module in run.model.modules():
-            if type(module).train is not nn.Module.train:  # it may also keep norms from training
-                module.train(module.training)
+        close_parts_at_end(closing, run)
+        call_own_train_methods(run.model)
         allocator, lines = set_allocator_rule(run)
         if allocator == "keep":  # a notebook goes on after the run
             closing.callback(return_kept_memory)
         facts = replace(facts, choices=(*facts.choices, *lines))
+
+        # load the state, and show where the run begins
         seed_everything(derive_seed(config.seed, 1 + parallel.rank))  # dropout differs from rank to rank
-        state = load_start_state(run, run_dir, config, resume, back)
+        state = load_start_state(run, run_dir, config, is_resume, back)
         for note in notes:
             run.monitors.note(note)
         if listeners is not None:
@@ -167,18 +162,13 @@ def train_until_rollback(
         stop_recording_reads()
         check_settings_are_read(order.typed, config, parallel)
         run.monitors.on_start(facts, state)
-        before = state.step, state.items
         if parallel.device.type == "cuda":  # what start-up trials took is no part of the training
             torch.cuda.reset_peak_memory_stats(parallel.device)
+
+        # train
+        steps_before, items_before = state.step, state.items
         watchdog.expect_progress(run)
-        run.task_calls.start(state)
-        run.hooks.on_start(run, state)
-        run.hooks.check_states()
-        run.checkpoints.start(run, state)  # asks for the states of hooks
-        if not config.loop:  # or nobody would say that a step was made
-            run.task_calls.watch(run)
-        if not config.loop:
-            try_validation(run)
+        call_user_code_before_training(run, state)
         if flag.raised:  # and swallowed by foreign code
             raise KeyboardInterrupt
         flag.training = True
@@ -186,8 +176,43 @@ def train_until_rollback(
         if state.ended_step != state.step:  # a signal stopped it, or the loop is the user's own
             run.hooks.on_end(run, state)
         watchdog.stop_expecting_progress()
-        session = Session(state.step - before[0], state.items - before[1], run.phases.read())
+        session = Session(state.step - steps_before, state.items - items_before, run.phases.read())
         return finish_training(run, state, run_dir, listeners, facts, session)
+
+
+def enter_process_settings(closing: contextlib.ExitStack, config: RunConfig) -> None:
+    """Restore the settings of torch and Python that a run changes when `closing` ends."""
+    closing.enter_context(restore_backends())
+    closing.enter_context(restore_collector())
+    if config.trainer.compile.scope in ("off", "auto"):  # auto is off, as a rule
+        closing.enter_context(avoid_compiler_import())
+
+
+def close_parts_at_end(closing: contextlib.ExitStack, run: Components) -> None:
+    """Close the streams of the run when `closing` ends; before that, finish a save in progress."""
+    closing.push(lambda kind, error, trace: finish_save_at_failure(run, kind))
+    if run.compile_log is not None and run.config.trainer.compile.scope in ("model", "regional"):
+        closing.callback(run.compile_log.listen())
+    for stream in (run.train, *run.splits().values()):
+        closing.callback(stream.close)
+
+
+def call_own_train_methods(model: nn.Module) -> None:
+    """Call each `train` method of the user's own, which may also keep norms from training."""
+    for module in model.modules():
+        if type(module).train is not nn.Module.train:
+            module.train(module.training)
+
+
+def call_user_code_before_training(run: Components, state: TrainState) -> None:
+    """Start the task and the hooks, and try the first validation."""
+    run.task_calls.start(state)
+    run.hooks.on_start(run, state)
+    run.hooks.check_states()
+    run.checkpoints.start(run, state)  # asks for the states of hooks
+    if not run.config.loop:  # or nobody would say that a step was made
+        run.task_calls.watch(run)
+        try_validation(run)
 
 
 def read_run_facts(
@@ -342,30 +367,74 @@ def build_summary(run: Components, state: TrainState, facts: RunFacts) -> dict[s
     }
 
 
-# of a loss with another shape than its gradient
-OF_LOSS = re.compile(r"Mismatch in shape: grad_output|invalid gradient at index 0 - got \[\]")
-# of torch's linear, convolution and recurrent layers; `scalar type Long` may also be said of a target
+class KnownError(NamedTuple):
+    """An error of torch with a known cause. pattern: matches its message. text: the advice, a format string."""
+
+    pattern: str
+    kind: type[TrainrunError]
+    text: str
+
+
+# Of torch's linear, convolution and recurrent layers; `scalar type Long` may also be said of a target.
 WHOLE = r"(Bool|Byte|Char|Short|Int)"
-SCALE_PICTURES = (
-    "data.augment.scale._target_=trainrun.data.augment.normalize.Normalize data.augment.scale.mean=0 "
-    "data.augment.scale.std=1"
-)
-WHOLE_INPUTS = re.compile(
+WHOLE_INPUTS = (
     rf"got ({WHOLE}|Long) and |Input type \((bool|unsigned char|(short |long )?int|torch.*ByteTensor)\)"
     rf"|scalar type {WHOLE} but found |\"(batch_norm|slow_conv\w*)\" not implemented for '({WHOLE}|Long)"
     r"|RNN input dtype \(torch\.(bool|u?int)"
 )
-OF_ANOMALY = re.compile(r"Function '\w+' returned nan values")
-ASSERTED = "device-side assert"  # of a kernel; the device is lost to the process with it
-# of torch's embeddings
-FRACTIONS = re.compile(r"argument #1 'indices' to have one of the following scalar types: Long, Int; but got")
+KNOWN_ERRORS = (
+    KnownError(
+        "device-side assert",  # of a kernel; the device is lost to the process with it
+        TrainingError,
+        "at step {step} or just before: an index was out of range on the GPU, as a label or a "
+        "token that the model has no class or row for; the same command with parallel.accelerator=cpu "
+        "names its value, and with CUDA_LAUNCH_BLOCKING=1 in the environment the error has the right line",
+    ),
+    KnownError(
+        "does not currently support double backward",
+        PluginError,
+        "trainer.compile={scope}: {task}.step() differentiates a gradient "
+        "(autograd.grad with create_graph=True), which torch.compile does not support; use trainer.compile=off",
+    ),
+    KnownError(
+        r"Function '\w+' returned nan values",
+        TrainingError,
+        "step {step}: {sentence} (trainer.detect_anomaly=true); torch's warning above "
+        "shows where the forward pass called it",
+    ),
+    KnownError(  # of a loss with another shape than its gradient
+        r"Mismatch in shape: grad_output|invalid gradient at index 0 - got \[\]",
+        PluginError,
+        "task: at step {step} {task}.step() returned a loss that is not 0-d; it must be the sum over the batch "
+        "({sentence})",
+    ),
+    KnownError(  # of torch's embeddings
+        "argument #1 'indices' to have one of the following scalar types: Long, Int; but got",
+        DataError,
+        "data: the inputs are fractions, but the model reads tokens, whole numbers ({error}); for text: "
+        "data=text task=language_modeling",
+    ),
+    KnownError(
+        "Expected more than 1 value per channel",
+        DataError,
+        "data: at step {step} a batch has one sample, but BatchNorm needs more than one; leave out "
+        "such a last batch with data.drop_last=true (also at a resume), or use another data.batch_size",
+    ),
+    KnownError(
+        WHOLE_INPUTS,
+        DataError,
+        "data: the inputs are whole numbers, but the model computes with fractions ({error}); scale pictures by "
+        "data.augment.scale._target_=trainrun.data.augment.normalize.Normalize data.augment.scale.mean=0 "
+        "data.augment.scale.std=1; convert other numbers where they are read, as x.float()",
+    ),
+)
 
 
 def explain_error(run: Components, state: TrainState, error: Exception) -> TrainrunError | None:
     """Return an error with advice for a known cause; None for an unknown one."""
     if isinstance(error, RuntimeError) and (explained := run.parallel.explain_error(error)) is not None:
         return explained
-    task = type(run.task).__name__
+    task, text = type(run.task).__name__, str(error)
     if isinstance(error, AttributeError):
         if error.name not in ("loss_sum", "sums", "count"):
             return None
@@ -373,51 +442,21 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
             f"task: {task}.step() gave a {type(error.obj).__name__}; it must return "
             "trainrun.interfaces.StepOutput(loss_sum, {...})"
         )
-    if text := describe_out_of_memory(error):
-        return TrainingError(explain_out_of_memory(run, text) + report_memory(run))
-    if "file too short" in str(error) and (text := delete_truncated_library(error)):
-        return TrainingError(text)
-    if ASSERTED in str(error):
-        return TrainingError(
-            f"at step {state.step + 1} or just before: an index was out of range on the GPU, as a label or a "
-            "token that the model has no class or row for; the same command with parallel.accelerator=cpu "
-            "names its value, and with CUDA_LAUNCH_BLOCKING=1 in the environment the error has the right line"
-        )
-    if "does not currently support double backward" in str(error):
-        return PluginError(
-            f"trainer.compile={run.config.trainer.compile.scope}: {task}.step() differentiates a gradient "
-            "(autograd.grad with create_graph=True), which torch.compile does not support; use trainer.compile=off"
-        )
-    if OF_ANOMALY.search(str(error)):
-        return TrainingError(
-            f"step {state.step + 1}: {str(error).rstrip('.')} (trainer.detect_anomaly=true); torch's warning above "
-            "shows where the forward pass called it"
-        )
-    if OF_LOSS.search(str(error)):  # whose first shape was right
-        return PluginError(
-            f"task: at step {state.step + 1} {task}.step() returned a loss that is not 0-d; it must be the sum over "
-            f"the batch ({str(error).partition('.')[0]})"
-        )
-    if FRACTIONS.search(str(error)):
-        return DataError(
-            f"data: the inputs are fractions, but the model reads tokens, whole numbers ({error}); for text: "
-            "data=text task=language_modeling"
-        )
-    if "must be Tensor, not dict" in str(error) and is_built_in(run.model):
+    if fault := describe_out_of_memory(error):
+        return TrainingError(explain_out_of_memory(run, fault) + report_memory(run))
+    if "file too short" in text and (fault := delete_truncated_library(error)):
+        return TrainingError(fault)
+    if "must be Tensor, not dict" in text and is_built_in(run.model):
         return DataError(
             "data: a sample has several named inputs, but the model takes one tensor; choose inputs of one kind, as "
             "data.train.inputs=[a,b], or use a model whose forward takes the dict"
         )
-    if "Expected more than 1 value per channel" in str(error):
-        return DataError(
-            f"data: at step {state.step + 1} a batch has one sample, but BatchNorm needs more than one; leave out "
-            "such a last batch with data.drop_last=true (also at a resume), or use another data.batch_size"
-        )
-    if WHOLE_INPUTS.search(str(error)):
-        return DataError(
-            f"data: the inputs are whole numbers, but the model computes with fractions ({error}); "
-            f"scale pictures by {SCALE_PICTURES}; convert other numbers where they are read, as x.float()"
-        )
+    scope, sentence = run.config.trainer.compile.scope, text.partition(". ")[0].rstrip(".")
+    for known in KNOWN_ERRORS:
+        if re.search(known.pattern, text):
+            return known.kind(
+                known.text.format(step=state.step + 1, task=task, scope=scope, error=error, sentence=sentence)
+            )
     return None
 
 
