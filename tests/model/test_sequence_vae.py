@@ -186,11 +186,6 @@ def test_sequences_of_a_parquet_file(workdir: Path) -> None:
         package.train(*words, "trainer.max_steps=4")
 
 
-def test_the_pair_with_another_task_is_refused(workdir: Path) -> None:
-    with refused(ConfigError):
-        package.train("model=sequence_vae", "model.vocab_size=9", "task=classification")
-
-
 def test_what_it_writes_of_a_code_is_what_the_forward_finds_likeliest() -> None:
     torch.manual_seed(0)
     model = SequenceVae(vocab_size=11, latent_dim=4, width=16).double().eval()

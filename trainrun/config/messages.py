@@ -215,8 +215,6 @@ def explain_unknown_key(key: str, word: str, above: str, names: list[str], learn
         answer = format_replacement_hint(last, value, learning_rate)
         if not above.startswith("data.") or f"write {key}=" not in answer:
             return f"{word}: {kind}; {answer}"
-        if last == "target" and "columns" in names:
-            return f"{word}: {kind}; write {head}columns=[x,{value}], where the last one is the target"
         return f"{word}: {kind} of this data.{_format_known_names(names, above)}"
     if last in CASES:
         return f"{word}: must be {' or '.join(f'{last}={case}' for case in CASES[last])}, or be left out"

@@ -19,9 +19,7 @@ from trainrun.instantiate import TARGET, is_node, named_nodes, read_target_name
 from trainrun.limits import EPOCH, NAMED, NODE, NODES, Duration, is_finite, parse_interval
 
 READERS, ARRAYS = "trainrun.data.", "trainrun.data.readers.arrays."
-VAES = ("trainrun.model.vae.Vae", "trainrun.model.sequence_vae.SequenceVae")
 GPT, LSTM = "trainrun.model.gpt.Gpt", "trainrun.model.lstm.Lstm"
-VAE_TASK, VAE_HEALTH = "trainrun.task.vae.Vae", "trainrun.vae_health.latent_code.VaeHealth"
 CLASSIFICATION, REGRESSION = (
     "trainrun.task.classification.Classification",
     "trainrun.task.regression.Regression",
@@ -72,7 +70,7 @@ def iterate_combination_faults(config: RunConfig) -> Iterator[Fault]:
         key, value = ("trainer.compile.scope", "step") if is_one_graph else ("trainer.cuda_graphs", "true")
         for setting, reason in iterate_step_obstacles(config):
             yield Fault(key, value, f"cannot be combined with {setting}: {reason}")
-    yield from _iterate_network_faults(config)
+    yield from _iterate_class_dim_faults(config)
     yield from _iterate_held_out_faults(config)
     yield from _iterate_optimizer_faults(config)
     if config.parallel.accelerator != "auto":
@@ -304,20 +302,15 @@ GPU_RULES = (  # what only a GPU has a use for
 )  # fmt: skip
 
 
-def _iterate_network_faults(config: RunConfig) -> Iterator[Fault]:
-    """Yield a fault for a network that does not fit the task, and for a VAE monitor beside another task."""
+def _iterate_class_dim_faults(config: RunConfig) -> Iterator[Fault]:
+    """Yield a fault for a network that gives the classes of a token in a dimension where the task does not look.
+
+    A text with as many tokens in a row as classes would have the right shapes, and train on nothing.
+    """
     model, task = config.model or {}, config.task or {}
-    name, kind = read_target_name(model), read_target_name(task)
-    is_other_task = kind.startswith("trainrun.task.") and kind != VAE_TASK
-    if name in VAES and is_other_task:
-        yield Fault("model", name.split(".")[-2], "returns a reconstruction, not classes; use task=vae")
-    for key, node in config.hook.items():
-        if is_other_task and read_target_name(node) == VAE_HEALTH:
-            why = f"monitor=vae measures the code of a VAE, and task={kind.split('.')[-2]} has none"
-            yield Fault(f"hook.{key}", "", f"{why}; use model=vae task=vae, or leave it out")
+    name, class_dim = read_target_name(model), task.get("class_dim", 1)
     gives_classes_last = name == GPT or (name == LSTM and model.get("outputs", "each") == "each")
-    class_dim = task.get("class_dim", 1)
-    if gives_classes_last and kind == CLASSIFICATION and class_dim in (0, 1):
+    if gives_classes_last and read_target_name(task) == CLASSIFICATION and class_dim in (0, 1):
         why = "returns classes for each token in the last dimension, but task.class_dim="
         ways = "use data=text task=language_modeling for text, or task.class_dim=-1 for a class per token"
         yield Fault("model", "gpt" if name == GPT else "lstm", f"{why}{class_dim}; {ways}")
