@@ -14,7 +14,7 @@ import trainrun as package
 from trainrun.cli.main import main
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.noise import WordDropout
-from trainrun.errors import ConfigError, DataError, PluginError, TrainrunError
+from trainrun.errors import DataError, PluginError, TrainrunError
 from trainrun.model.sequence_vae import SequenceVae
 from trainrun.task.vae import Vae
 
