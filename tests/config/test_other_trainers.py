@@ -155,7 +155,6 @@ def test_what_a_word_stands_for_is_there() -> None:
         "--epochs",
         "--foo 3",
         "lr = 3",
-        "--ema-decay 0.9",
         "parallel=single parallel.devices=2",
         "parallel=single parallel.devices=[0,1]",
         "parallel.devices=[1,1]",

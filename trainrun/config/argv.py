@@ -16,7 +16,6 @@ from pathlib import Path
 
 from trainrun.config.aliases import (
     CASES,
-    NUMBER,
     OPTIONS,
     collect_aliases,
     load_replacement_hints,
@@ -28,7 +27,7 @@ from trainrun.config.schema import is_tracker, list_open_nodes, settings
 from trainrun.config.validate import suggest_closest_name
 from trainrun.errors import ConfigError
 from trainrun.instantiate import CALLED
-from trainrun.limits import NAMED, NODE, NODES, list_choices
+from trainrun.limits import NAMED, NODE, NODES
 
 WARMUP_UNITS = {"steps": "0", "ratio": "null", "epochs": "null"}
 OWN_KEYS = ("hydra.run.dir", "hydra.sweep.dir")
@@ -332,7 +331,7 @@ def separate_flags(
         flag, equals, value = word.partition("=")
         if flag in FLAGS_WITH_VALUE and not equals and rest:
             value = rest.pop(0)
-        if fault := _explain_wrong_flag(word, flag, value, groups):
+        if fault := _explain_wrong_flag(word, flag, value):
             faults.append(fault)
         elif flag in ("--config-dir", "-cd"):
             config_dirs.append(value)
@@ -346,32 +345,25 @@ def separate_flags(
 def translate_flag(word: str, rest: list[str], groups: list[str]) -> tuple[str, str]:
     """Translate a flag such as `--batch-size 64` into (`batch_size=64`, the flag as typed).
 
-    The value of the flag is removed from `rest`. Return ("", "") if the flag is not a setting or has no value.
+    The value of the flag is removed from `rest`. `--fp16` is `fp16=true`, and `--no-shuffle` is `shuffle=false`.
+    Return ("", "") if the flag is not a setting.
     """
     flag, equals, value = word.partition("=")
     flag = SHORT_FLAGS.get(flag, flag)
-    name = flag.removeprefix("--").replace("-", "_")
     if not flag.startswith("--") or flag in FLAGS + FLAGS_WITH_VALUE:
         return "", ""
-    if (
-        name.startswith("no_")
-        and not equals
-        and not _is_known_name(name, groups)
-        and _switch_values(name[3:])
-    ):
-        return f"{name[3:]}=false", word
+    name = flag.removeprefix("--").replace("-", "_")
     if not _is_known_name(name, groups):
-        return "", ""
+        positive = name.removeprefix("no_")
+        is_negated = positive != name and not equals and _is_known_name(positive, groups)
+        return (f"{positive}=false", word) if is_negated else ("", "")
     if equals:
         return f"{name}={value}", word
-    follows = rest[0] if rest and not re.search(r"=|^--?[A-Za-z]", rest[0]) else ""
-    switch = _switch_values(name)
-    if switch and follows.lower() not in switch and not (NUMBER in switch and PLAIN.match(follows)):
+    has_value = bool(rest) and not re.search(r"=|^--?[A-Za-z]", rest[0])
+    if not has_value:
         return f"{name}=true", word
-    if not follows:
-        return (f"{name}=true", word) if name in load_replacement_hints() else ("", "")
-    rest.pop(0)
-    return f"{name}={follows}", f"{word} {follows}"
+    value = rest.pop(0)
+    return f"{name}={value}", f"{word} {value}"
 
 
 def _is_known_name(name: str, groups: list[str]) -> bool:
@@ -381,29 +373,12 @@ def _is_known_name(name: str, groups: list[str]) -> bool:
     return name in load_replacement_hints() or any(key.endswith(f".{name}") for key in settings())
 
 
-def _switch_values(name: str) -> set[str]:
-    """Return the values that a setting can have if its flag without a value may switch it on; else an empty set."""
-    cases, setting = CASES.get(name, {}), settings().get(resolve_alias(name, lambda _: False))
-    if setting is not None and setting.short:
-        setting = settings()[f"{setting.key}.{setting.short}"]
-    words = {"true", "false", *cases}
-    if setting is None:
-        return words if "true" in cases else set()
-    return (
-        words | {*setting.words, *list_choices(setting.kind)}
-        if setting.kind is bool or "true" in setting.words
-        else set()
-    )
-
-
-def _explain_wrong_flag(word: str, flag: str, value: str, groups: list[str]) -> str:
+def _explain_wrong_flag(word: str, flag: str, value: str) -> str:
     """Return the message for a wrong argument that begins with a dash; "" if it is right."""
     if flag not in FLAGS + FLAGS_WITH_VALUE:
         bare = word.lstrip("-")
         is_setting = "=" in word or "." in bare or bare in collect_aliases()
         near = suggest_closest_name(flag, FLAGS + FLAGS_WITH_VALUE)
-        if _is_known_name(name := bare.replace("-", "_"), groups) and word.startswith("--"):
-            return f"{word}: needs a value after it, or write {name}=VALUE"
         if is_setting:
             near = f" A setting is written without dashes: {bare}{'' if '=' in word else '=VALUE'}."
         return f"{word}: no such flag.{near} See trainrun --help"
