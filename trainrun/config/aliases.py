@@ -102,7 +102,7 @@ BY_NAMES: tuple[tuple[str, Cases], ...] = (
 CASES = {name: cases for names, cases in BY_NAMES for name in names.split()}  # -> value -> what it is read as
 OPTIONS = {
     "precision": PRECISION_WORDS,
-    "parallel": {"none": "single", "null": "single", "ddp_spawn": "ddp", "processes": "ddp"},
+    "parallel": {"none": "single", "null": "single", "ddp_spawn": "ddp"},
     "scheduler": {
         **dict.fromkeys(("none", "null", "off", "constant_with_warmup"), "constant"),
         **dict.fromkeys(("cosine_with_restarts", "cosineannealingwarmrestarts"), "cosine_restarts"),

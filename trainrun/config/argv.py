@@ -404,12 +404,11 @@ def resolve_group_option(group: str, value: str, is_option: Callable[[str, str],
     options = [
         part if is_option(group, part) else aliases.get(part.lower(), part) for part in value.split(",")
     ]
-    extra = ["parallel.accelerator=cpu"] if group == "parallel" and value == "processes" else []
     if len(options) == 1 and "." in value and not is_option(group, value) and re.fullmatch(r"[\w.]+", value):
         target = "data.train._target_" if group == "data" else f"{group}._target_"
         return [f"{group}={CUSTOM}", f"{target}={value}"]
     quoted = [f'"{part}"' if PLAIN.match(part) else part for part in options]
-    return [f"{group}={','.join(quoted)}", *extra]
+    return [f"{group}={','.join(quoted)}"]
 
 
 def unquote_map_keys(value: str) -> str:

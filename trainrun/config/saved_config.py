@@ -100,26 +100,25 @@ def describe_unchanged_paths(data: DataConfig, given: set[str], measured: str) -
     measured: the split that a command evaluates. A split of a built-in reader then reads the new path. For "", as
         in a training, the lines are printed instead.
     """
+    wanted_split = measured or "val"
     for split, node in {**validation_nodes(data), "test": data.test}.items():
-        wanted_split, key = measured or "val", f"data.{split.replace('/', '.')}"
-        if (split.partition("/")[0] != wanted_split and split != wanted_split) or not isinstance(node, dict):
+        kind = split.partition("/")[0]
+        if wanted_split not in (split, kind) or not isinstance(node, dict):
             continue
-        name = f"{split.partition('/')[0]}_path"
+        key, name = f"data.{split.replace('/', '.')}", f"{kind}_path"
         own_path = node.get(name)
-        source = f"data.train.{name}" if own_path == (data.train or {}).get(name) else f"{key}.{name}"
-        line = ""
-        if own_path not in (None, data.path) and source not in given and not measured:
-            line = f"{key} reads {source}={own_path}; for other samples there set {source}={data.path}"
-        elif (
-            own_path is None
-            and measured
-            and all(value != data.path for _, value in iterate_config_leaves(node))
-        ):
-            line = f"{key} reads other data; set the arguments of {key}.{TARGET}"
-        if line and not measured:
-            print_note_once(f"data.path={data.path}: used for training only; {line}")
-        elif line:
-            yield f"data.path={data.path}: {line}"
+        if measured:
+            reads_path = any(value == data.path for _, value in iterate_config_leaves(node))
+            if own_path is None and not reads_path:
+                yield f"data.path={data.path}: {key} reads other data; set the arguments of {key}.{TARGET}"
+            continue
+        is_inherited = own_path == (data.train or {}).get(name)
+        source = f"data.train.{name}" if is_inherited else f"{key}.{name}"
+        if own_path not in (None, data.path) and source not in given:
+            print_note_once(
+                f"data.path={data.path}: used for training only; {key} reads {source}={own_path}; for other samples there set "
+                f"{source}={data.path}"
+            )
 
 
 PATH_KEY = re.compile(r"(path|root|dir|folder|file|from|teacher|tokenizer)$")
@@ -228,48 +227,76 @@ def apply_overrides(found: dict[str, Any], path: Path, overrides: list[str], mea
     found: the saved values. path: the file that they come from. measured: the only split that the command evaluates,
         to which a new `data.path` must apply.
     """
-    places = find_path_roots(RunDir(path.parent), found)
-    for place in places:
-        found = make_paths_absolute(found, place)
+    run = RunDir(path.parent)
+    roots = find_path_roots(run, found)
+    for root in roots:
+        found = make_paths_absolute(found, root)
+    cfg = build_saved_node(found, path, read_secrets(run))
+    saved_path = None
+    with contextlib.suppress(OmegaConfBaseException):  # of an environment variable that is not set here
+        saved_path = OmegaConf.select(cfg, "data.path")
+    words = parse_saved_overrides([*keep_saved_mode(cfg, overrides), *overrides])
+    faults = change_saved_node(cfg, words)
+    config = build_saved_config(cfg, faults)
+    if roots:  # what the command line and the environment name
+        for base in (Path.cwd(), *roots):
+            config = make_paths_absolute(config, base)
+    faults += check_config(config)
+    changed_keys = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
+    if "data.path" in changed_keys and config.data.path != saved_path:
+        faults += check_data_path(config)
+        faults += describe_unchanged_paths(config.data, changed_keys, measured)
+    target_faults = check_target_arguments(config)  # of changed arguments: with the others it has trained
+    changed_faults = {key: target_faults[key] for key in target_faults if key in changed_keys}
+    faults += drop_reported_faults(changed_faults, faults)
+    if faults:
+        raise ConfigError(*map(words.restore_typed_setting, faults))
+    return config
+
+
+def read_secrets(run: RunDir) -> Any:
+    """Return the secrets that are stored in a run folder, by key; None without any."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(run.secrets)
+    return None
+
+
+def build_saved_node(found: dict[str, Any], path: Path, secrets: Any) -> DictConfig:
+    """Return saved values as a node of the schema. Raise ConfigError if they do not fit it."""
     try:
-        secrets: Any = None
-        with contextlib.suppress(OSError, ValueError):
-            secrets = read_json(RunDir(path.parent).secrets)
-        cfg: DictConfig = pickle.loads(_merge_into_schema(pickle.dumps(fill_secrets(found, secrets))))
+        node: DictConfig = pickle.loads(_merge_into_schema(pickle.dumps(fill_secrets(found, secrets))))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", None) or "config")
         raise ConfigError(f"{path}: not a config of a run ({key}: {first_line_of_error(error)})") from error
-    before = None
-    with contextlib.suppress(OmegaConfBaseException):  # of an environment variable that is not set here
-        before = OmegaConf.select(cfg, "data.path")
-    words = parse_saved_overrides([*keep_saved_mode(cfg, overrides), *overrides])
-    faults = words.twice + [f"{key}={folder}: a run stays in its folder" for key, folder in words.own.items()]
-    wrong = {word: fault for word in words.overrides if (fault := check_override(word))}
-    faults += wrong.values()
-    sound = [word for word in words.overrides if word not in wrong]
+    return node
+
+
+def change_saved_node(cfg: DictConfig, words: CommandLine) -> list[str]:
+    """Set the values of a command line in a saved config. Return a message for each that cannot be set."""
+    faults = list(words.twice)
+    for key, folder in words.own.items():
+        faults.append(f"{key}={folder}: a run stays in its folder")
+    settable = []
+    for word in words.overrides:
+        if fault := check_override(word):
+            faults.append(fault)
+        else:
+            settable.append(word)
     clear_replaced_nodes(cfg, words)
-    set_saved_values(cfg, [*sound, *reset_devices(cfg, sound)], faults)
-    faults += [*describe_missing_secrets(cfg), *move_trackers(cfg)]
+    set_saved_values(cfg, [*settable, *reset_devices(cfg, settable)], faults)
+    return faults
+
+
+def build_saved_config(cfg: DictConfig, faults: list[str]) -> RunConfig:
+    """Return a node of the schema as a config. Messages are added to `faults`. Raise ConfigError if that fails."""
+    faults += describe_missing_secrets(cfg)
+    faults += move_trackers(cfg)
     try:
         config = OmegaConf.to_object(cfg)
     except OmegaConfBaseException as error:
         raise ConfigError(*faults, explain_broken_reference(error)) from error
     assert isinstance(config, RunConfig)
-    config = add_references(cfg, expand_home_folder(replace_value_aliases(config)))
-    changed = {word.lstrip("+~").partition("=")[0] for word in words.overrides}
-    has_moved = "data.path" in changed and config.data.path != before
-    for base in (Path.cwd(), *places) if places else ():  # what the command line and the environment name
-        config = make_paths_absolute(config, base)
-    faults += check_config(config)
-    # With its other values it has trained.
-    if has_moved:
-        faults += [*check_data_path(config), *describe_unchanged_paths(config.data, changed, measured)]
-    faults += drop_reported_faults(
-        {key: fault for key, fault in check_target_arguments(config).items() if key in changed}, faults
-    )
-    if faults:
-        raise ConfigError(*[words.restore_typed_setting(fault) for fault in faults])
-    return config
+    return add_references(cfg, expand_home_folder(replace_value_aliases(config)))
 
 
 @lru_cache(maxsize=1)  # a command reads the config of a run several times, with its overrides and without
