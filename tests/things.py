@@ -86,3 +86,15 @@ def write_tar(path: Path, numbers: Iterable[int]) -> None:
             member = tarfile.TarInfo(f"{number:04d}.json")
             member.size = len(content)
             archive.addfile(member, BytesIO(content))
+
+
+def supports_lstm(dtype: Any) -> bool:
+    """Return whether torch trains an LSTM under the autocast to `dtype` on this CPU."""
+    torch = importlib.import_module("torch")
+    lstm = torch.nn.LSTM(1, 1)
+    try:
+        with torch.autocast("cpu", dtype):
+            lstm(torch.zeros(1, 1, 1))
+    except RuntimeError:
+        return False
+    return True

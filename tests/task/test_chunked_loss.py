@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from approved import refused
+from things import supports_lstm
 from torch import Tensor, nn
 
 from trainrun.errors import ConfigError, PluginError
 from trainrun.interfaces import StepOutput
 from trainrun.model.gpt import Gpt
 from trainrun.model.lstm import Lstm
-from trainrun.precision.autocast import supports_lstm
 from trainrun.task import chunked_loss as chunked_module
 from trainrun.task.chunked_loss import choose_num_chunks
 from trainrun.task.language_modeling import LanguageModeling

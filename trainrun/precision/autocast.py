@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def build_precision(
     """
     notes: list[str] = []
     if options.mode != FULL:
-        check_model_type(options.mode, model, device)
+        check_model_type(options.mode, model)
         notes = describe_mode(options.mode, device)
     elif any(param.requires_grad and param.dtype.itemsize == 2 for param in model.parameters()):
         notes = describe_half_precision(model)
@@ -110,8 +110,8 @@ def is_tiny_step(model: nn.Module, batch_size: int) -> bool:
 DOUBLE_PRECISION_GPUS = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 
 
-def check_model_type(mode: str, model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError if the model cannot be trained in this mode on this device."""
+def check_model_type(mode: str, model: nn.Module) -> None:
+    """Raise ConfigError if the model cannot be trained in this mode."""
     if mode == "16-mixed" and any(param.is_complex() for param in model.parameters()):
         raise ConfigError(
             "precision=16-mixed: torch cannot scale gradients of complex parameters; use precision=bf16-mixed or "
@@ -123,31 +123,6 @@ def check_model_type(mode: str, model: nn.Module, device: torch.device) -> None:
             f"precision=16-mixed: the model makes {format_count(len(half), 'float16 parameter')}, whose gradients "
             "torch cannot scale; use .float() in the model, or precision=bf16-true"
         )
-    short = AUTOCAST_TYPES.get(mode)
-    has_lstm = any(isinstance(module, nn.LSTM) for module in model.modules())
-    if device.type != "cpu" or short is None or not has_lstm or supports_lstm(short):
-        return
-    others = [name for name, dtype in AUTOCAST_TYPES.items() if dtype is not short and supports_lstm(dtype)]
-    raise ConfigError(
-        f"precision={mode}: torch has no kernel that trains torch.nn.LSTM in {short} on this CPU; "
-        f"use precision={' or '.join([*others, '32-true'])}"
-    )
-
-
-@cache
-def supports_lstm(dtype: torch.dtype) -> bool:
-    """Return whether torch trains an LSTM under the autocast to `dtype` on this CPU.
-
-    oneDNN needs AVX512-FP16 or AMX for float16, and AVX-512 for bfloat16 (torch 2.13: "could not create a primitive
-    descriptor").
-    """
-    lstm = nn.LSTM(1, 1, device="meta", dtype=torch.float32).to_empty(device="cpu")  # draws no random numbers
-    try:
-        with torch.enable_grad(), torch.autocast("cpu", dtype):
-            lstm(torch.zeros(1, 1, 1, dtype=torch.float32))
-    except RuntimeError:
-        return False
-    return True
 
 
 def convert_weights(model: nn.Module, dtype: torch.dtype) -> None:

@@ -309,18 +309,6 @@ def build_object_settings(objects: Mapping[str, Any], words: list[str]) -> list[
             raise ConfigError(
                 f"trainrun.train({name}=...): {twice.pop()}= sets it too; leave one of them out"
             )
-        if isinstance(entry, type):
-            raise ConfigError(
-                f"trainrun.train({name}={entry.__name__}): is a class; give an object, as {name}={entry.__name__}(...)"
-            )
-        if isinstance(entry, str):
-            raise ConfigError(
-                f"trainrun.train({name}={entry!r}): pass a name as a setting, trainrun.train('{place}={entry}')"
-            )
-        if isinstance(entry, tuple) and entry and all(isinstance(part, list) for part in entry):
-            raise ConfigError(
-                f"trainrun.train({name}=...): lists; give tensors or arrays, as (torch.tensor(x), ...)"
-            )
         if name == "model" and not isinstance(entry, nn.Module):
             raise ConfigError(f"trainrun.train(model=...): a {type(entry).__name__} is no torch.nn.Module")
         if isinstance(entry, DataLoader):

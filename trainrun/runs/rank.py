@@ -31,6 +31,7 @@ from trainrun.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     CheckpointError,
+    ConfigError,
     DataError,
     LostContact,
     PluginError,
@@ -396,6 +397,12 @@ KNOWN_ERRORS = (
         "trainer.compile={scope}: {task}.step() differentiates a gradient "
         "(autograd.grad with create_graph=True), which torch.compile does not support; use trainer.compile=off",
     ),
+    KnownError(  # of torch.nn.LSTM, which needs AVX512-FP16 or AMX for float16, and AVX-512 for bfloat16
+        "could not create a primitive",
+        ConfigError,
+        "precision={mode}: torch has no kernel that trains a layer of this model in this number type on this CPU; "
+        "use precision=32-true",
+    ),
     KnownError(
         r"Function '\w+' returned nan values",
         TrainingError,
@@ -451,12 +458,17 @@ def explain_error(run: Components, state: TrainState, error: Exception) -> Train
             "data: a sample has several named inputs, but the model takes one tensor; choose inputs of one kind, as "
             "data.train.inputs=[a,b], or use a model whose forward takes the dict"
         )
-    scope, sentence = run.config.trainer.compile.scope, text.partition(". ")[0].rstrip(".")
+    facts = {
+        "step": state.step + 1,
+        "task": task,
+        "error": error,
+        "sentence": text.partition(". ")[0].rstrip("."),
+        "scope": run.config.trainer.compile.scope,
+        "mode": run.config.precision.mode,
+    }
     for known in KNOWN_ERRORS:
         if re.search(known.pattern, text):
-            return known.kind(
-                known.text.format(step=state.step + 1, task=task, scope=scope, error=error, sentence=sentence)
-            )
+            return known.kind(known.text.format(**facts))
     return None
 
 

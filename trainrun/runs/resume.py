@@ -277,25 +277,19 @@ def describe_finished(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
     ]
     if not same or (before != config and not any(reached)):
         return ""
-    reason, remedy = str(status.get("reason")), "trainer.max_epochs=... (or null, with trainer.max_steps=...)"
-    command = f"trainrun resume {shlex.quote(str(run.root))}"
-    for name, unit in (("max_epochs", "epoch"), ("max_steps", "step")):
-        position, limit = status.get(unit, 0), limits[name]
-        if limit is not None and limit < position:
-            return (
-                f"{run.root}: trainer.{name}={limit}: nothing is trained, since the run is at {unit} {position:g}. "
-                f"To train more: {command} trainer.{name}={math.ceil(2 * position)}"
-            )
-    for key, way in (
-        ("trainer.max_steps", "trainer.max_steps=..."),
-        ("trainer.max_duration", "trainer.max_duration=..."),
-        ("trainer.max_time", "trainer.max_time=..."),
-        ("early stopping", "trainer.early_stopping=false (or trainer.early_stopping.patience=...)"),
-    ):
-        remedy = way if reason.startswith(key) else remedy
+    reason = str(status.get("reason"))
+    remedies = {
+        "trainer.max_steps": "trainer.max_steps=...",
+        "trainer.max_duration": "trainer.max_duration=...",
+        "trainer.max_time": "trainer.max_time=...",
+        "early stopping": "trainer.early_stopping=false (or trainer.early_stopping.patience=...)",
+    }
+    usual = "trainer.max_epochs=... (or null, with trainer.max_steps=...)"
+    remedy = next((way for limit, way in remedies.items() if reason.startswith(limit)), usual)
+    folder = shlex.quote(str(run.root))
     return (
-        f"{run.root}: finished already ({reason}). To train more: {command} {remedy}. To draw its plots again: "
-        f"trainrun report {shlex.quote(str(run.root))}"
+        f"{run.root}: finished already ({reason}). To train more: trainrun resume {folder} {remedy}. To draw its plots "
+        f"again: trainrun report {folder}"
     )
 
 
