@@ -1,8 +1,7 @@
-"""What stays of a search: the preset, which a run finds at once, and which says when it no longer holds."""
+"""What stays of a search: the preset, which a run finds at once."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from trainrun.benchmark.tune.autotune_session import host_preset_name, preset_pa
 from trainrun.benchmark.tune.tuner import Trial, Tuning
 from trainrun.comparison.paired import Ratio
 from trainrun.config.compose import compose_run
-from trainrun.config.tuned_settings import MARK
 from trainrun.errors import ConfigError
 
 pytestmark = pytest.mark.process
@@ -25,7 +23,7 @@ GAIN = Ratio(2.0, 1.9, 2.1, 20, (1.9, 2.1) * 10)
 def written(typed: list[str], *found: str):
     trials = tuple(Trial("loading", 2.0, Remedy((one,), NUMERIC), GAIN, reason="") for one in found)
     tuning = Tuning((), "samples", 1000.0, ("",), trials, GAIN, "", 100.0)
-    return write_preset(preset_path("tuned-here", Path.cwd()), resolve_overrides(typed), tuning, Path.cwd())
+    return write_preset(preset_path("tuned-here", Path.cwd()), resolve_overrides(typed), tuning)
 
 
 def test_a_run_finds_the_preset_at_once(workdir: Path) -> None:
@@ -53,23 +51,6 @@ def test_a_preset_holds_no_secret(workdir: Path) -> None:
     text = found.path.read_text()
     assert "typed-1" not in text
     assert "model.api_key=***" in text
-
-
-def test_a_preset_that_no_longer_holds_says_so_in_one_line(workdir: Path) -> None:
-    (workdir / "my_net.py").write_text("import torch\nNet = torch.nn.Identity\n")
-    use = written(["model=my_net.Net"], "trainer.channels_last=true").use
-    assert compose_run(use).notes == []
-    (workdir / "my_net.py").write_text("import torch\nNet = torch.nn.Flatten\n")
-    assert compose_run(use).notes == [
-        "preset=tuned-here was measured with another model. Measure again: trainrun autotune"
-    ]
-    (told,) = compose_run([*use, "data.batch_size=7"]).notes
-    assert "another model; shapes 32 of 1x8x8, and this is 7 of 1x8x8" in told
-    path = workdir / "conf/preset/tuned-here.yaml"
-    lines = [line for line in path.read_text().splitlines() if not line.startswith(MARK)]
-    path.write_text("\n".join([*lines, MARK + json.dumps({"machine": "a toaster"})]))
-    (told,) = compose_run(use).notes
-    assert told.startswith("preset=tuned-here was measured with machine a toaster, and this is ")
 
 
 def test_a_preset_of_ones_own_is_not_overwritten(workdir: Path) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from trainrun.benchmark.worker_messages import RunInfo
 from trainrun.config.compose import compose_run, prepare_command_line
 from trainrun.config.schema import RunConfig
-from trainrun.config.tuned_settings import describe_machine
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import resolve_folder, write_json
 from trainrun.output import format_duration, mask_arguments, redraw_line, report_result, say
+from trainrun.runtime.machine import describe_machine
 
 LOADER_KEYS = ("data.engine", "data.num_workers", "data.num_threads")
 

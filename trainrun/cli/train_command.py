@@ -41,9 +41,7 @@ def main(words: list[str]) -> int:
     """Start a new run or a sweep, or print the composed config. Return the exit code."""
     launch_words = [word for word in words if LAUNCH_OPTION.match(word)]
     words = [word for word in words if word not in launch_words]
-    code = run_ranks_of_node(
-        lambda: compose_command_line(*prepare_command_line(words, Path.cwd()), Path.cwd()).config
-    )
+    code = run_ranks_of_node(lambda: compose_command_line(*prepare_command_line(words, Path.cwd())).config)
     if code is not None:
         return code
     if is_follower_rank():
@@ -57,7 +55,7 @@ def main(words: list[str]) -> int:
         check_command_line(prepared, sweep_words)
     sweeps = [flag for flag in prepared.flags if flag in SWEEP_FLAGS]
     if len(prepared.flags) > len(sweeps):  # --cfg job
-        config = compose_command_line(prepared, folders, Path.cwd()).config
+        config = compose_command_line(prepared, folders).config
         values = convert_to_plain_values(separate_secrets(config)[0])
         say(format_yaml(values), end="")
         report_result(config=values)
@@ -107,7 +105,7 @@ def launch_on_cluster(
         return None
     if options.array is not None:
         raise ConfigError(f"launch.array={options.array}: is a setting of a sweep; add --multirun")
-    composition = compose_command_line(prepared, folders, Path.cwd())
+    composition = compose_command_line(prepared, folders)
     name = str(composition.config.run_name)
     if options.kind in ("k8s", "sky"):
         manifest.print_manifest(options, name, words)
@@ -152,7 +150,7 @@ def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders
     needs.
     """
     with dismiss_other_ranks():
-        composition = compose_command_line(prepared, folders, Path.cwd())
+        composition = compose_command_line(prepared, folders)
     for note in composition.notes:
         say(f"note: {note}", file=sys.stderr)
     with contextlib.ExitStack() as held:

@@ -34,7 +34,6 @@ from trainrun.config.overrides import check_override, compose_overrides, move_tr
 from trainrun.config.rules import check_data_path
 from trainrun.config.saved_values import LOADER, add_references, build_values_to_save, expand_home_folder
 from trainrun.config.schema import RunConfig, list_setting_fields, read_value, replace_values, settings
-from trainrun.config.tuned_settings import describe_stale_preset
 from trainrun.config.validate import check_config, check_target_arguments
 from trainrun.data.readers.path_contents import list_data_options
 from trainrun.errors import ConfigError, DataError
@@ -140,23 +139,22 @@ def compose_run(argv: list[str], working_dir: Path | None = None, quantities: st
 
     quantities: a description of the targets if they are real numbers and come from Python; else "".
     """
-    directory = working_dir or Path.cwd()
-    words, folders = prepare_command_line(argv, directory)
+    words, folders = prepare_command_line(argv, working_dir or Path.cwd())
     words.quantities = quantities
-    return compose_command_line(words, folders, directory)
+    return compose_command_line(words, folders)
 
 
-def compose_command_line(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:
+def compose_command_line(words: CommandLine, folders: list[Path]) -> Composition:
     """Return the config of a prepared command line. Raise ConfigError with all of its faults."""
     try:
-        return _compose_and_check(words, folders, working_dir)
+        return _compose_and_check(words, folders)
     except ConfigError as error:
         # A word may stand for several settings.
         faults = dict.fromkeys(map(words.restore_typed_setting, error.faults))
         raise ConfigError(*faults) from error
 
 
-def _compose_and_check(words: CommandLine, folders: list[Path], working_dir: Path) -> Composition:
+def _compose_and_check(words: CommandLine, folders: list[Path]) -> Composition:
     wrong = {word: fault for word in words.overrides if (fault := check_override(word))}
     faults = list(wrong.values())
     overrides = keep_one_warmup([word for word in words.overrides if word not in wrong])
@@ -186,9 +184,7 @@ def _compose_and_check(words: CommandLine, folders: list[Path], working_dir: Pat
     if is_task_undecided(config, words.overrides, folders) and (reason := explain_regression(config, words)):
         words.notes.append(reason)
         words.overrides.insert(0, "task=regression")
-        return _compose_and_check(words, folders, working_dir)
-    if (preset := choices.get("preset", "none")) != "none":
-        words.notes += describe_stale_preset(preset, config, folders, working_dir)
+        return _compose_and_check(words, folders)
     return Composition(config, choices, overrides, words.own, words.notes)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from trainrun.comparison.paired import Ratio
-from trainrun.config.tuned_settings import describe_machine
 from trainrun.folder.run_folder import write_text
 from trainrun.output import format_table, say
 from trainrun.plots import page
@@ -17,6 +16,7 @@ from trainrun.plots.chart import Chart, Curve, charts_html
 from trainrun.race.racers import Racer, Variation
 from trainrun.race.standings import Equivalence, RaceResults, RaceRun, Standing
 from trainrun.race.turns import Race
+from trainrun.runtime.machine import describe_machine
 from trainrun.sweep.points import format_mean
 from trainrun.sweep.table import format_csv
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,6 +71,7 @@ def find_glibc_function(name: str) -> Any:
 
 
 CGROUP = Path("/sys/fs/cgroup")
+CPU_NAME = re.compile(r"^(?:model name|Hardware)\s*:\s*(.+)$", re.MULTILINE)
 
 
 class Memory(NamedTuple):
@@ -123,3 +126,18 @@ def count_usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def describe_machine() -> str:
+    """Return the machine as `AMD EPYC, 2 cores`, followed by the names of its NVIDIA GPUs."""
+    info = Path("/proc/cpuinfo")
+    match = CPU_NAME.search(info.read_text(errors="replace")) if info.is_file() else None
+    name = match[1].strip() if match else platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpus = [_read_gpu_name(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+    return ", ".join([name, f"{cores} cores", *gpus])
+
+
+def _read_gpu_name(path: Path) -> str:
+    match = re.search(r"Model:\s*(.+)", path.read_text(errors="replace"))
+    return match[1].strip() if match else "a GPU"

@@ -10,6 +10,7 @@ import socket
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -29,11 +30,12 @@ from trainrun.benchmark.tune.techniques import Row, TechniqueTable, is_skipped_f
 from trainrun.benchmark.tune.tuner import NO_TIME, Trial, Tuner, Tuning
 from trainrun.benchmark.worker_process import WorkerPool
 from trainrun.comparison.paired import PROCESS_SPREAD, Ratio
-from trainrun.config.tuned_settings import MARK, describe_machine, format_preset_conditions
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.run_folder import write_text
 from trainrun.output import format_quantity, format_table, mask_arguments, say
+from trainrun.runtime.machine import describe_machine
 
+MARK: Final = "# Written by `trainrun autotune`"  # in the presets that may be replaced
 PLAIN: Final = re.compile(r"(?:[+-]?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|true|false|null)\Z")
 
 
@@ -62,7 +64,7 @@ def host_preset_name() -> str:
     return f"tuned-{host or 'here'}"
 
 
-def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: Path) -> WrittenPreset:
+def write_preset(path: Path, typed: Sequence[str], tuning: Tuning) -> WrittenPreset:
     """Write the settings that helped as a preset. typed: the overrides as the user typed them."""
     wanted = recompose_config(replace_overrides(typed, tuning.best_settings))
     use = replace_overrides(typed, [*tuning.best_settings, f"preset={path.stem}"])
@@ -72,7 +74,7 @@ def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: 
     ).strip('"')
     old = path.read_text(encoding="utf-8") if path.is_file() else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, preset_text(typed, tuning, before, format_preset_conditions(wanted, working_dir)))
+    write_text(path, preset_text(typed, tuning, before))
     if recompose_config(use) == wanted:
         return WrittenPreset(path, use)
     if old is None:  # an experiment of the user's sets one of the keys itself, and comes after a preset
@@ -82,14 +84,14 @@ def write_preset(path: Path, typed: Sequence[str], tuning: Tuning, working_dir: 
     return WrittenPreset(None, replace_overrides(typed, tuning.best_settings))
 
 
-def preset_text(typed: Sequence[str], tuning: Tuning, before: str, fingerprint: str) -> str:
+def preset_text(typed: Sequence[str], tuning: Tuning, before: str) -> str:
     assert tuning.claim is not None
     claim, settings = tuning.claim, " ".join(mask_arguments(typed)) or "(no settings)"
     head = [
         "# @package _global_",
-        f"# Written by `trainrun autotune` on {datetime.now():%Y-%m-%d %H:%M}: {tuning.unit}/s {claim.value:.2f}x "
+        f"{MARK} on {datetime.now():%Y-%m-%d %H:%M}: {tuning.unit}/s {claim.value:.2f}x "
         f"({claim.low:.2f} to {claim.high:.2f}, 99 %, {claim.pairs} pairs of processes) of: {settings}",
-        fingerprint,
+        f"# Measured on {describe_machine()} with torch {metadata.version('torch')}.",
     ]
     lines = [
         f"# {trial.remedy}: {trial.ratio.value:.2f}x when found ({trial.ratio.turns()}); "
@@ -234,7 +236,7 @@ def report_search(
     for line in tuning_lines(tuning):
         say(line)
     if tuning.is_claimed:
-        written = write_preset(preset, typed, tuning, Path.cwd())
+        written = write_preset(preset, typed, tuning)
         use = f"trainrun {shlex.join(written.use)}"
         if written.path is not None:
             say(f"wrote {relative_path(written.path)}; use it with: {use}")
