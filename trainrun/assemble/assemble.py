@@ -35,8 +35,7 @@ from trainrun.assemble.optimizer_and_schedule import (
     build_config_optimizer,
     build_config_schedule,
     build_named_optimizers,
-    check_optimizer_node,
-    check_schedule_node,
+    check_update_nodes,
     count_warmup_steps,
     describe_unfinished_schedule,
     describe_update,
@@ -140,7 +139,6 @@ class RunContext:
     measures: bool = False
     is_new: bool = False
     trains: bool = True
-    typed: Sequence[str] = ()  # settings of the command line, which some code must read
     trained: TrainingNames | None = None  # names that a checkpoint holds, where a saved run is evaluated
     start: StartPosition | None = None  # where a resumed run continues
 
@@ -157,10 +155,7 @@ def check_targets(config: RunConfig) -> None:
     faults += check_node_arguments(model_arguments, "model", also=WORDS)
     if not faults:
         faults += check_model_settings(config)
-    for key, node in _list_nodes("optimizer", config.optimizer):
-        faults += check_optimizer_node(key, node)
-    for key, node in _list_nodes("scheduler", config.scheduler):
-        faults += check_schedule_node(key, node)
+    faults += check_update_nodes(config)
     for name, node in config.transform.items():
         faults += check_node_arguments(node, f"transform.{name}", ["model"])
     if faults:
@@ -170,7 +165,8 @@ def check_targets(config: RunConfig) -> None:
 def list_complete_nodes(config: RunConfig) -> dict[str, Any]:
     """Return the nodes whose targets get no argument but those of the node, by key."""
     data = config.data
-    nodes = dict(_list_nodes("data.train", data.train))
+    named_sets = {f"data.train.{name}": node for name, node in named_nodes(data.train).items()}
+    nodes: dict[str, Any] = named_sets or {"data.train": data.train}
     for split, node in validation_nodes(data).items():
         nodes[format_split_key(split)] = node
     nodes |= {"data.test": data.test, "data.collate_fn": data.collate_fn, "task": config.task}
@@ -182,13 +178,6 @@ def list_complete_nodes(config: RunConfig) -> dict[str, Any]:
     for section, inner_nodes in named.items():
         nodes |= {f"{section}.{name}": node for name, node in inner_nodes.items()}
     return nodes
-
-
-def _list_nodes(key: str, node: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return (key, node) of a single node, or one pair for each named node."""
-    return [(f"{key}.{name}", inner_node) for name, inner_node in named_nodes(node).items()] or [
-        (key, node or {})
-    ]
 
 
 @dataclass(frozen=True)
@@ -267,7 +256,7 @@ def build_components(config: RunConfig, context: RunContext) -> tuple[Components
     is_checked = config.trainer.check_task and context.is_new and not context.parallel.forward_is_collective
     step = add_first_step_check(step, is_checked, task, model)
     hooks = build_hooks(config, context, unfreeze)
-    check_nodes_are_read(context.typed, config, data_sets.sources)
+    check_nodes_are_read(config, data_sets.sources)
     run = Components(
         config=config, model=model, wrapped=update.wrapped, held=update.held, task=task, task_calls=calls,
         optimizer=update.optimizer, schedule=update.schedule, precision=update.precision,

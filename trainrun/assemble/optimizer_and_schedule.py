@@ -34,6 +34,16 @@ MOST_RATES = 3  # that are told one by one
 GROUP_KEYS = ("groups", "no_decay", "layer_decay")
 
 
+def check_update_nodes(config: RunConfig) -> list[str]:
+    """Return a message for each argument that an optimizer or a schedule does not take."""
+    faults: list[str] = []
+    for name, node in (named_nodes(config.optimizer) or {"": config.optimizer or {}}).items():
+        faults += check_optimizer_node(f"optimizer.{name}".rstrip("."), node)
+    for name, node in (named_nodes(config.scheduler) or {"": config.scheduler or {}}).items():
+        faults += check_schedule_node(f"scheduler.{name}".rstrip("."), node)
+    return faults
+
+
 def check_optimizer_node(key: str, node: dict[str, Any]) -> list[str]:
     """Bind a node, and each of its parameter groups, to the signature of the target. Return a message for each
     fault.

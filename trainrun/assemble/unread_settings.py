@@ -6,7 +6,7 @@ from the start of a run until its first batch, never during steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from trainrun.assemble.data_pipeline import format_split_key
@@ -22,13 +22,13 @@ ROOTS = ("data.train", "data.val", "data.test", "data.transform", "data.val_tran
 TRAINING = "data.train."
 
 
-def check_settings_are_read(typed: Iterable[str], config: RunConfig, parallel: Parallel) -> None:
+def check_settings_are_read(config: RunConfig, parallel: Parallel) -> None:
     """Raise ConfigError for every typed setting that no rank has read, unless it has its default value.
 
     The settings of a section that is off, such as `trainer.ema`, may not even have that.
     """
     read = set().union(*parallel.gather(sorted(READ)))
-    all_settings, typed_keys = settings(), set(typed)
+    all_settings, typed_keys = settings(), set(config.typed)
     faults = []
     for key in sorted(typed_keys & all_settings.keys() - read):
         setting = all_settings[key]
@@ -49,7 +49,7 @@ def check_settings_are_read(typed: Iterable[str], config: RunConfig, parallel: P
         raise ConfigError(*faults)
 
 
-def check_nodes_are_read(typed: Iterable[str], config: RunConfig, sources: Mapping[str, Any]) -> None:
+def check_nodes_are_read(config: RunConfig, sources: Mapping[str, Any]) -> None:
     """Raise ConfigError for every typed setting of a node that no code has read.
 
     sources: the data sets by split. A built-in data set has an attribute `unused_arguments`: the arguments that it
@@ -61,7 +61,7 @@ def check_nodes_are_read(typed: Iterable[str], config: RunConfig, sources: Mappi
         if source is not None
     }
     faults = []
-    for key in dict.fromkeys(typed):
+    for key in dict.fromkeys(config.typed):
         node = find_enclosing_node(key, config)
         is_of_folds = config.data.folds is not None and str(node).startswith("data.val")  # a line names it
         if node is not None and node not in BUILT and not is_of_folds:

@@ -21,7 +21,6 @@ from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import (
     SEED_DRAWN,
     LaunchSpec,
-    list_typed_keys,
     read_identity,
     read_overrides,
     resolve_folder,
@@ -100,8 +99,8 @@ def repeat_command(argv: list[str]) -> int:
             say(f"note: the settings of {earlier.root}{changed}", file=sys.stderr)
             drawn = [f"seed={before.seed}"] if read_identity(earlier).get(SEED_DRAWN) else []
             typed = merge_overrides(merge_overrides(read_overrides(earlier), drawn), words.overrides)
-            composition = use_folder_of_restart(Composition(config, {}, overrides, own_settings))
+            translated = parse_saved_overrides(overrides).overrides
+            composition = use_folder_of_restart(Composition(config, {}, translated, own_settings))
             run, config, goes_on = held.enter_context(open_or_create_run(composition, typed))
-        to_read = () if goes_on else list_typed_keys(parse_saved_overrides(overrides).overrides)
-        order = LaunchSpec(goes_on, add_import_paths(words.config_dir), typed=to_read)
+        order = LaunchSpec(goes_on, add_import_paths(words.config_dir))
         return run_and_print_resume_command(run.root, lambda: start_training(run, config, order))

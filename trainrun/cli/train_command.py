@@ -15,7 +15,7 @@ from trainrun.config.compose import Composition, compose_command_line, format_ya
 from trainrun.config.saved_values import separate_secrets
 from trainrun.config.schema import RunConfig, convert_to_plain_values
 from trainrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, TrainrunError
-from trainrun.folder.run_folder import LaunchSpec, RunDir, list_typed_keys, resolve_folder
+from trainrun.folder.run_folder import LaunchSpec, RunDir, resolve_folder
 from trainrun.folder.status import read_status
 from trainrun.output import format_path_to_paste, report_result, say
 from trainrun.parallel.devices import is_one_task_a_node, is_started_by_launcher
@@ -158,9 +158,8 @@ def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders
             run, config, again = held.enter_context(
                 open_or_create_run(use_folder_of_restart(composition), words)
             )
-        typed = () if again else list_typed_keys(composition.overrides)
         return run_and_print_resume_command(
-            run.root, lambda: start_training(run, config, LaunchSpec(again, paths, typed=typed))
+            run.root, lambda: start_training(run, config, LaunchSpec(again, paths))
         )
 
 

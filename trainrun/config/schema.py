@@ -526,7 +526,9 @@ class RunConfig:
     user: Any = field(
         default=None, metadata={"help": "values of your own that are stored in config.yaml", "opens": ANY}
     )
-    # No setting: the texts of references to other settings, by key, as `data.train.path: ${data.path}/a.csv`.
+    # No settings: the keys that a person typed for this training, each of which some code must read; and the texts of
+    # references to other settings, by key, as `data.train.path: ${data.path}/a.csv`.
+    typed: tuple[str, ...] = field(default=(), compare=False, repr=False, metadata={"omegaconf_ignore": True})
     references: dict[str, str] = field(
         default_factory=dict, compare=False, repr=False, metadata={"omegaconf_ignore": True}
     )

@@ -41,15 +41,13 @@ class LaunchSpec:
     """The facts that ranks need besides the config: `job.json` in the run folder.
 
     paths: where the user's modules are found. resume: continue from the newest checkpoint. began: the start of the
-        run's time (`time.perf_counter()`), not passed to ranks; None for the start of this process. typed: the
-        settings that a person typed for this training, each of which some code must read. sees_folder: whether this
-        rank sees the run folder; not if it is on the disk of another machine.
+        run's time (`time.perf_counter()`), not passed to ranks; None for the start of this process. sees_folder:
+        whether this rank sees the run folder; not if it is on the disk of another machine.
     """
 
     resume: bool
     paths: list[str]
     began: float | None = None
-    typed: tuple[str, ...] = ()
     sees_folder: bool = True
 
 

@@ -33,11 +33,10 @@ def main(argv: list[str]) -> int:
             composition.config, {"seed": request["seed"], "monitor.plots": False, "checkpoint.mirror": None}
         )
         judge = {"_target_": LOOP, "file": str(folder / JUDGED), **request["judge"]}
-        config = replace(config, loop=judge)
+        config = replace(config, loop=judge, typed=list_typed_keys(composition.overrides))
         place = {"hydra.run.dir": str(folder)}
         run = create_run(Composition(config, {}, composition.overrides, place), words)
-        typed = list_typed_keys(composition.overrides)
-        return train_in_ranks(run, config, LaunchSpec(resume=False, paths=paths, typed=typed))
+        return train_in_ranks(run, config, LaunchSpec(resume=False, paths=paths))
     except TrainrunError as error:
         return report_fault(error)
     except Exception as error:

@@ -23,7 +23,7 @@ from trainrun.config.saved_config import load_config
 from trainrun.config.schema import RunConfig
 from trainrun.data.facts import count_quantities
 from trainrun.errors import ConfigError, TrainingError
-from trainrun.folder.run_folder import LaunchSpec, RunDir, list_typed_keys, read_json
+from trainrun.folder.run_folder import LaunchSpec, RunDir, read_json
 from trainrun.folder.status import read_status
 from trainrun.monitor.metric_rows import parse_non_finite, read_metric_rows
 from trainrun.output import say
@@ -221,8 +221,7 @@ def train(
         open_or_create_run(composition, all_words) as (run, config, again),
         restore_random_state(),
     ):
-        typed = () if again else list_typed_keys(composition.overrides)
-        code = start_training(run, config, LaunchSpec(again, paths, began, typed))
+        code = start_training(run, config, LaunchSpec(again, paths, began))
     if code == TrainingError.exit_code:
         raise TrainingError(f"{run.root}: {read_json(run.status)['message']}")
     trained = Run(run.root, objects=objects)

@@ -130,15 +130,13 @@ def train_until_rollback(
         notes: list[str] = []
         if is_resume:
             earlier = identity.get("batch")
-            config = keep_global_batch(config, earlier, parallel.world_size, order.typed, notes)
+            config = keep_global_batch(config, earlier, parallel.world_size, config.typed, notes)
         assert config.seed is not None
         seed_everything(derive_seed(config.seed))  # the same first weights on every rank
         goes_on = is_resume and has_checkpoint
         init_from = None if goes_on and not config.checkpoint.adapter_only else config.init_from
         site = build_run_context(run_dir, identity, parallel, flag, listeners, init_from)
-        site = replace(
-            site, phases=phases, measures=not is_resume, is_new=not goes_on, typed=order.typed, start=start
-        )
+        site = replace(site, phases=phases, measures=not is_resume, is_new=not goes_on, start=start)
         run, facts = build_components(config, site)
         close_parts_at_end(closing, run)
         call_own_train_methods(run.model)
@@ -161,7 +159,7 @@ def train_until_rollback(
         collect_between_steps()
         run.triggers.start(state, run.checkpoints.best)
         stop_recording_reads()
-        check_settings_are_read(order.typed, config, parallel)
+        check_settings_are_read(config, parallel)
         run.monitors.on_start(facts, state)
         if parallel.device.type == "cuda":  # what start-up trials took is no part of the training
             torch.cuda.reset_peak_memory_stats(parallel.device)

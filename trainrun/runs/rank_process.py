@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from trainrun.folder.lock import hold_inherited_lock
@@ -25,8 +26,9 @@ def main(argv: list[str]) -> int:
     attempt = int(argv[1])
     job = read_json(run_dir.job)
     sys.path += [path for path in job["paths"] if path not in sys.path]
-    order = LaunchSpec(bool(job["resume"]) or attempt > 0, job["paths"], typed=tuple(job["typed"]))
-    return run_joined_rank(run_dir, load_config(run_dir.config, []), order)
+    config = replace(load_config(run_dir.config, []), typed=tuple(job["typed"]))
+    order = LaunchSpec(bool(job["resume"]) or attempt > 0, job["paths"])
+    return run_joined_rank(run_dir, config, order)
 
 
 if __name__ == "__main__":

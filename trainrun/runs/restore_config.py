@@ -63,7 +63,7 @@ def load_parts(
     config = load_trusted_config(run_dir, overrides, trust, measured)
     check_modules(run_dir, config)
     typed = set(list_typed_keys(parse_saved_overrides(overrides).overrides))
-    config = use_new_validation_data(config, typed)
+    config = replace_values(use_new_validation_data(config, typed), {"typed": tuple(sorted(typed))})
     averaged = config.trainer.ema.enabled if typed & {"trainer.ema", "trainer.ema.enabled"} else None
     # the averaged weights are loaded into the model itself
     config = replace_values(config, {"trainer.ema.enabled": False})
@@ -93,7 +93,6 @@ def load_parts(
         chosen=read_earlier_choices(identity),
         trains=False,
         trained=load_saved_names(loaded),
-        typed=tuple(sorted(typed)),
     )
     BUILT.clear()
     seed = config.seed or 0

@@ -59,8 +59,8 @@ def open_or_create_run(
     """Create a run, or open the run in its folder if it has the same settings. The folder is locked inside the
     block.
 
-    Yield the folder, the config with its seed, and whether an existing run is continued. Raise ConfigError if the
-    folder holds a sweep, or a run with other settings. Nothing is overwritten.
+    Yield the folder, the config with its seed and the keys that were typed, and whether an existing run is continued.
+    Raise ConfigError if the folder holds a sweep, or a run with other settings. Nothing is overwritten.
     """
     run, config = RunDir(choose_run_folder(composition)), composition.config
     if is_sweep(run.root):
@@ -75,7 +75,8 @@ def open_or_create_run(
             if earlier_config is not None and not run.overrides.exists():  # damaged, and set aside
                 write_overrides(run, words)
         if earlier_config is None:
-            config = config if config.seed is not None else replace(config, seed=secrets.randbelow(2**32))
+            seed = secrets.randbelow(2**32) if config.seed is None else config.seed
+            config = replace(config, seed=seed, typed=list_typed_keys(composition.overrides))
             create_run(replace(composition, config=config), words, run, composition.config.seed is None)
         yield run, earlier_config or config, earlier_config is not None
 
@@ -228,7 +229,7 @@ def train_in_ranks(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
         from trainrun.runs.rank import train_in_this_process
     else:
         count, reason = choose_num_devices(parallel.mode, parallel.accelerator, parallel.devices)
-    write_json(run.job, {"resume": order.resume, "paths": order.paths, "typed": order.typed})
+    write_json(run.job, {"resume": order.resume, "paths": order.paths, "typed": config.typed})
     began = measure_command_start() if order.began is None else order.began
     flag = StopFlag(training=False)
     try:
@@ -300,5 +301,5 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
             before = read_overrides(run)
             write_text(run.overrides_before, "".join(f"{word}\n" for word in before))
             write_overrides(run, merge_overrides(before, overrides))
-        typed = list_typed_keys(parse_saved_overrides(overrides).overrides)
-        return train_in_ranks(run, config, LaunchSpec(resume=True, paths=paths, typed=typed))
+        config = replace(config, typed=list_typed_keys(parse_saved_overrides(overrides).overrides))
+        return train_in_ranks(run, config, LaunchSpec(resume=True, paths=paths))

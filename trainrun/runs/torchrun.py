@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def train_as_rank_zero(run: RunDir, config: RunConfig, order: LaunchSpec) -> int
     payload = {
         "folder": str(run.root), "run_id": read_identity(run)["run_id"], "token": secrets.token_hex(8),
         "files": {path.name: path.read_text() for path in (run.config, run.secrets) if path.is_file()},
-        "resume": order.resume, "working_dir": os.getcwd(), "paths": order.paths, "typed": order.typed,
+        "resume": order.resume, "working_dir": os.getcwd(), "paths": order.paths, "typed": config.typed,
         "mode": parallel.mode, "devices": parallel.devices, "accelerator": parallel.accelerator,
     }  # fmt: skip
     write_json(run.job, {"token": payload["token"]})
@@ -155,10 +155,11 @@ def train_as_other_rank() -> int:
     payload = meeting.payload
     paths = payload["paths"] if sees_folder else _find_local_paths(payload["paths"], payload["working_dir"])
     sys.path += [path for path in paths if path not in sys.path]
-    order = LaunchSpec(payload["resume"], paths, typed=tuple(payload["typed"]), sees_folder=sees_folder)
+    order = LaunchSpec(payload["resume"], paths, sees_folder=sees_folder)
     if sees_folder:
         run = RunDir(Path(payload["folder"]))
-        return _train_this_rank(run, load_config(run.config, []), order, meeting)
+        config = replace(load_config(run.config, []), typed=tuple(payload["typed"]))
+        return _train_this_rank(run, config, order, meeting)
     run = RunDir(_read_rank_folder(payload))
     if os.environ["LOCAL_RANK"] == "0":
         print_note(
@@ -166,7 +167,8 @@ def train_as_other_rank() -> int:
             f"of rank {os.environ['RANK']} would be in {run.root}"
         )
     try:
-        return _train_this_rank(run, _read_sent_config(payload["files"]), order, meeting)
+        config = replace(_read_sent_config(payload["files"]), typed=tuple(payload["typed"]))
+        return _train_this_rank(run, config, order, meeting)
     finally:
         with contextlib.suppress(OSError):  # it holds files, or another rank removed it
             run.root.rmdir()
