@@ -13,7 +13,7 @@ from quiet_runs import QUIET, weights
 from s3_bucket import s3_bucket
 
 import trainrun
-from trainrun.checkpoint.mirror import fetch_run, list_stored_steps
+from trainrun.mirror.object_store_mirror import fetch_run, list_stored_steps
 from trainrun.runtime.object_store import open_object_store
 
 pytestmark = pytest.mark.process
@@ -22,7 +22,7 @@ WORDS = ["data=digits", "model.hidden=[4]", "seed=3", "checkpoint.every_n_train_
 URL = "s3://bucket/run"
 KILLED = f"""
 import os, trainrun
-from trainrun.checkpoint.mirror import ObjectStoreMirror
+from trainrun.mirror.object_store_mirror import ObjectStoreMirror
 copy_file = ObjectStoreMirror._copy
 def copy(self, path, source):
     if "step-00000002" in path and "shared" in path:

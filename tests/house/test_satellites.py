@@ -19,7 +19,7 @@ PACKAGE = ROOT / "trainrun"
 SATELLITES = (
     "plots", "summary", "benchmark", "verify", "sweep", "launch", "convert", "autotune", "sampling", "export",
     "embedding", "smaller", "watch", "live", "starter", "race",
-    "prediction", "vae_health", "comparison",
+    "prediction", "vae_health", "comparison", "mirror", "distillation",
 )  # fmt: skip
 COMMANDS = PACKAGE / "cli"  # each belongs to the satellite that it calls
 TOLD = (

@@ -461,7 +461,7 @@ def build_checkpoints(
     mirror = None
     url = config.checkpoint.mirror
     if url is not None and context.trains and context.parallel.rank == 0:
-        from trainrun.checkpoint.mirror import ObjectStoreMirror  # needs an optional package
+        from trainrun.mirror.object_store_mirror import ObjectStoreMirror  # needs an optional package
 
         mirror = ObjectStoreMirror(url, config.checkpoint.mirror_keep, context.run_id)
     return CheckpointManager(

@@ -119,7 +119,7 @@ def attach_task_teacher(
     config: RunConfig, parallel: Parallel, task: Any, model: nn.Module, source: Any, rhythm: Intervals
 ) -> str:
     """Give a distillation task its teacher. Return a line about it."""
-    from trainrun.step.teaching import attach_teacher
+    from trainrun.distillation.teaching import attach_teacher
 
     def open_training_data_in_order() -> Batches:
         """Return a stream of all training samples, once on every rank, without shuffling or random augmentation."""

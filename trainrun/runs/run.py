@@ -267,7 +267,7 @@ def open_run(folder: str | Path, key: str = "RUN_DIR") -> RunDir:
     folder: a path, or the URL of a run in an object store, which is downloaded.
     """
     if is_url(folder):
-        from trainrun.checkpoint.mirror import fetch_run  # needs an optional package
+        from trainrun.mirror.object_store_mirror import fetch_run  # needs an optional package
 
         folder = fetch_run(str(folder), print_note)
     run = find_named_run(folder)
