@@ -12,7 +12,7 @@ import json
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import ge
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,37 +236,47 @@ def _select_tensors(
     made = _find_empty_buffers(model) - set(skipped)
     device = next((tensor.device for tensor in here.values()), torch.device("cpu"))
     allocate_buffers(model, {name: tensor for name, tensor in there.items() if name in made}, device)
-    here = model.state_dict()
-    expected = {name: describe_tensor(tensor) for name, tensor in here.items() if name not in skipped}
-    converted = {
-        name: _convert_dtype(tensor, here.get(name)) for name, tensor in there.items() if name not in skipped
-    }
-    _add_tied_names({name: here[name] for name in expected}, converted)
-    kinds = describe_tensors(converted)
+
+    here = {name: tensor for name, tensor in model.state_dict().items() if name not in skipped}
+    converted = {}
+    for name, tensor in there.items():
+        if name not in skipped:
+            converted[name] = _convert_dtype(tensor, here.get(name))
+    _add_tied_names(here, converted)
+    expected, kinds = describe_tensors(here), describe_tensors(converted)
     selected = {name: converted[name] for name in expected if expected[name] == kinds.get(name)}
     if chosen.strict or not selected:
-        check_tensors(
-            place, "this model", expected, kinds, MOST_SHOWN, _describe_remedy(expected, kinds, chosen.strict)
-        )
+        remedy = _describe_remedy(expected, kinds, chosen.strict)
+        check_tensors(place, "this model", expected, kinds, MOST_SHOWN, remedy)
     if not selected:
         raise CheckpointError(f"{place}: init.skip leaves out every tensor")
+    new = [name for name in selected if name in made]
+    return selected, _describe_selection(expected, kinds, set(selected), skipped, new)
+
+
+def _describe_selection(
+    expected: Mapping[str, Kind], kinds: Mapping[str, Kind], selected: set[str], skipped: Sequence[str],
+    new: Sequence[str],
+) -> list[str]:  # fmt: skip
+    """Return a line for each reason why tensors are not, or newly, taken. expected, kinds: of the model and of the
+    source.
+    """
+    misfits = [name for name in expected if name in kinds and name not in selected]
     reasons = {
-        "nothing here before, as it is there": [name for name in selected if name in made],
+        "nothing here before, as it is there": new,
         "skipped (init.skip)": skipped,
-        "not there, as the model began": [name for name in expected if name not in converted],
-        "only there": [name for name in converted if name not in expected],
+        "not there, as the model began": [name for name in expected if name not in kinds],
+        "only there": [name for name in kinds if name not in expected],
         "does not fit, as the model began": [
-            _describe_difference(name, expected[name], kinds[name])
-            for name in expected
-            if name in converted and name not in selected
+            _describe_difference(name, expected[name], kinds[name]) for name in misfits
         ],
     }
-    return selected, [
-        f"weights: {reason}: {', '.join(names[:MOST_SHOWN])}"
-        + (f", and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else "")
-        for reason, names in reasons.items()
-        if names
-    ]
+    lines = []
+    for reason, names in reasons.items():
+        rest = f", and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else ""
+        if names:
+            lines.append(f"weights: {reason}: {', '.join(names[:MOST_SHOWN])}{rest}")
+    return lines
 
 
 def _find_empty_buffers(model: nn.Module) -> set[str]:
