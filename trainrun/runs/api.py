@@ -118,10 +118,9 @@ class Run:
             run = trainrun.load("runs/plants")
             run.predict({"height": 3.1, "width": 0.4})["prediction"]
         """
-        from trainrun.prediction.new_samples import predict_new  # of a satellite
-
+        satellite = import_module("trainrun.prediction.new_samples")
         with register_objects(dict(self.objects)):
-            return predict_new(self.files, samples, which, self.trust, num_classes_shown)
+            return satellite.predict_new(self.files, samples, which, self.trust, num_classes_shown)
 
     def history(self) -> Any:
         """Return the logged training and validation metrics as columns by name; None where a row lacks the value.
