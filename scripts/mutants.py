@@ -449,26 +449,26 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a comparison ends at the first look that seems clear",
-        "trainrun/timing",
+        "trainrun/comparison",
         "EARLY: Final = 0.99",
         "EARLY: Final = 0.50",
         (
-            "tests/timing/test_coverage.py::test_no_candidate_is_taken_more_often_than_allowed_where_none_is_faster",
+            "tests/comparison/test_coverage.py::test_no_candidate_is_taken_more_often_than_allowed_where_none_is_faster",
         ),
     ),
     Mutant(
         "an interval has the normal distribution's width",
-        "trainrun/timing",
+        "trainrun/comparison",
         "half = student_quantile(confidence, count - 1) * stdev",
         "half = student_quantile(confidence, 100_000) * stdev",
-        ("tests/timing/test_coverage.py::test_interval_over_processes_covers_what_it_claims",),
+        ("tests/comparison/test_coverage.py::test_interval_over_processes_covers_what_it_claims",),
     ),
     Mutant(
         "turns of all processes count as processes",
-        "trainrun/timing",
+        "trainrun/comparison",
         "logs = [median(math.log(second / first) for first, second in pairs) for pairs in groups]",
         "logs = [math.log(second / first) for pairs in groups for first, second in pairs]",
-        ("tests/timing/test_coverage.py::test_interval_over_processes_covers_what_it_claims",),
+        ("tests/comparison/test_coverage.py::test_interval_over_processes_covers_what_it_claims",),
     ),
     Mutant(
         "MLflow gets seconds as milliseconds",

@@ -288,7 +288,7 @@ def is_base_60_number(event: yaml.Event) -> bool:
     """Return whether YAML reads a value with colons, such as 10:30, as one number."""
     if not isinstance(event, yaml.ScalarEvent) or not event.implicit[0] or ":" not in event.value:
         return False
-    tag = yaml.resolver.Resolver().resolve(yaml.ScalarNode, event.value, event.implicit)
+    tag: str = yaml.resolver.Resolver().resolve(yaml.ScalarNode, event.value, event.implicit)
     return tag.endswith((":int", ":float"))
 
 

@@ -32,7 +32,7 @@ LIMIT_SECONDS: Final = 60.0
 OF_USERS = (ConfigError, DataError, PluginError)  # what the first validation would end with
 
 
-class Trial(NamedTuple):
+class BatchTrial(NamedTuple):
     """The metric names of one batch, and why it could not be evaluated."""
 
     names: list[str]
@@ -47,14 +47,14 @@ def try_validation(run: Components) -> None:
         return
     if not getattr(run.val, "may_be_read_before", True):
         return
-    trial = Trial([], "")
+    trial = BatchTrial([], "")
     owners = (run.model, run.task, run.optimizer, *run.hooks.by_key.values())
     with contextlib.suppress(NoTrial, ChildError):  # the validation is made when it is due
         trial = run_trial(
             lambda: try_one_batch(run), run.parallel.device, *owners, limit_seconds=LIMIT_SECONDS
         )
     # a rank may have no share of the first batch, and a trial may not be possible on one of them
-    trials = [Trial(*answer) for answer in run.parallel.gather(tuple(trial))]
+    trials = [BatchTrial(*answer) for answer in run.parallel.gather(tuple(trial))]
     fault = next((trial.fault for trial in trials if trial.fault), "")
     if fault and run.config.trainer.check_task:
         raise PluginError(
@@ -92,14 +92,14 @@ def has_users_code(run: Components) -> bool:
     return any(is_users_class(type(part)) for part in (run.task, *run.model.modules()))
 
 
-def try_one_batch(run: Components) -> Trial:
+def try_one_batch(run: Components) -> BatchTrial:
     """Evaluate one batch. Raise the errors that name a setting; return others as a text, except out of memory."""
     try:
-        return Trial(evaluate_one_batch(run), "")
+        return BatchTrial(evaluate_one_batch(run), "")
     except OF_USERS:
         raise
     except Exception as error:
-        return Trial([], "" if describe_out_of_memory(error) else format_error_with_line(error))
+        return BatchTrial([], "" if describe_out_of_memory(error) else format_error_with_line(error))
 
 
 def evaluate_one_batch(run: Components) -> list[str]:
