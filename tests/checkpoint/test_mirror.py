@@ -20,10 +20,10 @@ pytest.importorskip("fsspec")
 from fsspec.implementations.local import LocalFileSystem
 
 import trainrun
-from trainrun.checkpoint import mirror as mirrors
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.folder.run_folder import RunDir, read_identity
+from trainrun.mirror import object_store_mirror as mirrors
 from trainrun.mirror.object_store_mirror import MANIFEST, ObjectStoreMirror, fetch_run, list_stored_steps
 
 pytestmark = pytest.mark.train

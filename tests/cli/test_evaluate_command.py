@@ -12,11 +12,11 @@ import torch
 from approved import approve_error, refused
 from quiet_runs import QUIET
 
-from trainrun.cli import predict_command as evaluate
 from trainrun.cli.main import main
 from trainrun.errors import PluginError
 from trainrun.folder.run_folder import RunDir
-from trainrun.runs import predictions
+from trainrun.prediction import predict_command as evaluate
+from trainrun.prediction import predictions
 from trainrun.runs.restore_config import choose_saved_checkpoint
 from trainrun.task.classification import Classification
 
