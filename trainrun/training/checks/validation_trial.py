@@ -20,6 +20,7 @@ from trainrun.config.schema import RunConfig
 from trainrun.config.validate import suggest_closest_name
 from trainrun.errors import ConfigError, DataError, PluginError
 from trainrun.instantiate import named_nodes
+from trainrun.interfaces import StepOutput
 from trainrun.runtime.child_process import ChildError
 from trainrun.sums import ReservedName, compute_metrics
 from trainrun.training.components import Components
@@ -99,7 +100,10 @@ def try_one_batch(run: Components) -> BatchTrial:
     except OF_USERS:
         raise
     except Exception as error:
-        return BatchTrial([], "" if describe_out_of_memory(error) else format_error_with_line(error))
+        is_no_output = isinstance(error, AttributeError) and error.name in StepOutput.__slots__
+        if is_no_output or describe_out_of_memory(error):  # the first step says what the task must return
+            return BatchTrial([], "")
+        return BatchTrial([], format_error_with_line(error))
 
 
 def evaluate_one_batch(run: Components) -> list[str]:
