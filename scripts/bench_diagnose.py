@@ -39,8 +39,8 @@ from trainrun.benchmark.run_overrides import (  # noqa: E402
     start_choice_overrides,
 )
 from trainrun.benchmark.worker_process import WorkerPool  # noqa: E402
-from trainrun.precision.autocast import emulates_bfloat16  # noqa: E402
 from trainrun.comparison.paired import Ratio, TimedItems, compute_total_ratio, sum_timed_items  # noqa: E402
+from trainrun.precision.autocast import emulates_bfloat16  # noqa: E402
 
 PAIRS = 7  # of turns, of the run with the fault and the one without, in one pair of processes
 FEWEST, MOST = 2, 6  # pairs of processes; those that come after the fewest take more turns

@@ -30,10 +30,10 @@ from bench_kit import SEED, TakesTurns
 from torch import nn
 from torch.nn import functional
 
+from trainrun.comparison.paired import TimedItems, compute_total_ratio
 from trainrun.data.readers.builtin import digits
 from trainrun.model.mlp import Mlp
 from trainrun.seeding import derive_seed
-from trainrun.comparison.paired import TimedItems, compute_total_ratio
 
 
 def hand_written(epochs: int, hidden: list[int], folder: Path, device: str = "cpu") -> bench_kit.Hand:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trainrun.task.vae import Vae
 from trainrun.vae_health.latent_code import (
     compute_code_noise,
     compute_latent_facts,

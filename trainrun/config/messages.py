@@ -280,7 +280,9 @@ def check_config_file(path: Path) -> str:
     for event in events:
         if is_base_60_number(event):
             line = event.start_mark.line + 1
-            return f"{path}: line {line}: {event.value}: YAML reads a number to base 60; write '{event.value}'"
+            return (
+                f"{path}: line {line}: {event.value}: YAML reads a number to base 60; write '{event.value}'"
+            )
     return ""
 
 

@@ -116,8 +116,8 @@ def describe_unchanged_paths(data: DataConfig, given: set[str], measured: str) -
         source = f"data.train.{name}" if is_inherited else f"{key}.{name}"
         if own_path not in (None, data.path) and source not in given:
             print_note_once(
-                f"data.path={data.path}: used for training only; {key} reads {source}={own_path}; for other samples there set "
-                f"{source}={data.path}"
+                f"data.path={data.path}: used for training only; {key} reads {source}={own_path}; for other samples "
+                f"there set {source}={data.path}"
             )
 
 

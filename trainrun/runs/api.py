@@ -120,7 +120,10 @@ class Run:
         """
         satellite = import_module("trainrun.prediction.new_samples")
         with register_objects(dict(self.objects)):
-            return satellite.predict_new(self.files, samples, which, self.trust, num_classes_shown)
+            columns: dict[str, list[Any]] = satellite.predict_new(
+                self.files, samples, which, self.trust, num_classes_shown
+            )
+        return columns
 
     def history(self) -> Any:
         """Return the logged training and validation metrics as columns by name; None where a row lacks the value.

@@ -26,7 +26,7 @@ from trainrun.sums import ReservedName, compute_metrics
 from trainrun.training.components import Components
 from trainrun.training.evaluate import compute_sums
 from trainrun.training.recovery.oom import describe_out_of_memory
-from trainrun.training.without_trace import NoTrial, run_trial
+from trainrun.training.without_trace import TrialNotPossible, run_trial
 from trainrun.user_code import format_error_with_line, is_users_class
 
 LIMIT_SECONDS: Final = 60.0
@@ -50,7 +50,7 @@ def try_validation(run: Components) -> None:
         return
     trial = BatchTrial([], "")
     owners = (run.model, run.task, run.optimizer, *run.hooks.by_key.values())
-    with contextlib.suppress(NoTrial, ChildError):  # the validation is made when it is due
+    with contextlib.suppress(TrialNotPossible, ChildError):  # the validation is made when it is due
         trial = run_trial(
             lambda: try_one_batch(run), run.parallel.device, *owners, limit_seconds=LIMIT_SECONDS
         )
