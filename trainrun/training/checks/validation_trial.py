@@ -59,7 +59,7 @@ def try_validation(run: Components) -> None:
     fault = next((trial.fault for trial in trials if trial.fault), "")
     if fault and run.config.trainer.check_task:
         raise PluginError(
-            f"task: the first validation would fail: {fault}. If it works after a training step, use "
+            f"task: a validation fails: {fault}. If it works after a training step, use "
             "trainer.check_task=false"
         )
     names = next((trial.names for trial in trials if trial.names), [])
