@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from approved import refused
 from benchmark_worlds import OFTEN, SETTINGS, Costs, World
-from trainrun.timing.paired import Ratio
 
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.remedies import EXACT, NUMERIC, TRAINING, Remedy
@@ -16,6 +15,7 @@ from trainrun.benchmark.tune.autotune_session import table_lines, to_json_values
 from trainrun.benchmark.tune.techniques import Row, Technique, measure_table
 from trainrun.benchmark.tune.tuner import NO_TIME, NO_TIME_TO_CONFIRM, Trial, Tuner, Tuning
 from trainrun.benchmark.worker_process import WorkerFailed
+from trainrun.comparison.paired import Ratio
 
 FAST = Costs(fp32=0.5)  # bfloat16, which SETTINGS have, is twice as fast as 32 bits
 SLOW_READING = replace(FAST, read=2.7e-3)  # 12 times the rest of a step
