@@ -38,7 +38,7 @@ def list_user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     cause: BaseException | None = error
     while cause is not None:
         frames = [
-            frame for frame in traceback.extract_tb(cause.__traceback__) if _is_user_file(frame.filename)
+            frame for frame in traceback.extract_tb(cause.__traceback__) if is_user_file(frame.filename)
         ]
         if frames:
             return frames
@@ -75,7 +75,7 @@ def is_users_class(kind: type) -> bool:
     """Return whether a class is defined in the user's own code."""
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None)
-    return file is not None and _is_user_file(file)
+    return file is not None and is_user_file(file)
 
 
 def class_package(kind: type) -> str:
@@ -95,7 +95,7 @@ def describe_system_error(error: BaseException) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
 
 
-def _is_user_file(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     if filename.startswith(("<", _PACKAGE)):
         return False
     return not (filename.startswith(_LIBRARY) or "site-packages" in filename or "dist-packages" in filename)

@@ -5,7 +5,9 @@ import os
 import pickle
 import resource
 import shutil
+import sys
 import threading
+import types
 from pathlib import Path
 
 import numpy as np
@@ -203,6 +205,64 @@ def test_attributes_and_code_tell_sources_apart(tmp_path):
     circle.me = circle
     assert fingerprint_source(circle) == fingerprint_source(circle)
     assert fingerprint_source(Plain(a="ab", b="ab")) == fingerprint_source(Plain(a="ab", b="".join("ab")))
+
+
+NAMED = """
+import functools
+
+SCALE, CLASSES, UNUSED = 1, {"cat": 0}, 0
+
+def scale(x):
+    return x * SCALE
+
+@functools.lru_cache
+def look_up(name):
+    return CLASSES[name]
+
+class Part:
+    def read(self):
+        return "part"
+
+class Source:
+    @staticmethod
+    def decode(x):
+        return x + 0
+
+    @property
+    def offset(self):
+        return 5
+
+    def __getitem__(self, index):
+        return self.decode(scale(index)) + (lambda: look_up("cat"))() + self.offset, Part().read()
+"""
+
+
+def fingerprint_of_module(text, path, monkeypatch):
+    module = types.ModuleType("named_source")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "named_source", module)
+    exec(compile(text, str(path), "exec"), vars(module))
+    return fingerprint_source(module.Source())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "differs"),
+    [
+        ("SCALE, CLASSES, UNUSED = 1", "SCALE, CLASSES, UNUSED = 2", True),
+        ('"cat": 0', '"cat": 1', True),
+        ("x * SCALE", "x / SCALE", True),
+        ("CLASSES[name]", "CLASSES[name] + 1", True),
+        ('return "part"', 'return "other"', True),
+        ("x + 0", "x + 1", True),
+        ("return 5", "return 6", True),
+        ('{"cat": 0}, 0', '{"cat": 0}, 1', False),
+        ("import functools", "import functools\n\n# a comment", False),
+    ],
+)
+def test_code_and_values_that_a_method_names_count(old, new, differs, tmp_path, monkeypatch):
+    before = fingerprint_of_module(NAMED, tmp_path / "named_source.py", monkeypatch)
+    after = fingerprint_of_module(NAMED.replace(old, new), tmp_path / "named_source.py", monkeypatch)
+    assert (before != after) == differs
 
 
 # --- damage -----------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A source with `fingerprint()` returns it. For any other source, the fingerprint is computed from the class, its code,
 and the values that pickle would send to another process (so no open handles). Arrays count by content, functions by
-their code, and paths by the version of the file, see `describe_version`. A folder counts by the versions of all files
+their code and the user's functions and values that it names, and paths by the version of the file, see
+`describe_version`. A folder counts by the versions of all files
 below it, except hidden files, caches and runs. A folder that contains the working directory counts by its own version
 alone, because files of a project change often.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
+import inspect
 import logging
 import os
 import pickle
@@ -27,11 +29,29 @@ from torch import Tensor
 from trainrun.data.cache.samples import NotCacheable, flatten_sample
 from trainrun.data.readers.paths import describe_version
 from trainrun.errors import DataError
+from trainrun.user_code import is_user_file, is_users_class
 
 LOG = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 WHOLE_ARRAY_BYTES = 64 * 2**20  # larger arrays are known by blocks spread over them
 NUM_BLOCKS, BLOCK_BYTES = 64, 2**16
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    tuple,
+    list,
+    dict,
+    set,
+    frozenset,
+    Path,
+    Tensor,
+    np.ndarray,
+    np.generic,
+)
 OF_A_RUN, COMPILED = "RUN.json", "__pycache__"
 MOST_FILES = 100_000  # below the folders that a source names; looking at so many takes about half a second
 
@@ -164,17 +184,44 @@ class _Parts(pickle.Pickler):
             return repr, (f"{type(value).__qualname__} {getattr(value, '__name__', '')}",)
 
 
-def _find_code(value: Any) -> Any:
+def _find_code(value: Any) -> list[Any]:
+    """Return what the result of a function depends on; of a class, its methods and plain attributes."""
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return [_describe_code(value.__code__), value.__defaults__, value.__kwdefaults__, cells]
+        named = _find_named_globals(value.__code__, value.__globals__)
+        return [_describe_code(value.__code__), value.__defaults__, value.__kwdefaults__, cells, named]
     kinds = [kind for kind in value.__mro__ if kind.__module__ != "builtins"]
-    methods = [pair for kind in kinds for pair in sorted(vars(kind).items())]
+    attributes = [pair for kind in kinds for pair in sorted(vars(kind).items())]
     return [
-        (name, _describe_code(part.__code__))
-        for name, part in methods
-        if isinstance(part, types.FunctionType)
+        (name, part)
+        for name, attribute in attributes
+        if isinstance(part := _unwrap_function(attribute), types.FunctionType)
     ]
+
+
+def _unwrap_function(value: Any) -> Any:
+    """Return the function inside a static or class method, a property, or a decorator such as `functools.cache`."""
+    if isinstance(value, property):
+        return value.fget
+    return inspect.unwrap(value) if callable(value) or hasattr(value, "__wrapped__") else value
+
+
+def _find_named_globals(code: types.CodeType, module: dict[str, Any]) -> list[Any]:
+    """Return the functions, classes and values of a module of the user that its code names."""
+    if not is_user_file(code.co_filename):
+        return []
+    nested = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    named = {name: _unwrap_function(module[name]) for name in code.co_names if name in module}
+    counted = [(name, value) for name, value in named.items() if _counts(value)]
+    return [*counted, *(pair for part in nested for pair in _find_named_globals(part, module))]
+
+
+def _counts(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        return is_user_file(value.__code__.co_filename)
+    if isinstance(value, type):
+        return is_users_class(value)
+    return isinstance(value, PLAIN)
 
 
 def _describe_code(code: types.CodeType) -> list[Any]:
