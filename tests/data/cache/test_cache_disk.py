@@ -209,6 +209,7 @@ def test_attributes_and_code_tell_sources_apart(tmp_path):
 
 NAMED = """
 import functools
+import named_helper
 
 SCALE, CLASSES, UNUSED = 1, {"cat": 0}, 0
 
@@ -221,7 +222,7 @@ def look_up(name):
 
 class Part:
     def read(self):
-        return "part"
+        return "part", named_helper.double(1)
 
 class Source:
     @staticmethod
@@ -237,11 +238,15 @@ class Source:
 """
 
 
-def fingerprint_of_module(text, path, monkeypatch):
-    module = types.ModuleType("named_source")
-    module.__file__ = str(path)
-    monkeypatch.setitem(sys.modules, "named_source", module)
-    exec(compile(text, str(path), "exec"), vars(module))
+HELPER = "def double(x): return 2 * x"
+
+
+def fingerprint_of_module(changed, path, monkeypatch):
+    for name, text in (("named_helper", HELPER), ("named_source", NAMED)):
+        module = types.ModuleType(name)
+        module.__file__ = str(path / f"{name}.py")
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(compile(text.replace(*changed), module.__file__, "exec"), vars(module))
     return fingerprint_source(module.Source())
 
 
@@ -253,6 +258,7 @@ def fingerprint_of_module(text, path, monkeypatch):
         ("x * SCALE", "x / SCALE", True),
         ("CLASSES[name]", "CLASSES[name] + 1", True),
         ('return "part"', 'return "other"', True),
+        ("2 * x", "3 * x", True),
         ("x + 0", "x + 1", True),
         ("return 5", "return 6", True),
         ('{"cat": 0}, 0', '{"cat": 0}, 1', False),
@@ -260,8 +266,9 @@ def fingerprint_of_module(text, path, monkeypatch):
     ],
 )
 def test_code_and_values_that_a_method_names_count(old, new, differs, tmp_path, monkeypatch):
-    before = fingerprint_of_module(NAMED, tmp_path / "named_source.py", monkeypatch)
-    after = fingerprint_of_module(NAMED.replace(old, new), tmp_path / "named_source.py", monkeypatch)
+    before = fingerprint_of_module(("", ""), tmp_path, monkeypatch)
+    after = fingerprint_of_module((old, new), tmp_path, monkeypatch)
+    assert old in NAMED + HELPER
     assert (before != after) == differs
 
 

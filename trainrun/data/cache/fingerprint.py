@@ -207,13 +207,26 @@ def _unwrap_function(value: Any) -> Any:
 
 
 def _find_named_globals(code: types.CodeType, module: dict[str, Any]) -> list[Any]:
-    """Return the functions, classes and values of a module of the user that its code names."""
+    """Return the functions, classes and values that code of the user names in its module, and in modules of the user
+    that it names.
+    """
     if not is_user_file(code.co_filename):
         return []
+    named_modules = [value for name in code.co_names if _is_users_module(value := module.get(name))]
+    named = [
+        (name, _unwrap_function(space[name]))
+        for space in (module, *map(vars, named_modules))
+        for name in code.co_names
+        if name in space
+    ]
     nested = [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    named = {name: _unwrap_function(module[name]) for name in code.co_names if name in module}
-    counted = [(name, value) for name, value in named.items() if _counts(value)]
-    return [*counted, *(pair for part in nested for pair in _find_named_globals(part, module))]
+    inside = [pair for part in nested for pair in _find_named_globals(part, module)]
+    return [*((name, value) for name, value in named if _counts(value)), *inside]
+
+
+def _is_users_module(value: Any) -> bool:
+    file = getattr(value, "__file__", None) if isinstance(value, types.ModuleType) else None
+    return file is not None and is_user_file(file)
 
 
 def _counts(value: Any) -> bool:
