@@ -182,6 +182,23 @@ def test_what_a_killed_builder_left_goes_with_the_next_cache(tmp_path: Path) -> 
     assert not left.exists()
 
 
+def test_a_folder_that_another_process_removes_before_its_lock_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, real = [], os.open
+
+    def remove_at_first(path: Any, flags: int) -> int:
+        if not opened and path.name.startswith(room.DRAFT):
+            opened.append(path)
+            path.rmdir()
+        return real(path, flags)
+
+    monkeypatch.setattr(column_store.os, "open", remove_at_first)
+    with column_store.make_draft_folder(tmp_path / "columns") as draft:
+        assert draft.is_dir()
+    assert opened == [draft]
+
+
 def test_two_that_build_at_once_keep_both_to_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

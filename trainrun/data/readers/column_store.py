@@ -269,8 +269,13 @@ def make_draft_folder(path: Path) -> Iterator[Path]:
     """Create and lock the empty folder in which columns are built. Remove leftovers of a killed process."""
     draft = path.with_name(f"{DRAFT}{path.name}")
     while True:
-        draft.mkdir(exist_ok=True)
-        descriptor = os.open(draft, os.O_RDONLY)
+        try:
+            draft.mkdir(exist_ok=True)
+            descriptor = os.open(draft, os.O_RDONLY)
+        except (FileExistsError, FileNotFoundError):
+            if not path.parent.is_dir():
+                raise
+            continue  # another process that makes room removed it before it had a lock
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if is_open_at(descriptor, draft):
             break
