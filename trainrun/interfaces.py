@@ -72,7 +72,7 @@ CONTRACTS = (
         "structure",
         "All samples of a data set have the same structure.",
         "trainrun.data.sequences.collate:check_same_fields",
-        "whenever samples of different lengths become a batch",
+        "whenever samples become a batch",
     ),
     Contract(
         "state",

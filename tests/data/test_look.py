@@ -78,6 +78,16 @@ def test_the_first_input(source: Any, changes: dict[str, Any], first: FirstInput
     assert inspect_source(source, options(**changes)).first == first
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_a_nested_tensor_has_no_shape_and_is_left_to_the_collate_function() -> None:
+    source = Samples(lambda index: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]))
+    assert inspect_source(source, options()).first == FirstInput("a Tensor", None)
+    stream, _ = open_batches(
+        source, options(collate_fn=lambda samples: torch.tensor([row for _, row in samples]))
+    )
+    assert sorted(next(stream.epoch(0)).data.tolist())
+
+
 def test_an_iterable_source_is_not_read() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:

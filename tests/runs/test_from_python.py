@@ -205,6 +205,7 @@ def test_a_network_whose_names_change_is_left_as_it_was(
         ((), {"task": "regression"}),
         ((), {"data": ([[1.0]] * 8, [0] * 8)}),
         ((), {"data": DataLoader(TensorDataset(*points(8)), batch_size=4)}),
+        ((), {"data": DataLoader(TensorDataset(*points(8)), batch_sampler=[[0, 1], [2]])}),
         ((), {"val": points(8)}),
         ((), {"data": points(8), "val": {"at night": points(8)}}),
         (("model=mlp",), {"model": net()}),

@@ -294,7 +294,7 @@ def describe_first_input(sample: Any) -> FirstInput:
         fields = sample if isinstance(sample, dict) else dict(enumerate(sample))
         others = [name for name in fields if name not in TARGET_KEYS]
         sample = fields[choose_input_key(fields) or next(iter(others or fields))]
-    if not isinstance(sample, Tensor | np.ndarray):
+    if not isinstance(sample, Tensor | np.ndarray) or (isinstance(sample, Tensor) and sample.is_nested):
         return FirstInput(f"a {type(sample).__name__}", None)
     return FirstInput(_describe_kind(sample), tuple(sample.shape))
 

@@ -313,9 +313,11 @@ def build_object_settings(objects: Mapping[str, Any], words: list[str]) -> list[
         if name == "model" and not isinstance(entry, nn.Module):
             raise ConfigError(f"trainrun.train(model=...): a {type(entry).__name__} is no torch.nn.Module")
         if isinstance(entry, DataLoader):
+            size = "" if entry.batch_size is None else f", and 'data.batch_size={entry.batch_size}'"
             raise ConfigError(
-                f"trainrun.train({name}=...): pass the data set of the loader, {name}=loader.dataset, and "
-                f"'data.batch_size={entry.batch_size}'; order, workers and resume are settings of the run"
+                f"trainrun.train({name}=...): pass the data set of the loader, {name}=loader.dataset{size}. In place "
+                "of its sampler and collate_fn use data.sampling and data.collate_fn; order, workers and resume are "
+                "settings of the run"
             )
         if name != "data" and place.startswith("data.") and "data" not in objects:
             raise ConfigError(f"trainrun.train({name}=...): give data=... too")

@@ -10,7 +10,7 @@ from approved import refused
 from torch import nn
 
 from trainrun.data.batch import attach_fields, detach_fields, map_leaves, reattach_fields
-from trainrun.data.sequences.collate import PackCollate, PadCollate
+from trainrun.data.sequences.collate import PackCollate, PadCollate, stack_samples
 from trainrun.data.sequences.fields import PiecesDataset, SequenceCutter
 from trainrun.data.split_batch import repeat_rows, select_rows
 from trainrun.interfaces import batch_fields
@@ -86,6 +86,15 @@ def test_parts_that_lie_deeper_are_filled_by_their_role():
     assert batch[1]["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
     assert batch_fields(batch)["attention_mask"].sum(1).tolist() == [3, 1]
     assert batch_fields(batch)["size"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("collate", [PadCollate(), stack_samples])
+@pytest.mark.parametrize(
+    "nest", [lambda sample: sample, lambda sample: (sample, 1), lambda sample: {"a": [sample]}]
+)
+def test_a_key_that_only_later_samples_have_is_not_lost(collate, nest):
+    with pytest.raises(ValueError, match="its samples have different structures: w is not in every sample"):
+        collate([nest({"x": A}), nest({"x": A, "w": 1.0})])
 
 
 def test_samples_of_unlike_structure_are_a_fault():

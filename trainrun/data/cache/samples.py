@@ -78,7 +78,9 @@ def _encode_leaf(value: Any) -> tuple[Leaf, Buffer]:
     kind = type(value)
     name, array = kind.__name__, value
     if kind is Tensor:
-        strange = value.layout != torch.strided or value.requires_grad or value.is_quantized
+        strange = (
+            value.layout != torch.strided or value.requires_grad or value.is_quantized or value.is_nested
+        )
         if strange or value.device.type != "cpu":
             raise NotCacheable("a tensor that is not a plain one on the CPU without gradients")
         values = value.resolve_conj().resolve_neg().contiguous().reshape(-1)

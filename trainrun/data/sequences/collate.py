@@ -20,7 +20,7 @@ A model gets the inputs. It also gets attention_mask, segment_ids and position_i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter
@@ -39,6 +39,7 @@ from trainrun.data.batch import (
     arrays_to_tensors,
     attach_fields,
     convert_numbers,
+    is_numbers,
     map_leaves,
 )
 from trainrun.data.engines.stream import BatchesWrapper
@@ -260,10 +261,10 @@ def mask_positions(lengths: Tensor, width: int) -> Tensor:
     return torch.from_numpy(positions < lengths.numpy().astype(np.int32)[:, None])
 
 
-def check_same_fields(rows: list[Fields]) -> None:
+def check_same_fields(rows: Sequence[Any]) -> None:
     for row in rows:
         if row.keys() != rows[0].keys():
-            some = ", ".join(sorted(row.keys() ^ rows[0].keys())[:3])
+            some = ", ".join(sorted(map(str, row.keys() ^ rows[0].keys()))[:3])
             raise ValueError(f"its samples have different structures: {some} is not in every sample")
 
 
@@ -325,9 +326,25 @@ def stack_samples(samples: list[Any]) -> Any:
     columns = list_plain_columns(samples)
     if columns:
         return tuple([collate_values(column) for column in columns])
+    check_same_keys(samples)
     first = samples[0]
     samples = [map_leaves(sample, arrays_to_tensors, convert_numbers) for sample in samples]
     return restore_tuples(first, collate_values(samples))
+
+
+def check_same_keys(samples: Sequence[Any]) -> None:
+    """Raise ValueError if dicts of samples have different keys. Torch's collate keeps the keys of the first sample."""
+    first, parts = samples[0], list[tuple[Any, Any]]()
+    if all(isinstance(sample, Mapping) for sample in samples):
+        check_same_fields(samples)
+        parts = [(part, [sample[key] for sample in samples]) for key, part in first.items()]
+    elif isinstance(first, tuple | list) and not is_numbers(first):
+        parts = list(zip(first, zip(*samples, strict=False), strict=False))
+    else:
+        return
+    for part, values in parts:
+        if isinstance(part, Mapping | tuple | list):
+            check_same_keys(values)
 
 
 def list_plain_columns(samples: list[Any]) -> list[tuple[Any, ...]]:

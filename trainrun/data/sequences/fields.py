@@ -88,7 +88,7 @@ def describe_forms(fields: Fields) -> dict[str, FieldForm]:
     return {
         name: FieldForm(len(value), is_tokens(value))
         for name, value in fields.items()
-        if isinstance(value, Tensor) and value.ndim
+        if isinstance(value, Tensor) and value.ndim and not value.is_nested
     }
 
 
