@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from pathlib import Path
@@ -90,17 +91,19 @@ def test_a_single_point_and_values_that_are_not_finite_can_be_drawn(open_run: Op
 def test_loss_shows_values_the_best_step_and_resumes(make_run: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with run.metrics.open("a") as file:
-        file.write('{"kind": "start", "step": 50, "facts": {"name": "x", "steps_per_epoch": 10}}\n')
+        for step in (50, 70, 70):
+            facts = {"name": "x", "steps_per_epoch": 10}
+            file.write(json.dumps({"kind": "start", "step": step, "facts": facts}) + "\n")
     history = read_history(run)
     ax = draw_charts("loss", run_charts(history)["loss"], history).axes[0]
     assert texts_of(ax) == ["train", "val", "best val/acc 0.98 (step 100)", "resumed"]
-    raw, val, best, resumed = ax.get_lines()
+    raw, val, best, *resumes = ax.get_lines()
     assert list(raw.get_xdata()) == list(range(2, 101, 2))
     assert list(raw.get_ydata()) == [1000.0 / step**1.5 for step in range(2, 101, 2)]
     assert raw.get_alpha() == 1.0
     assert list(val.get_xdata()) == list(range(10, 101, 10))
     assert list(best.get_xdata()) == [100, 100]
-    assert list(resumed.get_xdata()) == [50, 50]
+    assert [list(line.get_xdata()) for line in resumes] == [[50, 50], [70, 70]]
     assert ax.get_yscale() == "log"
     assert ax.get_xlabel() == "step (10 an epoch)"
 

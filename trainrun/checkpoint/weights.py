@@ -218,9 +218,8 @@ def load_initial(
     model.load_state_dict(parallel.load_state_dict(here | selected, here))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     params = [parameters[name] for name in selected if name in parameters]
-    return InitialWeights(
-        init_from, params, [f"weights: {len(selected)} tensors of {init_from}{about}", *lines]
-    )
+    taken = f"weights: {format_count(len(selected), 'tensor')} of {init_from}{about}"
+    return InitialWeights(init_from, params, [taken, *lines])
 
 
 def _select_tensors(

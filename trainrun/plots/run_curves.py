@@ -215,9 +215,10 @@ def mark_best_and_resumes(ax: Axes, history: History) -> None:
     if best is not None:
         text = f"best {best.metric} {readable(best.value)} (step {best.step:,})"
         ax.axvline(best.step, color=canvas.BEST, linewidth=1.2, linestyle="--", label=text)
-    for row in history.find_rows("start"):
-        if row["step"] > 0:
-            ax.axvline(row["step"], color=canvas.QUIET, linewidth=1, linestyle=":", label="resumed")
+    resumes = sorted({row["step"] for row in history.find_rows("start")} - {0})
+    for number, step in enumerate(resumes):
+        label = "resumed" if number == 0 else None  # once in the legend
+        ax.axvline(step, color=canvas.QUIET, linewidth=1, linestyle=":", label=label)
 
 
 def run_charts(history: History) -> dict[str, list[Chart]]:
