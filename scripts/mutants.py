@@ -508,8 +508,8 @@ MUTANTS: Final = (
     Mutant(
         "a validation counts the items of its last batch alone",
         "trainrun/training",
-        "items = items + batch.counted_by(task)",
-        "items = batch.counted_by(task)",
+        "items = items + batch.count_items(task)",
+        "items = batch.count_items(task)",
         ("tests/data/test_limited_evaluation.py", "tests/runs/test_exactness.py", "tests/training"),
     ),
     Mutant(

@@ -211,7 +211,7 @@ def test_a_function_that_is_meant_itself(key: str, way: str) -> None:
     """A transform of one sample is no function that makes one."""
     given = node("plug_net.optimizer", lr=1)
     assert check_node_arguments(given, key) == [
-        f"{key}.params: plug_net.optimizer needs it; add {key}.params=...{way}"
+        f"{key}.params: plug_net.optimizer needs this argument; add {key}.params=...{way}"
     ]
     assert check_node_arguments(given | {"_partial_": True}, key) == []
 
@@ -230,7 +230,7 @@ def test_a_function_that_is_meant_itself(key: str, way: str) -> None:
             (),
             ["model.a: plug_net.Net.Inner takes no such argument. It takes none"],
         ),
-        (node("plug_net.Net"), (), ["model.width: plug_net.Net needs it; add model.width=..."]),
+        (node("plug_net.Net"), (), ["model.width: plug_net.Net needs this argument; add model.width=..."]),
         (node("plug_net.Net", _partial_=True, hiden=2), (), [f"model.hiden: {NO_HIDEN}"]),
         (
             node("plug_net.Net", width=1, _args_=[1]),

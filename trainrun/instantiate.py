@@ -249,7 +249,7 @@ def check_target_signature(
     parameters = list_parameters(target)
     if parameters is None:
         return []
-    find_class_name, arguments = node[TARGET], [name for name in node if name not in WORDS]
+    target_path, arguments = node[TARGET], [name for name in node if name not in WORDS]
     args = node.get(ARGS, [])
     num_positional = len(extra) + (len(args) if isinstance(args, list) else 0)
     by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -257,7 +257,7 @@ def check_target_signature(
     if num_positional > len(by_place) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         handed = f" ({', '.join(extra)} from trainrun)" if extra else ""
         faults.append(
-            f"{key}.{TARGET}={find_class_name}: takes {len(by_place)} arguments by position, "
+            f"{key}.{TARGET}={target_path}: takes {len(by_place)} arguments by position, "
             f"but gets {num_positional}{handed}"
         )
     placed = {p.name for p in by_place[:num_positional]}
@@ -266,24 +266,23 @@ def check_target_signature(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for name in arguments:
         if name in placed and not is_positional_only(by_place, name):
-            faults.append(
-                f"{key}.{name}: {find_class_name} gets it by position already; take {key}.{name} away"
-            )
+            faults.append(f"{key}.{name}: {target_path} gets it by position already; take {key}.{name} away")
         elif name not in placed and not takes_any and name not in [p.name for p in free]:
             faults.append(
-                describe_unknown_argument(key, name, find_class_name, [p.name for p in free], also, WORDS)
+                describe_unknown_argument(key, name, target_path, [p.name for p in free], also, WORDS)
             )
     if not node.get(PARTIAL, False):
         missing = [p for p in free if p.default is p.empty and p.name not in arguments]
         itself = f", or {key}.{PARTIAL}=true for the function itself" if is_called_later(target, key) else ""
         faults += [
-            f"{key}.{p.name}: {find_class_name} needs it; add {key}.{p.name}=...{itself}" for p in missing
+            f"{key}.{p.name}: {target_path} needs this argument; add {key}.{p.name}=...{itself}"
+            for p in missing
         ]
     return faults
 
 
 def is_called_later(target: Any, key: str) -> bool:
-    """Return whether the target is a function at a key where an object is expected that is called later."""
+    """Return whether the target is a function, at a key that needs an object which is called later."""
     return inspect.isroutine(target) and key.endswith(CALLED)
 
 

@@ -95,7 +95,7 @@ CONTRACTS = (
     Contract(
         "ranks",
         "All ranks call the same collective operations in the same order, and read parts of the same data.",
-        "trainrun.data.same_samples:check_same",
+        "trainrun.data.same_samples:check_same_digests",
         "at the start; later a rank that waits too long ends the run and names the line where it waits",
     ),
 )
@@ -255,7 +255,7 @@ class MicroBatch(NamedTuple):
     items: int | None = None
     whole: str = ""
 
-    def counted_by(self, task: Task) -> int:
+    def count_items(self, task: Task) -> int:
         """Return the number of items. It is 0 if the batch is not real, or if only the task's output has the count."""
         if self.items is not None or not self.real:
             return (self.items or 0) * self.real
@@ -450,7 +450,7 @@ class Parallel(Protocol):
         """
 
     def grad_norm(self, norm: Tensor) -> Tensor:
-        """Return the 2-norm of all gradients (0-d). norm: that of the gradients of this rank after their exchange."""
+        """Return the 2-norm of all gradients (0-d). norm: the norm for this rank, after the exchange."""
 
     def reduce_any(self, flag: Tensor) -> Tensor:
         """Set a flag (0-d) in place on this rank if any rank has set it. flag: about this rank's exchanged
@@ -523,9 +523,9 @@ class Gradients(NamedTuple):
 
 
 class Counting(Protocol):
-    """How the number of items is determined, by which gradients are divided: before the forward, or from its output.
+    """A way to count the items of a step, by which its gradients are divided: before the forward, or from its output.
 
-    expected: the divisor of the loss in the backward if the count is not known by then.
+    expected: the divisor of the loss in the backward, if the count is only known after it.
     """
 
     @property

@@ -17,7 +17,7 @@ def match_names(
 ) -> list[str]:
     """Return the names that match one of the patterns, in their order. Raise ValueError if a pattern matches none.
 
-    A pattern that is a number is a name too. things: a description of the names, for the message.
+    Patterns may be integers, as for the layers of a Sequential. things: what the names are, for the message.
     """
     all_names = list(names)
     pattern_list = [patterns] if isinstance(patterns, str | int) else patterns

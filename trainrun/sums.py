@@ -134,7 +134,7 @@ def _merge_shapes(ranks: Sequence[Mapping[str, tuple[int, ...]]]) -> dict[str, t
 def gather_rank_rows(
     parallel: Parallel, rows: Mapping[str, list[Tensor]], names: list[str]
 ) -> dict[str, Tensor]:
-    """Return the rows of all ranks, those of rank 0 first. names: the same on every rank; some may lack rows."""
+    """Return the rows of all ranks, in the order of the ranks. names: the same on every rank; some may lack rows."""
     joined = {}
     for name in names:
         parts = parallel.gather(torch.cat(rows[name]) if name in rows else None)
@@ -175,7 +175,7 @@ def compute_metrics(
 def compute_train_metrics(sums: Mapping[str, Tensor], task: Any) -> dict[str, float]:
     """Return the metrics of training steps: each sum divided by the items of the steps that computed it.
 
-    `loss` covers all steps. sums: those of the task, and `LOSSES`, each with its `ITEMS`.
+    `loss` covers all steps. sums: the sums of the task, and `LOSSES`, each with its `ITEMS`.
     """
     items = {name.removeprefix(ITEMS): float(sums[name]) for name in sums if name.startswith(ITEMS)}
     loss = {"loss": float(sums[LOSSES]) / items[LOSSES]} if items.get(LOSSES) else {}

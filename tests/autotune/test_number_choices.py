@@ -17,7 +17,7 @@ from torch import nn
 
 from trainrun.assemble import start_choices
 from trainrun.autotune import number_choices, start
-from trainrun.autotune.number_choices import TimedChoice, agreed_choice, choose_fastest
+from trainrun.autotune.number_choices import TimedChoice, choose_fastest, find_agreed_choice
 from trainrun.checkpoint.load import read_checkpoint, read_manifest, resolve_checkpoint
 from trainrun.cli.main import main
 from trainrun.config.schema import RunConfig, replace_values
@@ -249,7 +249,7 @@ def test_a_type_that_does_not_fit_into_memory_is_not_taken_and_ends_no_run(
 def test_ranks_take_what_all_of_them_chose(names: list[str | None], chosen: str | None) -> None:
     times = {"32-true": "2 ms", "bf16-mixed": "1 ms"}
     choices = [None if name is None else TimedChoice(name, times) for name in names]
-    found = agreed_choice(choices, "32-true")
+    found = find_agreed_choice(choices, "32-true")
     assert (None if found is None else found.name) == chosen
 
 

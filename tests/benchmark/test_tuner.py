@@ -11,7 +11,7 @@ from benchmark_worlds import OFTEN, SETTINGS, Costs, World
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.remedies import EXACT, NUMERIC, TRAINING, Remedy
 from trainrun.benchmark.run_overrides import compose_config, replace_overrides
-from trainrun.benchmark.tune.autotune_session import table_lines, to_json_values, tuning_lines
+from trainrun.benchmark.tune.autotune_session import convert_to_json_values, table_lines, tuning_lines
 from trainrun.benchmark.tune.techniques import Row, Technique, measure_table
 from trainrun.benchmark.tune.tuner import NO_TIME, NO_TIME_TO_CONFIRM, Trial, Tuner, Tuning
 from trainrun.benchmark.worker_process import WorkerFailed
@@ -300,4 +300,4 @@ def test_techniques_alone_and_together() -> None:
     together = (computing + rest) / (0.6 * computing + 0.0005)
     assert table.claim.low <= together <= table.claim.high
     assert "needs a GPU" in "\n".join(table_lines(table))
-    assert to_json_values(table)["claim"]["low"] == table.claim.low
+    assert convert_to_json_values(table)["claim"]["low"] == table.claim.low

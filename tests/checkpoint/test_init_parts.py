@@ -55,7 +55,7 @@ def test_a_layer_of_torch_whose_statistics_are_off_is_given_none(
     model = nn.Sequential(nn.Linear(4, 5), kind(5, track_running_stats=False))
     there = copied(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)))
     assert (
-        "only there: 1.num_batches_tracked, 1.running_mean, 1.running_var"
+        "only in the file: 1.num_batches_tracked, 1.running_mean, 1.running_var"
         in taken(model, there, tmp_path, strict=False)[-1]
     )
     assert model[1].running_mean is None
@@ -86,10 +86,11 @@ def test_without_strict_what_fits_is_taken_and_the_rest_is_told(tmp_path: Path) 
     model, before = network(0), copied(network(0))
     lines = taken(model, there, tmp_path, strict=False)
     assert lines[1:] == [
-        "weights: not there, as the model began: body.0.bias",
-        "weights: only there: more",
-        "weights: does not fit, as the model began: head.weight is (9, 5) there and (3, 5) here, "
-        "head.bias is (9,) there and (3,) here",
+        "weights: not in the file, so they stay as initialised: body.0.bias",
+        "weights: only in the file: more",
+        "weights: of another shape in the file, so they stay as initialised: "
+        "head.weight is (9, 5) in the checkpoint and (3, 5) in the model, "
+        "head.bias is (9,) in the checkpoint and (3,) in the model",
     ]
     assert torch.equal(model.state_dict()["body.0.weight"], there["body.0.weight"])
     assert torch.equal(model.state_dict()["body.0.bias"], before["body.0.bias"])

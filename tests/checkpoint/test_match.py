@@ -44,7 +44,8 @@ def test_the_differences_are_named_with_counts() -> None:
         check_tensors("step-00000001", "model=mlp", describe_tensors(here), describe_tensors(there))
     assert str(caught.value) == (
         "checkpoint step-00000001 does not fit model=mlp: 4 of 5 tensors differ: "
-        "layers.0.weight is (128, 64) there and (256, 64) here, half is float16 there and float32 here, "
+        "layers.0.weight is (128, 64) in the checkpoint and (256, 64) in the model, "
+        "half is float16 in the checkpoint and float32 in the model, "
         "new is not in the checkpoint, old is only in the checkpoint; "
         "build it with the same model and model.* as the checkpoint"
     )

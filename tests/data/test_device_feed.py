@@ -131,7 +131,7 @@ def test_what_a_device_would_be_waited_for_is_counted_on_the_host(task, source, 
     wanted = [task.count(batch.data) for batch in epoch()]
     there = epoch(device=META, sizes=task.sizes)
     assert [batch.items for batch in there] == wanted
-    assert [batch.counted_by(task) for batch in there] == wanted
+    assert [batch.count_items(task) for batch in there] == wanted
     assert [batch.items for batch in epoch(sizes=task.sizes)] == [None] * len(wanted)
 
 

@@ -10,7 +10,7 @@ from approved import refused
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from trainrun.data.cache.cached import open_cache
-from trainrun.data.engines.generators import new_generator
+from trainrun.data.engines.generators import build_generator
 from trainrun.data.pipeline import open_batches
 from trainrun.data.stream_options import StreamOptions
 from trainrun.errors import DataError
@@ -42,7 +42,7 @@ def opened(source, **changes):
 
 
 def drawn(*parts):
-    return float(torch.rand((), generator=new_generator(*parts), dtype=torch.float64))
+    return float(torch.rand((), generator=build_generator(*parts), dtype=torch.float64))
 
 
 def noise(sample, generator):

@@ -80,7 +80,7 @@ def test_attributes_of_a_data_set_change_nothing(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = set(NAMES) - DOCUMENTED
-    assert names > {"files", "notice", "lengths", "as_bytes", "column", "unused_arguments"}
+    assert names > {"files", "notice", "lengths", "find_byte_pictures", "column", "unused_arguments"}
     (tmp_path / "own_attributes.py").write_text(MODULE.replace(repr(NAMES), repr(sorted(names))))
     monkeypatch.chdir(tmp_path)
     settings = [

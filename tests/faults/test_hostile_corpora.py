@@ -75,7 +75,7 @@ def test_the_corpora_can_fail(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
         flips = [case for case in corpus_damage.cases(60) if "flip" in case.name]
         assert faults_of(corpus_damage, flips, place)
     with monkeypatch.context() as patch:
-        patch.setattr(existing, "check_sealed", lambda *_: None)
+        patch.setattr(existing, "check_seal", lambda *_: None)
         planted = [
             case
             for case in corpus_hostile.cases()

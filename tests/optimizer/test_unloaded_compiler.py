@@ -22,10 +22,10 @@ import trainrun
 words = ("trainer.max_steps=2", "trainer.limit_val_batches=1", "monitor.plots=false")
 run = trainrun.train(*words, "output_dir=plain", "optimizer=adamw")
 import torch
-from trainrun.optimizer.plain_step import MARK, functions_behind_dynamo
+from trainrun.optimizer.plain_step import MARK, list_wrapped_functions
 print(run.status["step"], *(name in sys.modules for name in ("torch._dynamo", "torch._inductor", "sympy")))
-names = {function.__name__ for function in functions_behind_dynamo()}
-print("add_param_group" in names, any(hasattr(function, MARK) for function in functions_behind_dynamo()))
+names = {function.__name__ for function in list_wrapped_functions()}
+print("add_param_group" in names, any(hasattr(function, MARK) for function in list_wrapped_functions()))
 run = trainrun.train(*words, "output_dir=compiled", "trainer.compile={scope: model, backend: eager}")
 print("compiled", run.status["step"], "torch._dynamo" in sys.modules)
 """

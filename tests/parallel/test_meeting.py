@@ -123,8 +123,8 @@ def test_connections_that_do_not_come_about_end_in_time(
     env: dict[str, str], workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_one_rank_sleep(monkeypatch, PLACES["group"], late=1)
-    end_after = worker.end_process_after  # the handshake before it has the usual time
-    monkeypatch.setattr(worker, "end_process_after", lambda seconds, whom, end: end_after(2.0, whom, end))
+    end_after = worker.limit_connect_time  # the handshake before it has the usual time
+    monkeypatch.setattr(worker, "limit_connect_time", lambda seconds, whom, end: end_after(2.0, whom, end))
     ranks = [start_rank(rank, env) for rank in range(2)]
     codes, errors = end_of(*ranks)
     assert codes == [1, 1], errors

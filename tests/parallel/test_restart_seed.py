@@ -35,7 +35,7 @@ def test_a_seed_that_was_drawn_is_kept(workdir: Path, monkeypatch: pytest.Monkey
         "train_in_ranks",
         lambda run, config, order: seen.append((run, config.seed, order.resume)) or 0,
     )
-    assert train_command.train_one(words, [], *prepare_command_line(words, workdir)) == 0
+    assert train_command.train_single_run(words, [], *prepare_command_line(words, workdir)) == 0
     assert seen == [(run, drawn, True)]
 
 

@@ -155,7 +155,7 @@ def test_a_damaged_config_says_how_to_go_on(
     seed = read_identity(RunDir(run))["seed"]
     flip(run / "config.yaml")
     assert main(["resume", "run"]) == 2
-    way = f"go on in another folder with the words of overrides.txt and seed={seed} ckpt_path={run}"
+    way = f"overrides.txt and seed={seed} ckpt_path={run}"
     said = capsys.readouterr().err
     assert way in said
     assert len(said.splitlines()) == 1

@@ -156,7 +156,7 @@ def step(run, micro_batches, way):
         return sum(losses).detach() * share
     if way == "ours":
         return train_step(run, micro_batches)
-    items, losses = sum(batch.counted_by(run.task) for batch in micro_batches), []
+    items, losses = sum(batch.count_items(run.task) for batch in micro_batches), []
     share = 1 / run.agree(items).items
     if way != "closes":
         closure()

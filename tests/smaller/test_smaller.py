@@ -18,7 +18,7 @@ from trainrun.checkpoint import manager
 from trainrun.cli.main import main
 from trainrun.errors import ConfigError
 from trainrun.smaller import new_run
-from trainrun.smaller.prune import Mask, explain_unmasked, mask_weights, narrow_layers, remove_channels
+from trainrun.smaller.prune import Mask, explain_unmasked_layers, mask_weights, narrow_layers, remove_channels
 from trainrun.transform.int8 import MODES, Int8Layer, compute_in_floats, int8, record_ranges, store_in_bytes
 
 SHORT = ["trainer.max_steps=20", "monitor=none", "output_dir=run"]
@@ -340,7 +340,7 @@ def test_layers_without_masks_are_named() -> None:
         [nn.Embedding(4, 2), nn.LSTM(2, 3), nn.Conv1d(3, 2, 3, padding="same"), nn.Linear(3, 2),
          nn.utils.spectral_norm(nn.Linear(3, 2))]
     )  # fmt: skip
-    assert explain_unmasked(net) == {
+    assert explain_unmasked_layers(net) == {
         "0": "no mask for this Embedding",
         "1": "no mask for this LSTM",
         "4": "no mask for this Linear, whose weight is computed",

@@ -156,13 +156,13 @@ def test_means_are_of_values_at_equal_resource(
 
 def test_rows_that_are_cut_for_a_resume_are_read_again(tmp_path: Path) -> None:
     rows, path = EvaluationRows(tmp_path), tmp_path / "metrics.jsonl"
-    assert rows.read_new() == []
+    assert rows.read_new_rows() == []
     path.write_text('{"kind": "eval", "step": 1}\n{"kind": "eval", "step": 2}\n{"kind": "ev')
-    assert [row["step"] for row in rows.read_new()] == [1, 2]
+    assert [row["step"] for row in rows.read_new_rows()] == [1, 2]
     path.write_text('{"kind": "eval", "step": 1}\n')
-    assert [row["step"] for row in rows.read_new()] == [1]
+    assert [row["step"] for row in rows.read_new_rows()] == [1]
     path.write_text('{"kind": "eval", "step": 1}\n{"kind": "eval", broken\n{"kind": "eval", "step": 3}\n')
-    assert [row["step"] for row in rows.read_new()] == [3]
+    assert [row["step"] for row in rows.read_new_rows()] == [3]
 
 
 @pytest.mark.parametrize(

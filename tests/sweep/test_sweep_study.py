@@ -45,7 +45,7 @@ class Search:
 
     def __init__(self, folder: Path, words: Sequence[str]) -> None:
         self.sweep = open_sweep([list(words)], folder)
-        with self.sweep.work():  # alone, as each call of these tests
+        with self.sweep.register_worker():  # alone, as each call of these tests
             pass
         self.study = SweepStudy(self.sweep, read_options(split_options(words)[0]))
         self.study.open()
@@ -127,31 +127,31 @@ def test_workers_of_a_search_ask_for_each_point_once(tmp_path: Path) -> None:
 def test_a_job_that_failed_is_tried_again_once_all_workers_have_ended(tmp_path: Path) -> None:
     words = [["lr=1,2"]]
     first = open_sweep(words, tmp_path)
-    with first.work():
+    with first.register_worker():
         first.note(0, Result("failed", error="no memory"))
         second = open_sweep(words, tmp_path)
-        with second.work():
+        with second.register_worker():
             assert second.has_ended(second.jobs[0])
-            claim = first.locks.claim(1)
+            claim = first.locks.lock_job(1)
             assert claim is not None
-            assert second.locks.claim(1) is None
+            assert second.locks.lock_job(1) is None
             os.close(claim)
             second.note(1, Result("done", 0.5))
         first.refresh()
         assert first.has_ended(first.jobs[1])
     third = open_sweep(words, tmp_path)
-    with third.work():
+    with third.register_worker():
         assert not third.has_ended(third.jobs[0])
         assert third.has_ended(third.jobs[1])
 
 
 def test_a_worker_with_another_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_sweep([["lr=1,2"]], tmp_path).work():
+    with open_sweep([["lr=1,2"]], tmp_path).register_worker():
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
         joining = open_sweep([["lr=1,2"]], tmp_path)
-        with refused(ConfigError, "output_dir"), joining.work():
+        with refused(ConfigError, "output_dir"), joining.register_worker():
             pass
-    with open_sweep([["lr=1,2"]], tmp_path).work():  # alone
+    with open_sweep([["lr=1,2"]], tmp_path).register_worker():  # alone
         pass
 
 

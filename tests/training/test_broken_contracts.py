@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 import trainrun
-from trainrun.data.same_samples import check_same
+from trainrun.data.same_samples import check_same_digests
 from trainrun.errors import DataError, PluginError
 from trainrun.interfaces import CONTRACTS, StepOutput
 
@@ -122,7 +122,7 @@ BROKEN = {
     "parameters": Broken("model", None, model=LayerWithoutGradient),
     "memory": Broken("model", PluginError, model=expanded),
 }
-WITHOUT_RUN = {"ranks": lambda: check_same(["a", "b"], "data.train")}  # of one process
+WITHOUT_RUN = {"ranks": lambda: check_same_digests(["a", "b"], "data.train")}  # of one process
 
 
 def train(broken: Broken) -> None:

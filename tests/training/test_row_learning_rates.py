@@ -37,7 +37,7 @@ class Halves:
 
 
 def own_step(run: Any, micro_batches: list[MicroBatch]) -> StepReport:
-    items = sum(batch.counted_by(run.task) for batch in micro_batches)
+    items = sum(batch.count_items(run.task) for batch in micro_batches)
     losses = [run.task.step(run.model, batch.data).loss_sum for batch in micro_batches]
     for loss in losses:
         run.precision.backward(loss, 1 / items)
@@ -64,7 +64,7 @@ class Play:
 
 def in_turns(run: Any, micro_batches: list[MicroBatch]) -> StepReport:
     (batch,) = micro_batches
-    items = batch.counted_by(run.task)
+    items = batch.count_items(run.task)
     for name in ("left", "right"):
         loss = run.task.step(run.model, batch.data).loss_sum
         run.optimizers[name].backward(loss, 1 / items)

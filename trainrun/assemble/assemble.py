@@ -90,7 +90,7 @@ from trainrun.interfaces import (
 from trainrun.model.choices import WORDS
 from trainrun.monitor.metric_logger import MetricLogger
 from trainrun.optimizer.ema import Ema, OptimizerAverage
-from trainrun.optimizer.plain_step import switching_optimizers
+from trainrun.optimizer.plain_step import list_switching_optimizers
 from trainrun.precision.autocast import PrecisionOptions, build_precision
 from trainrun.precision.update import Update
 from trainrun.runtime.collector import LogPointCollector
@@ -118,10 +118,11 @@ LANGUAGE_MODELING = "trainrun.task.language_modeling.LanguageModeling"
 
 @dataclass(frozen=True)
 class RunContext:
-    """What surrounds a run: its folder, its ranks, its stop flag, and the monitors of rank 0.
+    """The environment of a run: its folder, its ranks, its stop flag, and the monitors of rank 0.
 
-    chosen: the automatic choices, at first those of an earlier session. measures: whether choices may be measured.
-        is_new: whether nothing was trained before, so that the task is checked. trains: False for an evaluation.
+    chosen: the automatic choices; a resumed run starts with those of the earlier session. measures: whether choices may
+        be measured. is_new: whether nothing was trained before, so that the task is checked. trains: False for an
+        evaluation.
     """
 
     run: RunDir
@@ -417,7 +418,7 @@ def build_average(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> 
 
     They come from `trainer.ema`, or from an optimizer that averages the weights itself.
     """
-    switching, wanted = switching_optimizers(optimizer), config.trainer.ema
+    switching, wanted = list_switching_optimizers(optimizer), config.trainer.ema
     for switching_optimizer in switching:
         switching_optimizer.train()
     if wanted.enabled:

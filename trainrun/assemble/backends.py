@@ -32,7 +32,7 @@ ROUNDING = (
 def restore_backends() -> Iterator[None]:
     """Restore, at the end of the block, the settings that `set_backends` and `set_threads` change.
 
-    A notebook that goes on after a run then has its own settings again.
+    So a notebook continues with its own settings after a run.
     """
     determined, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

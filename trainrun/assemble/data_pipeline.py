@@ -116,7 +116,7 @@ def describe_sources(
 def apply_training_names(sources: dict[str, Any], trained: TrainingNames | None) -> dict[str, Any]:
     """Return the sources with the class numbers of the training data.
 
-    Raise DataError if their classes or their input columns differ from those of the training.
+    Raise DataError if their classes or their input columns differ from the classes and columns of the training.
     """
     class_names = {name: find_class_names(source) for name, source in sources.items() if source is not None}
     trains = next(
@@ -280,9 +280,8 @@ def check_same_inputs(config: RunConfig, sources: dict[str, Any], splits: dict[s
         ]
         if all(kinds) and kinds[0] != kinds[1]:
             raise ConfigError(
-                f"data.transform: makes {kinds[0]} of a training sample, and {format_split_key(split)} gives "
-                f"{kinds[1]} as it is; say data.val_transform=same, or data.val_transform._target_=... for one of "
-                "its own"
+                f"data.transform: converts training samples to {kinds[0]}, but samples of {format_split_key(split)} "
+                f"stay {kinds[1]}; set data.val_transform=same, or another transform: data.val_transform._target_=..."
             )
 
 
@@ -322,7 +321,7 @@ def check_labels_fit(config: RunConfig, facts: DataFacts, sources: dict[str, Any
         if facts.num_classes == 1:
             raise DataError(
                 f"data.train: has a single class, {(facts.class_names or (0,))[0]!r}, which leaves nothing to learn; "
-                "look at data.path, or say model.num_classes=1"
+                "look at data.path, or set model.num_classes=1"
             )
         labels = Labels(facts.num_classes, "", ignored)
     else:

@@ -301,7 +301,9 @@ def apply_gradient_checkpointing(model: nn.Module, config: RunConfig) -> str:
 
 
 def compile_model_or_blocks(model: nn.Module, config: RunConfig, device: torch.device) -> None:
-    """Compile the model or its blocks, as `trainer.compile` says. `compile.scope=step` is handled elsewhere."""
+    """Compile the model or its blocks, as `trainer.compile` says. Do nothing for `compile.scope=step`, which
+    `step/whole.py` compiles.
+    """
     wanted = config.trainer.compile
     sizes = {config.data.batch_size, config.data.val_batch_size or config.data.batch_size}
     with raise_as_config_error():

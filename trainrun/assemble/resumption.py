@@ -20,7 +20,7 @@ from trainrun.checkpoint.files import list_committed_steps
 from trainrun.checkpoint.load import (
     LoadedCheckpoint,
     choose_checkpoint,
-    load_together,
+    load_on_all_ranks,
     read_checkpoint,
     resolve_checkpoint,
 )
@@ -38,7 +38,7 @@ from trainrun.config.schema import RunConfig, replace_values
 from trainrun.data.pipeline import open_batches
 from trainrun.errors import CheckpointError, ConfigError
 from trainrun.folder.run_folder import RunDir, has_recorded_checkpoint, read_identity, record_has_checkpoint
-from trainrun.folder.seal import check_sealed
+from trainrun.folder.seal import check_seal
 from trainrun.interfaces import Batches, DataFacts, Parallel
 from trainrun.output import format_count
 from trainrun.parallel.single import Single
@@ -55,8 +55,8 @@ ROUNDING, RANDOM = {"python", "machine", "cpu", "num_threads", "deterministic"},
 
 
 def load_or_create_state(run: Components, run_dir: RunDir, config: RunConfig, resume: bool) -> TrainState:
-    """Load the newest checkpoint of the run, else that of `ckpt_path`. Return its state; a new state without a
-    checkpoint.
+    """Load the newest checkpoint of the run, else the checkpoint of `ckpt_path`. Return its state, or a new state if
+    there is no checkpoint.
     """
     loaded = run.checkpoints.load_latest() if resume else None
     is_own = loaded is not None
@@ -66,7 +66,7 @@ def load_or_create_state(run: Components, run_dir: RunDir, config: RunConfig, re
     if loaded is None and config.ckpt_path is not None:
         path = config.ckpt_path
         folder = run_on_rank_zero(run.parallel, lambda: find_checkpoint(path))
-        loaded = load_together(folder, run.parallel, None)
+        loaded = load_on_all_ranks(folder, run.parallel, None)
     if loaded is None:
         return TrainState()
     same_ranks = loaded.manifest.world_size == run.parallel.world_size
@@ -140,7 +140,7 @@ def load_teacher(folder: str) -> tuple[nn.Module, RunConfig]:
     if not run_dir.config.is_file():
         raise ConfigError(f"task.teacher={folder}: no run is there (no config.yaml)")
     way = f"run once: trainrun evaluate {shlex.quote(str(run_dir.root))} --trust"
-    check_sealed(run_dir, trust=False, way=way)
+    check_seal(run_dir, trust=False, way=way)
     config = load_config(run_dir.config, [])
     network = load_network_of_run(run_dir, config, choose_checkpoint(run_dir.checkpoints))
     if "bpe:" in str(config.data.train):

@@ -83,7 +83,7 @@ class TimedStep:
     def seconds(self, data: Any, autocast: Autocast) -> float:
         """Measure one step on a copy of the batch; infinite if memory does not suffice."""
         data = clone_batch(data)
-        began = self.now()
+        began = self.read_clock()
         try:
             self(data, autocast)
         except (MemoryError, RuntimeError) as error:
@@ -92,9 +92,9 @@ class TimedStep:
             gc.collect()
             torch.cuda.empty_cache()  # nothing happens where no GPU is in use
             return math.inf
-        return self.now() - began
+        return self.read_clock() - began
 
-    def now(self) -> float:
+    def read_clock(self) -> float:
         """Return the time in seconds, after the device has finished its work."""
         wait_for_device(self.parallel.device)
         return self.clock()
@@ -142,7 +142,7 @@ def choose_fastest(
     return TimedChoice(comparison.best(smallest, SURE) or base, times)
 
 
-def agreed_choice(choices: Sequence[TimedChoice | None], usual: str) -> TimedChoice | None:
+def find_agreed_choice(choices: Sequence[TimedChoice | None], usual: str) -> TimedChoice | None:
     """Return the choice of all ranks if they agree, else `usual`; None if a rank has no choice."""
     if any(choice is None for choice in choices):
         return None
@@ -157,7 +157,7 @@ def run_seconds(config: RunConfig, seconds: float) -> float:
     return min(seconds, parse_seconds(config.trainer.max_time) or math.inf, by_duration)
 
 
-def other_step(config: RunConfig) -> str:
+def explain_other_step(config: RunConfig) -> str:
     """Return why a timed step differs from the step of the run; "" if it does not."""
     if config.step:
         return "step is your own, so what it does is not known"
@@ -184,14 +184,17 @@ def choose_numbers(
     config: RunConfig, model: nn.Module, task: Any, train: Batches, parallel: Parallel, num_batches: float,
     wanted: list[str], chosen: dict[str, str], notes: list[str], clock: Clock = perf_counter,
 ) -> None:  # fmt: skip
-    """Add to `chosen` what of `wanted` can be measured, and to `notes` a line about each.
+    """Measure the settings in `wanted`. Add each choice to `chosen`, and a line about it to `notes`.
 
-    wanted: of precision and num_threads. num_batches: of the whole run. Every rank calls it, and chooses the same.
+    wanted: of `precision` and `num_threads`. num_batches: of the whole run. Every rank calls this function and makes
+        the same choices.
     """
     if num_batches < FEW_BATCHES:
         return
     here = parallel.device.type == "cpu" and can_fork_safely()
-    if not all(parallel.gather(here and not other_step(config) and not other_cost(config, train))):
+    if not all(
+        parallel.gather(here and not explain_other_step(config) and not explain_unfair_trial(config, train))
+    ):
         return
 
     def measure() -> dict[str, TimedChoice | None]:
@@ -206,7 +209,7 @@ def choose_numbers(
         choices = run_trial(measure, parallel.device)
     usual = {"precision": FULL, "num_threads": str(torch.get_num_threads())}
     for name, key in (("precision", "precision"), ("num_threads", "trainer.num_threads")):
-        choice = agreed_choice(parallel.gather(choices.get(name)), usual[name])
+        choice = find_agreed_choice(parallel.gather(choices.get(name)), usual[name])
         if choice is not None:
             chosen[name] = choice.name
             notes.append(f"{key}: {choice.name}, {choice}")
@@ -224,7 +227,7 @@ class NumberTrial:
                 self._device, is_tiny_step(step.model, config.data.batch_size)
             )[0]
 
-    def usual_seconds(self) -> float | None:
+    def measure_step_seconds(self) -> float | None:
         """Return the seconds of a step; None if it takes too long, with a few rows or with the whole batch."""
         few = min(2 if find_batch_norm(self._step.model) else 1, self._count)
         weights = sum(parameter.numel() for parameter in self._step.model.parameters())
@@ -240,8 +243,8 @@ class NumberTrial:
         return seconds
 
     def choices(self, num_batches: float, wanted: list[str]) -> dict[str, TimedChoice | None]:
-        """Return what is fastest, by name; nothing where a step takes too long."""
-        seconds, chosen = self.usual_seconds(), dict[str, TimedChoice | None]()
+        """Return the fastest number type and number of threads, by setting. Return {} if a step takes too long."""
+        seconds, chosen = self.measure_step_seconds(), dict[str, TimedChoice | None]()
         if seconds is None:
             return {}
         run_length, mode, clock = (
@@ -281,7 +284,7 @@ class NumberTrial:
         return self._turn(mode)
 
 
-def other_cost(config: RunConfig, train: Batches) -> str:
+def explain_unfair_trial(config: RunConfig, train: Batches) -> str:
     """Return why a trial would measure something else, or would take samples from the run; "" if it is fair."""
     if not getattr(train, "may_be_read_before", True):
         return "an iterable source"

@@ -53,12 +53,12 @@ def measure_rare_work(
 
 
 class MeasuredRun:
-    """A run that takes turns. Every turn starts with the same weights and averages.
+    """A run that is measured in turns with others. Every turn starts with the same weights and averages.
 
-    Otherwise runs that were trained longer could be up to twice as slow because of denormal numbers.
+    Otherwise a run that was trained longer could be up to twice as slow, because of denormal numbers.
 
-    usual_start: a start that takes more seconds counts as slow. items_per_second: of the last turn. error: why the
-        last turn failed.
+    usual_start: a start that takes more seconds counts as slow. items_per_second: of the last turn. error: why the last
+        turn failed.
     """
 
     def __init__(

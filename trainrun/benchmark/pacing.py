@@ -71,7 +71,9 @@ class PacedCheckpoints:
 
 @contextmanager
 def clear_stop_reason(state: TrainState) -> Iterator[None]:
-    """Clear the stop reason inside the block, since the end of a turn is not the end of the run."""
+    """Clear the stop reason inside the block. A turn of a measurement sets a reason when it ends, but the run
+    continues.
+    """
     reason, state.stop_reason = state.stop_reason, ""
     try:
         yield
@@ -94,7 +96,7 @@ class OpenStream(BatchesWrapper):
         self.keeps = False
 
     def keep(self, most: int) -> None:
-        """Keep up to `most` of the batches that come while `keeps` is set. They replace earlier ones."""
+        """Keep up to `most` of the batches that are read while `keeps` is set, in place of earlier batches."""
         self.kept, self.keeps = deque(maxlen=most), True
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:

@@ -126,10 +126,10 @@ def find_remedies(what_if: WhatIf, diagnosis: Diagnosis) -> tuple[Remedy, ...]:
         records = diagnosis.info.device.startswith("cuda") and diagnosis.info.one_graph
         larger = Remedy(measured, TRAINING, OTHER_BATCH)
         remedies = (*[GRAPHS] * records, COMPILED_STEP, larger)
-    return tuple(new_settings(remedies, diagnosis.overrides))
+    return tuple(select_new_settings(remedies, diagnosis.overrides))
 
 
-def new_settings(remedies: Iterable[Remedy], overrides: Sequence[str]) -> list[Remedy]:
+def select_new_settings(remedies: Iterable[Remedy], overrides: Sequence[str]) -> list[Remedy]:
     """Return the remedies that give a valid config other than these overrides, each config once."""
     configs, remaining = [compose_config(overrides)], []
     for remedy in remedies:
@@ -150,12 +150,12 @@ def loading_remedies(diagnosis: Diagnosis) -> tuple[Remedy, ...]:
         number = f"data.num_workers={min(4, most_readers)}"
         changes = OTHER_ORDER if most_readers > 1 else ""
         return (Remedy(("data.engine=workers", number), TRAINING if changes else EXACT, changes),)
-    if not loading_computes(diagnosis):
+    if not is_loading_busy(diagnosis):
         return (FOUR_THREADS if diagnosis.info.thread_safe else FOUR_WORKERS), CACHE
     return () if diagnosis.info.engine == "resident" else (CACHE, WORKERS_BY_RULE)
 
 
-def loading_computes(diagnosis: Diagnosis) -> bool:
+def is_loading_busy(diagnosis: Diagnosis) -> bool:
     return diagnosis.load_cores >= BUSY
 
 

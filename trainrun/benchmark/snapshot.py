@@ -42,7 +42,7 @@ class StateSnapshot:
         self._bytes = self._peak_before = 0
 
     def restart(self) -> None:
-        """Restore the state of the first call. If there is more state than at that call, save it anew instead."""
+        """Restore the state of the first call. If state was added since that call, save the current state instead."""
         tensors = state_tensors(self._components)
         if not self._has_room(tensors):
             return

@@ -63,8 +63,8 @@ def scratch_folder(place: str | None = None) -> Iterator[Path]:
 
 
 def remove_orphaned_folders(place: Path) -> None:
-    """Remove this user's scratch folders in `place` whose process is gone. Other folders do not contain the lock
-    file.
+    """Remove this user's scratch folders in `place` whose process has ended. A folder without a lock file is not a
+    scratch folder, and stays.
     """
     for folder in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):

@@ -250,7 +250,7 @@ class _TreeDecoder:
             "$int": lambda text, path: int(text, 16),
             "$float": lambda text, path: struct.unpack(">d", bytes.fromhex(text))[0],
             "$bytes": lambda text, path: bytes.fromhex(text),
-            "$tuple": lambda items, path: tuple(self.decode(_as_list(items), path)),
+            "$tuple": lambda items, path: tuple(self.decode(_convert_to_list(items), path)),
             "$dict": self._decode_pairs,
             "$counter": lambda pairs, path: Counter(self._decode_pairs(pairs, path)),
             "$tensor": self._decode_tensor,
@@ -275,11 +275,11 @@ class _TreeDecoder:
         except RecursionError:
             raise
         except (TypeError, ValueError, LookupError, struct.error, RuntimeError) as error:
-            raise CheckpointError(f"{where}: no {tag[1:]} ({_format_error(error)})") from error
+            raise CheckpointError(f"{where}: not a valid {tag[1:]} ({_format_error(error)})") from error
 
     def _decode_pairs(self, pairs: Any, path: Keys) -> dict[Any, Any]:
         result: dict[Any, Any] = {}
-        for key, item in map(_as_list, _as_list(pairs)):
+        for key, item in map(_convert_to_list, _convert_to_list(pairs)):
             key = self.decode(key, path)
             if type(key) not in (str, int) or key in result:
                 raise TypeError("a key of another type, or there twice")
@@ -287,11 +287,11 @@ class _TreeDecoder:
         return result
 
     def _decode_tensor(self, content: Any, path: Keys) -> Tensor:
-        name, *strides = _as_list(content)
+        name, *strides = _convert_to_list(content)
         stored = self._tensors[name]
         stride = stored.stride()
         if strides:
-            stride = tuple(_as_list(*strides))
+            stride = tuple(_convert_to_list(*strides))
             if not all(type(step) is int for step in stride) or not fills_memory(tuple(stored.shape), stride):
                 raise ValueError(f"no memory format for the shape {tuple(stored.shape)}")
         if name not in self.views:
@@ -310,7 +310,7 @@ class _TreeDecoder:
         return torch.view_as_complex(halves)
 
 
-def _as_list(value: Any) -> list[Any]:
+def _convert_to_list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError(f"a {type(value).__name__} in place of a list")
     return value
@@ -602,7 +602,7 @@ def _read_recorded_best(folder: Path) -> str | None:
 # ---- loading by all ranks together
 
 
-def load_together(folder: Path, parallel: Parallel, run_id: str | None) -> LoadedCheckpoint:
+def load_on_all_ranks(folder: Path, parallel: Parallel, run_id: str | None) -> LoadedCheckpoint:
     """Return the same checkpoint on every rank, or raise the same CheckpointError on every rank.
 
     Rank 0 verifies the files of all ranks. If only another rank sees damage, its folder is not the one of rank 0.
@@ -684,7 +684,7 @@ def load_latest(
 
     while (name := run_on_rank_zero(parallel, find_newest_folder)) is not None:
         try:
-            loaded = load_together(folder / name, parallel, run_id)
+            loaded = load_on_all_ranks(folder / name, parallel, run_id)
         except IncompatibleCheckpoint:
             raise
         except CheckpointError as error:
@@ -720,9 +720,7 @@ def _set_damaged_aside(folder: Path, files: FileLayer) -> str:
 def _find_traces_of_checkpoints(folder: Path) -> list[str]:
     """Return a message for each file that shows that the run once had checkpoints."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    return [
-        f"{name} shows that there was one" for name in names if name == BEST or name.startswith(".bad-step-")
-    ]
+    return [f"{name} was left by one" for name in names if name == BEST or name.startswith(".bad-step-")]
 
 
 # ---- an action of one rank or of all ranks, with the same result or fault on all of them

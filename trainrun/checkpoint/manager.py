@@ -303,7 +303,7 @@ class CheckpointManager:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and value of the best checkpoint so far by the current `checkpoint.monitor`; None without one."""
+        """Return step and value of the best checkpoint so far by the current `checkpoint.monitor`; None without one."""
         return next(((entry.step, entry.value) for entry in self._ranking.entries), None)
 
     def find_other_best(self, step: int) -> tuple[int, float] | None:

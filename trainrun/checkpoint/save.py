@@ -182,13 +182,13 @@ class _TreeEncoder:
         view = (tensor.device, tensor.data_ptr(), tensor.dtype, shape, stride, lazy_bits)
         name = self._names.get(view)
         if name is None:
-            name = self._names[view] = self._new_name(path)
+            name = self._names[view] = self._choose_name(path)
             self.tensors[name] = tensor
         if tensor.is_contiguous() or not fills_memory(shape, stride):
             return {"$tensor": [name]}
         return {"$tensor": [name, list(stride)]}
 
-    def _new_name(self, path: Keys) -> str:
+    def _choose_name(self, path: Keys) -> str:
         name = stem = format_keys(path).encode("utf-8", "replace").decode()
         number = 1
         while name in self.tensors or name == "__metadata__":

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from trainrun.checkpoint.load import (
     LoadedCheckpoint,
     find_best_checkpoint,
-    load_together,
+    load_on_all_ranks,
     open_regular_file,
     open_tensors,
     resolve_checkpoint,
@@ -63,9 +63,9 @@ class InitialWeights(NamedTuple):
     lines: list[str]
 
     def base(self, model: nn.Module, notes: list[str]) -> FrozenBase:
-        """Return the weights that checkpoints leave out, for the model after its transforms.
+        """Return the frozen weights that checkpoints leave out. The model has its transforms already.
 
-        Raise ConfigError if there are none.
+        Raise ConfigError if no weight is frozen.
         """
         return FrozenBase(model, self, notes)
 
@@ -102,7 +102,7 @@ class FrozenBase:
     def drop_frozen_tensors(self, shared: dict[str, Any]) -> dict[str, Any]:
         """Return the tree of a checkpoint without the frozen weights.
 
-        Raise TrainingError if one of them is trained by now.
+        Raise TrainingError if one of these weights is trained now.
         """
         for name, param in self._params.items():
             if param.requires_grad:
@@ -127,7 +127,7 @@ class FrozenBase:
         ):
             raise CheckpointError(
                 f"checkpoint {place}: its frozen weights are not those of init_from={self._told['from']}, so no "
-                f"checkpoint can leave them out; go on without {ADAPTER_ONLY}"
+                f"checkpoint can leave them out; continue without {ADAPTER_ONLY}"
             )
 
 
@@ -264,9 +264,9 @@ def _describe_selection(
     reasons = {
         "nothing here before, as it is there": new,
         "skipped (init.skip)": skipped,
-        "not there, as the model began": [name for name in expected if name not in kinds],
-        "only there": [name for name in kinds if name not in expected],
-        "does not fit, as the model began": [
+        "not in the file, so they stay as initialised": [name for name in expected if name not in kinds],
+        "only in the file": [name for name in kinds if name not in expected],
+        "of another shape in the file, so they stay as initialised": [
             _describe_difference(name, expected[name], kinds[name]) for name in misfits
         ],
     }
@@ -330,8 +330,8 @@ def _rename_tensors(tensors: Mapping[str, Tensor], rename: Mapping[str, str]) ->
             near = difflib.get_close_matches(old, tensors, n=1, cutoff=0.3)
             guess = f", as {near[0]} does" if near else ""
             raise CheckpointError(
-                f"init.rename: no name in the file begins with {old} (or an earlier rule was used){guess}; "
-                f"there are {', '.join([*tensors][:SHOWN])}"
+                f"init.rename: the file has no name that begins with {old}, or an earlier rule renamed it{guess}; "
+                f"names in the file: {', '.join([*tensors][:SHOWN])}"
             )
     return renamed
 
@@ -367,7 +367,7 @@ def _read_source(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor]
     """Return the name of the source, its weights, and notes about it. Rank 0 chooses the checkpoint for all ranks."""
     name, why = run_on_rank_zero(parallel, lambda: _choose_checkpoint(path))
     if name:
-        loaded = load_together(Path(name), parallel, None)
+        loaded = load_on_all_ranks(Path(name), parallel, None)
         weights, averaged = choose_evaluated_weights(loaded)
         of_run = f" ({loaded.folder.name}{why})" if why else ""
         return loaded.folder.name, weights, of_run + (", averaged" if averaged else "")
@@ -375,11 +375,11 @@ def _read_source(path: Path, parallel: Parallel) -> tuple[str, dict[str, Tensor]
         path = next(path / name for name in (INDEX, SINGLE) if (path / name).is_file())
     in_parts = parallel.forward_is_collective
     if path.is_file() and path.name.endswith(INDEX_ENDING):
-        return path.name, read_stored(_open_shards(path), in_parts), ""
+        return path.name, load_stored_tensors(_open_shards(path), in_parts), ""
     if not path.is_file():
         raise CheckpointError(f"{'not a plain file' if path.exists() else 'no such file or folder'}")
     if path.suffix == ".safetensors":
-        return path.name, read_stored(open_tensors([path]), in_parts), ""
+        return path.name, load_stored_tensors(open_tensors([path]), in_parts), ""
     if path.suffix in TORCH_ENDINGS:
         return path.name, *read_torch_weights(path)
     raise CheckpointError(
@@ -449,7 +449,7 @@ def read_torch_file(path: Path) -> Any:
         raise CheckpointError(f"cannot be read ({type(error).__name__}: {reason})") from error
 
 
-def read_stored(stored: Mapping[str, StoredTensor], in_parts: bool) -> dict[str, Tensor]:
+def load_stored_tensors(stored: Mapping[str, StoredTensor], in_parts: bool) -> dict[str, Tensor]:
     """Return the tensors with their values; those of a model in shards stay in the files until they are copied."""
     return {name: tensor if in_parts else tensor.read() for name, tensor in stored.items()}
 
@@ -578,9 +578,9 @@ def _describe_difference(name: str, here: Kind | None, there: Kind | None) -> st
     if name.endswith(EXTRA_STATE):  # set_extra_state says what fits
         return ""
     if here[0] != there[0]:
-        return f"{name} is {there[0]} there and {here[0]} here"
+        return f"{name} is {there[0]} in the checkpoint and {here[0]} in the model"
     if here[1] != there[1]:
-        return f"{name} is {_dtype_name(there[1])} there and {_dtype_name(here[1])} here"
+        return f"{name} is {_dtype_name(there[1])} in the checkpoint and {_dtype_name(here[1])} in the model"
     return ""
 
 

@@ -12,7 +12,7 @@ from trainrun.data.cache.room import (
     list_cache_folders,
     list_caches,
     read_limit,
-    remove_unfinished,
+    remove_unfinished_folders,
 )
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.output import format_count, format_quantity, report_result, say
@@ -68,7 +68,7 @@ def print_caches(caches: list[DiskCache]) -> None:
 def remove_caches(caches: list[DiskCache], folders: list[Path]) -> None:
     removed = [cache for cache in caches if cache.remove()]
     for folder in folders:
-        remove_unfinished(folder)
+        remove_unfinished_folders(folder)
     freed, left = sum(cache.num_bytes for cache in removed), len(caches) - len(removed)
     report_result(removed=[cache.path for cache in removed], bytes=freed, num_in_use=left)
     in_use = f"; {format_count(left, 'cache')} in use stay" if left else ""

@@ -13,14 +13,14 @@ from trainrun.config.overrides import load_tracker_nodes
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.lock import lock_run_folder
 from trainrun.folder.run_folder import RunDir, read_identity
-from trainrun.folder.seal import check_files, check_sealed
+from trainrun.folder.seal import check_files, check_seal
 from trainrun.folder.status import find_named_run
 from trainrun.monitor.metric_rows import read_metric_rows
 from trainrun.output import format_count, report_result, say
 from trainrun.plots.history import read_config
 from trainrun.plots.report import draw_report
 from trainrun.plots.run_curves import draw_run_plots
-from trainrun.trackers.sender import send_all
+from trainrun.trackers.sender import send_all_rows
 
 
 def compare_command(argv: list[str]) -> int:
@@ -129,7 +129,7 @@ def draw_comparison(runs: list[RunDir], out: Path | None) -> None:
 
 def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
     """Send all metric rows of a run to each named tracker, with the arguments that the run's config has for it."""
-    check_sealed(run, trust)
+    check_seal(run, trust)
     config, tracker_options = read_config(run), load_tracker_nodes()
     nodes = {name: node for name, node in config.get("monitor", {}).items() if isinstance(node, dict)}
     if wrong := [name for name in names if name not in tracker_options | nodes]:
@@ -140,7 +140,7 @@ def send_rows(run: RunDir, names: list[str], trust: bool) -> None:
     sent = {}
     for name in names:
         with lock_run_folder(run):
-            sent[name] = send_all(run, name, (tracker_options | nodes)[name], facts, rows)
+            sent[name] = send_all_rows(run, name, (tracker_options | nodes)[name], facts, rows)
         say(f"{name}: {format_count(sent[name], 'row')} sent")
     report_result(sent=sent)
 

@@ -43,7 +43,9 @@ class Parser(argparse.ArgumentParser):
 def build_run_parser(name: str, about: str, words: tuple[str, str] = SETTINGS) -> Parser:
     """Return a parser for RUN_DIR and key=value settings. words: name and description of the settings in the help."""
     parser = Parser(prog=f"trainrun {name}", description=about)
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="the folder of a run, or of a sweep: its best run")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", help="the folder of a run, or of a sweep (then its best run)"
+    )
     parser.add_argument("overrides", metavar=words[0], nargs="*", default=[], help=words[1])
     parser.add_argument(
         *FOLDER_FLAGS, metavar="FOLDER", type=add_parent_to_import_path, action="append", default=[],

@@ -71,7 +71,7 @@ def main(words: list[str]) -> int:
 
         return sweep_command(prepared, sweep_words)
     code = launch_on_cluster(launch_words, words, prepared, folders) if launch_words else None
-    return train_one(words, paths, prepared, folders) if code is None else code
+    return train_single_run(words, paths, prepared, folders) if code is None else code
 
 
 def check_command_line(prepared: CommandLine, sweep_words: list[str]) -> None:
@@ -140,12 +140,12 @@ def submit_sweep(
             f"launch.nodes={options.nodes}: each job of a sweep is on one machine; say launch.array={options.nodes}"
         )
     checked_words, named = run_sweep.check_sweep(prepared, sweep_words)
-    folder = resolve_folder(str(named or jobs.new_sweep_folder(checked_words)))
+    folder = resolve_folder(str(named or jobs.choose_sweep_folder(checked_words)))
     slurm.submit_job(options, folder.name, folder, launch_options.replace_folder(words, folder))
     return EXIT_DONE
 
 
-def train_one(words: list[str], paths: list[str], prepared: CommandLine, folders: list[Path]) -> int:
+def train_single_run(words: list[str], paths: list[str], prepared: CommandLine, folders: list[Path]) -> int:
     """Train the run of a command line. Return its exit code. prepared: the same settings in the form that Hydra
     needs.
     """

@@ -310,10 +310,10 @@ def compute_process_ratio(groups: Sequence[Sequence[tuple[float, float]]], confi
 
 
 def compute_total_ratio(pairs: Sequence[tuple[TimedItems, TimedItems]]) -> Ratio:
-    """Return the ratio of the total seconds per item: those of the first turns divided by those of the second.
+    """Return the total seconds per item of the first turns, divided by the total seconds per item of the second turns.
 
-    The mean of the ratios of pairs would be different if a batch of few items can take long. The interval is
-    Student's 95 % interval from the residuals of the pairs. A single pair has none.
+    The mean of the ratios of pairs would be different if a batch of few items can take long. The interval is Student's
+    95 % interval from the residuals of the pairs. A single pair has none.
     """
     count = len(pairs)
     both = [sum_timed_items(side) for side in zip(*pairs, strict=True)]

@@ -219,7 +219,7 @@ def explain_regression(config: RunConfig, words: CommandLine) -> str:
 
 
 def replace_sweeps_by_best_runs(config: RunConfig, notes: list[str]) -> RunConfig:
-    """Return the config with each folder of a sweep replaced by that of its best run.
+    """Return the config with each folder of a sweep replaced by the folder of its best run.
 
     Raise ConfigError for a sweep without a finished run.
     """

@@ -129,7 +129,7 @@ def explain_unparsable_override(word: str) -> str:
 
 def explain_wrong_value(error: OmegaConfBaseException, key: str, value: str, folders: list[Path]) -> str:
     """Return why a value cannot be set, or why a reference cannot be resolved."""
-    text, full_key = first_line_of_error(error), str(error.full_key or key)
+    text, full_key = read_first_error_line(error), str(error.full_key or key)
     place = f"{full_key} " if full_key != key else ""
     if "does not support deletion" in text:
         return f"~{key}: a setting cannot be removed; give it another value, as {key}=null"
@@ -171,7 +171,7 @@ def _extract_rule(text: str) -> str:
 
 def explain_broken_reference(error: OmegaConfBaseException) -> str:
     """Return why a composed config cannot be read: a `${...}` refers to nothing, or to a value of a wrong type."""
-    key, text = str(error.full_key or "config"), first_line_of_error(error)
+    key, text = str(error.full_key or "config"), read_first_error_line(error)
     node = error.parent_node
     above = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else {}
     value = str(above.get(error.key, "")) if isinstance(above, dict) else ""
@@ -259,7 +259,7 @@ def list_top_level_names(folders: list[Path]) -> list[str]:
     )
 
 
-def first_line_of_error(error: BaseException) -> str:
+def read_first_error_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 

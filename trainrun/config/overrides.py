@@ -207,7 +207,7 @@ def load_tracker_nodes() -> dict[str, dict[str, Any]]:
 
 
 def add_trackers(cfg: DictConfig, names: Any) -> None:
-    """Replace the built-in trackers by those that `monitor.tracker` names; null removes all of them.
+    """Replace the built-in trackers by the trackers that `monitor.tracker` names; null removes all trackers.
 
     A wrong name is reported later.
     """

@@ -183,7 +183,7 @@ def load_saved_values(path: Path) -> dict[str, Any]:
     try:
         parsed = yaml.load(text, Loader=build_config_loader())
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: not a config of a run ({first_line_of_error(error)})") from error
+        raise ConfigError(f"{path}: not a config of a run ({read_first_error_line(error)})") from error
     if not isinstance(parsed, dict) or not parsed.get("model"):
         raise ConfigError(f"{path}: not a config of a run (it is empty, or names no model)")
     values = {str(name): value for name, value in parsed.items()}

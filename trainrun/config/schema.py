@@ -437,7 +437,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class InitConfig:
-    """Which weights of `init_from` are loaded if names or shapes differ from those of the model."""
+    """Which weights of `init_from` are loaded if names or shapes differ from the names or shapes in the model."""
 
     skip: Any = setting(
         None, "tensors that are not loaded, by patterns of their names in the model, such as head.*",

@@ -27,7 +27,7 @@ from trainrun.convert.folder import (
 )
 from trainrun.convert.output_formats import FORMATS, Format, Npy, encode_split_facts
 from trainrun.convert.source import DEST, fill_in_dest
-from trainrun.convert.split_samples import Samples, iterate_encoded, iterate_sample_leaves
+from trainrun.convert.split_samples import Samples, iterate_encoded_samples, iterate_sample_leaves
 from trainrun.data.cache.fingerprint import fingerprint_source
 from trainrun.data.readers.records.record import META_NAME
 from trainrun.data.tensor_dataset import SplitBuilder
@@ -101,7 +101,7 @@ def write_split(
     ranges = [range(shard.begin, shard.end) for shard in missing]
     num_missing = sum(map(len, ranges))
     as_files = output.as_files and samples.has_files
-    items = iterate_encoded(samples, output.encode, as_files, ranges)
+    items = iterate_encoded_samples(samples, output.encode, as_files, ranges)
     flag = StopFlag(training=False)  # Ctrl-C raises KeyboardInterrupt
     items = show_progress(items, name, len(samples), len(samples) - num_missing, flag)
     facts = dest / name / META_NAME

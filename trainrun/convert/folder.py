@@ -18,11 +18,11 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True)
 class Journal:
-    """The content of `convert.json`. arguments: those that change the content of the folder. identity: of the
+    """The content of `convert.json`. arguments: the arguments that change the content of the folder. identity: of the
     source.
 
-    use: the settings with which a run reads the folder, where {dest} stands for its path. use_test: the settings of
-        the test data. files: the sizes of the complete files by name.
+    use: the settings with which a run reads the folder, where {dest} stands for its path. use_test: the settings of the
+        test data. files: the sizes of the complete files by name.
     """
 
     arguments: list[str]

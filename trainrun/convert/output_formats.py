@@ -22,7 +22,7 @@ import numpy as np
 
 from trainrun.convert.folder import DISK_FULL
 from trainrun.convert.sample_fields import OTHER_FORMATS, Field, check_values, sample_fields
-from trainrun.convert.split_samples import Samples, to_array
+from trainrun.convert.split_samples import Samples, convert_to_array
 from trainrun.data.readers.column_store import GrowingFile
 from trainrun.data.readers.optional_packages import import_extra
 from trainrun.data.readers.records.lmdb_file import build_key
@@ -168,7 +168,7 @@ class TFRecord:
     def encode(self, number: int, sample: Any) -> bytes:
         if self._samples.has_files:
             image, label = sample
-            return encode_example({"image": image, "label": to_array(label)})
+            return encode_example({"image": image, "label": convert_to_array(label)})
         return encode_example({SAMPLE: encode_record(self._samples, number, sample)})
 
     def write(self, paths: Sequence[Path], items: Iterator[Any], count: int) -> None:
@@ -191,7 +191,7 @@ class WebDataset:
     def encode(self, number: int, sample: Any) -> list[tuple[str, bytes]]:
         """Return the members of a sample: their extensions and contents."""
         parts = sample if isinstance(sample, tuple) and len(sample) == 2 else (sample,)
-        values: list[Any] = [to_array(part) for part in parts]
+        values: list[Any] = [convert_to_array(part) for part in parts]
         first = values[0]
         if isinstance(first, bytes) and self._samples.has_files:
             members = [("png" if first.startswith(PNG_MAGIC) else "jpg", first)]

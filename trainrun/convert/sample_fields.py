@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainrun.convert.split_samples import Samples, to_array
+from trainrun.convert.split_samples import Samples, convert_to_array
 from trainrun.data.tensor_dataset import find_reader_attribute
 from trainrun.errors import DataError
 
@@ -57,13 +57,14 @@ def values_by_name(sample: Any) -> dict[str, Any]:
     is_file = isinstance(parts[0], bytes)
     inputs = parts[0] if isinstance(parts[0], dict) else {"image" if is_file else "x": parts[0]}
     values = {
-        str(name): value if isinstance(value, bytes) else to_array(value) for name, value in inputs.items()
+        str(name): value if isinstance(value, bytes) else convert_to_array(value)
+        for name, value in inputs.items()
     }
     if len(parts) == 2:
         target = "label" if is_file else "y"
         if target in values:
             raise ValueError(f"inputs have the name {target!r} of the target")
-        values[target] = to_array(parts[1])
+        values[target] = convert_to_array(parts[1])
     return values
 
 

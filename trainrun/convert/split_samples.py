@@ -44,7 +44,7 @@ class Samples:
         self.sequential = isinstance(source, IterableDataset)
         self.columns: Columns | None = None if self.sequential else find_columns(source, key)
         self._rows = source if self.columns is None else self.columns
-        self.form = image_file_form(source)
+        self.form = find_image_form(source)
         self._position = 0
         self._rest: Iterator[Any] = iter(())
         with self._name_sample_in_errors(0):
@@ -131,7 +131,7 @@ class Samples:
             ) from error
 
 
-def image_file_form(source: Any) -> PictureForm | None:
+def find_image_form(source: Any) -> PictureForm | None:
     """Return how the images of a source are decoded, if each sample is an image file and a target; else None."""
     if not isinstance(source, ImageFolder | ReaderDataset) or source.form is None or len(source) == 0:
         return None
@@ -142,12 +142,12 @@ def is_file_and_target(sample: Any) -> bool:
     """Return whether a sample is a pair of a JPEG or PNG file's bytes and a number or an array of numbers."""
     if not isinstance(sample, tuple) or len(sample) != 2 or not isinstance(sample[0], bytes):
         return False
-    target = to_array(sample[1])
+    target = convert_to_array(sample[1])
     is_number = isinstance(target, np.ndarray) and target.dtype.kind in "biuf"
     return is_number and sample[0].startswith(PICTURE_MAGICS)
 
 
-def iterate_encoded(
+def iterate_encoded_samples(
     samples: Samples, encode: Callable[[int, Any], Any], as_files: bool, ranges: Sequence[range]
 ) -> Iterator[Any]:
     """Yield `encode(number, sample)` for each sample of the ranges, in order."""
@@ -166,7 +166,7 @@ def iterate_sample_leaves(sample: Any) -> Iterator[tuple[str, Any]]:
         for name, value in sample.items() if isinstance(sample, dict) else enumerate(sample):
             yield from ((f"{name}.{inner}".rstrip("."), leaf) for inner, leaf in iterate_sample_leaves(value))
     else:
-        yield "", to_array(sample)
+        yield "", convert_to_array(sample)
 
 
 def stored_size(sample: Any) -> int:
@@ -178,7 +178,7 @@ def stored_size(sample: Any) -> int:
     )
 
 
-def to_array(value: Any) -> Any:
+def convert_to_array(value: Any) -> Any:
     """Return a value as an array in C order and native byte order; text and bytes unchanged."""
     if isinstance(value, Tensor):
         value = value.detach().cpu()

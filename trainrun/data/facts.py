@@ -126,14 +126,14 @@ def describe_classes(facts: DataFacts) -> str:
 
 
 def collect_facts(sources: Mapping[str, Any], options: StreamOptions) -> DataFacts:
-    """Collect the facts of all sources of a run. Shape and classes are those of the training data, to which `options`
-    belong.
+    """Collect the facts of all sources of a run. Shape and classes come from the training data. options: how the
+    training data is read.
     """
     facts = describe_source(sources["train"], options.key, options)
-    return replace(facts, bytes_per_token=bytes_per_token(sources.values()))
+    return replace(facts, bytes_per_token=find_bytes_per_token(sources.values()))
 
 
-def bytes_per_token(sources: Iterable[Any]) -> float | None:
+def find_bytes_per_token(sources: Iterable[Any]) -> float | None:
     """Return the attribute `bytes_per_token` if all sources have the same value, as parts of one text do; else None."""
     sizes: list[Any] = [find_attribute(source, "bytes_per_token") for source in sources if source is not None]
     numbers = {float(size) if type(size) in (int, float) else math.nan for size in sizes}
@@ -270,8 +270,8 @@ def explain_label(label: int, num_classes: int, said_by: str) -> str:
             "data.train.target_dtype=class)"
         )
     return (
-        f"but the classes of the training data are 0 to {num_classes - 1}; correct it, or say how many "
-        f"there are, as data.num_classes={label + 1}"
+        f"but the classes of the training data are 0 to {num_classes - 1}; correct it, or set the "
+        f"number of classes, as data.num_classes={label + 1}"
     )
 
 

@@ -39,7 +39,7 @@ from trainrun.data.sequences.lengths import (
     read_all_lengths,
 )
 from trainrun.data.stream_options import FirstInput, SourceFacts, StreamOptions
-from trainrun.data.tensor_dataset import Columns, as_bytes, find_columns, measure_length
+from trainrun.data.tensor_dataset import Columns, find_byte_pictures, find_columns, measure_length
 from trainrun.errors import DataError
 from trainrun.interfaces import TARGET_KEYS, choose_input_key
 from trainrun.runtime.child_process import (
@@ -170,7 +170,7 @@ def build_recipe(options: StreamOptions, scale: Scale | None = None) -> SampleSt
 
 
 def _look(dataset: Any, options: StreamOptions) -> SourceFacts:
-    raw, scale = as_bytes(dataset)
+    raw, scale = find_byte_pictures(dataset)
     recipe = build_recipe(options, scale)
     first, fault = _read_first_input(BatchReader(raw, recipe), recipe.skips)
     if first is None:

@@ -24,7 +24,7 @@ def find_batch_method(dataset: Any, collate: Any = None) -> Callable[[list[int]]
     if collate is None:
         read_batch: Callable[[list[int]], Any] | None = find_reader_attribute(dataset, "read_batch")
         return read_batch
-    read, pad = find_reader_attribute(dataset, "read_ragged"), getattr(collate, "pad_rows", None)
+    read, pad = find_reader_attribute(dataset, "read_ragged_rows"), getattr(collate, "pad_rows", None)
     return None if read is None or pad is None else partial(read_and_pad, read, pad)
 
 
@@ -59,7 +59,7 @@ def choose_spread_indices(count: int, most: int) -> np.ndarray[Any, np.dtype[np.
 
 
 def find_class_name(dataset: Any) -> str:
-    """Return the class name of a data set, for messages. For a cache, return that of its source."""
+    """Return the class name of a data set, for messages. For a cache, return the class name of its source."""
     return str(find_reader_attribute(dataset, "source_class_name") or type(dataset).__name__)
 
 

@@ -21,7 +21,13 @@ from trainrun.data.stream_options import (
     check_options,
     convert_limit_to_samples,
 )
-from trainrun.data.tensor_dataset import Columns, as_bytes, find_columns, find_rows_in_memory, measure_length
+from trainrun.data.tensor_dataset import (
+    Columns,
+    find_byte_pictures,
+    find_columns,
+    find_rows_in_memory,
+    measure_length,
+)
 from trainrun.errors import DataError
 from trainrun.interfaces import Batches
 
@@ -71,7 +77,7 @@ def add_look(source: Any, options: StreamOptions) -> StreamOptions:
 def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
     """Return the source behind its cache (`options.cache`), with the plan of its batches."""
     original, options, notes = source, convert_limit_to_samples(options), []
-    source, scale = as_bytes(source)
+    source, scale = find_byte_pictures(source)
     columns = None
     if options.cache != "none":
         from trainrun.data.cache.cached import CachedDataset, open_cache
@@ -79,7 +85,7 @@ def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
         gather = options.gather if options.world_size > 1 else None
         source = open_cache(source, options.cache, options.key, options.report, gather, options)
         if isinstance(source, CachedDataset):
-            columns = source.as_columns()
+            columns = source.build_cached_columns()
             notes += [f"{options.key}: {source.note}"]
     columns = find_columns(source, options.key) if columns is None else columns
     dataset = source if columns is None else columns
@@ -107,7 +113,7 @@ def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
         options.transform is None
         and options.collate_fn is None
         and columns is None
-        and only_joins_rows(collate)
+        and is_plain_collate(collate)
     ):
         columns = find_rows_in_memory(dataset)
         dataset, collate = (dataset, collate) if columns is None else (columns, None)
@@ -116,7 +122,7 @@ def prepare_source(source: Any, options: StreamOptions) -> PreparedStream:
                           tuple(notes), None if sequence_plan is None else sequence_plan.samples)  # fmt: skip
 
 
-def only_joins_rows(collate: Collate | None) -> bool:
+def is_plain_collate(collate: Collate | None) -> bool:
     """Return whether samples of one shape are only joined, without padding."""
     if collate is None:
         return True

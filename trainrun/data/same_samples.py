@@ -47,7 +47,7 @@ def hash_samples(samples: Sequence[Any]) -> str:
     return digest.hexdigest()
 
 
-def check_same(digests: Sequence[str], key: str) -> None:
+def check_same_digests(digests: Sequence[str], key: str) -> None:
     """Raise DataError on every rank if the ranks read different samples.
 
     digests: of one batch, by rank; "" if a rank has no batch to compare.
@@ -75,7 +75,7 @@ def build_shared_memory_error(key: str) -> DataError:
     )
 
 
-def refuse_divided(source: Any, key: str) -> None:
+def refuse_divided_source(source: Any, key: str) -> None:
     """Raise DataError for a stream that `split_dataset_by_node` has divided: the ranks would divide it again."""
     if getattr(getattr(source, "_distributed", None), "world_size", 1) > 1:
         raise DataError(

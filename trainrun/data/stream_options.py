@@ -204,9 +204,11 @@ class StreamOptions:
 class PreparedStream:
     """A source that can be indexed, before an engine reads it.
 
-    source: as it was given. dataset: the data set that is read sample by sample. columns: for data in memory, else
-        None. plan: forms batches from samples. scale: of pictures that are bytes. single: the setting that needs
-        single samples, or "". notes: lines for the start. samples: see `SequencePlan`.
+    source: the source of the user. dataset: the data set from which single samples are read. columns: the data if it is
+        in memory, else None.
+    plan: forms batches from samples. scale: scales pictures that are bytes. single: the setting that needs single
+        samples, or "".
+    notes: lines for the start. samples: see `SequencePlan`.
     """
 
     source: Any
@@ -247,7 +249,7 @@ def check_options(options: StreamOptions) -> None:
         )
     if options.engine == "auto" and "auto" not in (options.num_workers, options.num_threads):
         raise DataError(
-            f"data.num_threads={options.num_threads}: data.num_workers={options.num_workers} is given too; leave "
+            f"data.num_threads={options.num_threads}: data.num_workers={options.num_workers} is set too; leave "
             "one of them out, or choose one by data.engine=threads or data.engine=workers"
         )
 
@@ -300,7 +302,7 @@ def count_read_ahead(number: int, prefetch_factor: int) -> int:
     return max(number * prefetch_factor, LEAST_AHEAD if prefetch_factor > 1 else 1)
 
 
-def describe_unused(options: StreamOptions, *names: str) -> str:
+def describe_unused_options(options: StreamOptions, *names: str) -> str:
     """Describe settings that have no effect."""
     values = {name: getattr(options, name) for name in names}
     unused = [f"data.{name}={value}" for name, value in values.items() if value not in ("auto", 0)]

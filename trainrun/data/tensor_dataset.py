@@ -59,7 +59,7 @@ class Arrays:
     groups: Any = None
     files: tuple[Path, ...] = ()
 
-    def as_bytes(self) -> tuple[Arrays, Scale] | None:
+    def find_byte_pictures(self) -> tuple[Arrays, Scale] | None:
         return None if self.scale is None else (replace(self, scale=None), self.scale)
 
 
@@ -138,8 +138,8 @@ class Columns:
         return sample if self.scale is None else self.scale.scale_first(sample)
 
     def read_cut(self, index: int, cuts: Sequence[Callable[[Any], Any]]) -> Any:
-        """Return a part of a sample. Each function of `cuts` is applied to the row of its column, and the result is
-        copied.
+        """Return a part of a sample, as a copy. cuts: for each column, a function that returns the wanted part of its
+        row.
         """
         check_lengths(self.mapped_files())
         row = index if self.row_numbers is None else int(self.row_numbers[index])
@@ -147,7 +147,7 @@ class Columns:
         return self.pack(parts) if self.scale is None else self.scale.scale_first(self.pack(parts))
 
     def read_batch(self, indices: list[int]) -> Any:
-        """Return many samples at once, equal to those of a resident copy."""
+        """Return many samples at once, equal to a batch of the resident engine."""
         check_lengths(self.mapped_files())
         gathered = [self.copy_samples(value, np.asarray(indices, np.int64)) for value in self.values]
         return self.pack([self.widen(convert_to_tensor(column)) for column in gathered])
@@ -197,15 +197,15 @@ class Columns:
         return self.copy_samples(labels, np.arange(len(self)))
 
 
-def as_bytes(source: Any) -> tuple[Any, Scale | None]:
+def find_byte_pictures(source: Any) -> tuple[Any, Scale | None]:
     """Return a data set with its pictures as bytes, and the scale that converts them back.
 
     A data set without scaled bytes is returned unchanged, with None.
     """
-    if convert := find_reader_attribute(source, "as_bytes"):
+    if convert := find_reader_attribute(source, "find_byte_pictures"):
         return convert() or (source, None)
     if type(source) is Subset:
-        as_stored, scale = as_bytes(source.dataset)
+        as_stored, scale = find_byte_pictures(source.dataset)
         return (source, None) if scale is None else (Subset(as_stored, source.indices), scale)
     return source, None
 
@@ -215,8 +215,8 @@ def find_rows_in_memory(source: Any) -> Columns | None:
 
     Only classes of this package have such columns. A user's class that wraps or extends one may change the samples.
     """
-    as_rows = find_reader_attribute(source, "as_rows")
-    rows: Columns | None = None if as_rows is None else as_rows()
+    find_row_columns = find_reader_attribute(source, "find_row_columns")
+    rows: Columns | None = None if find_row_columns is None else find_row_columns()
     return rows
 
 
@@ -267,7 +267,7 @@ def measure_length(source: Any, key: str) -> int:
         hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, str | bytes)
     )
     if not has_length or type(source).__module__.startswith("pandas"):  # which reads by label
-        raise DataError(f"{key}: cannot read a {type(source).__name__}; {ALLOWED}")
+        raise DataError(f"{key}: cannot read an object of type {type(source).__name__}; {ALLOWED}")
     return len(source)
 
 
@@ -286,7 +286,7 @@ def find_columns(source: Any, key: str) -> Columns | None:
         return _check_columns((source,), key, pack=itemgetter(0))
     if isinstance(source, Mapping) and not isinstance(source, Dataset):
         names = tuple(source)
-        return _check_columns(tuple(source.values()), key, partial(_as_dict, names), names)
+        return _check_columns(tuple(source.values()), key, partial(_build_dict, names), names)
     lists = isinstance(source, tuple) and len(source) > 1 and all(isinstance(value, list) for value in source)
     if lists or (isinstance(source, tuple | list) and any(map(_is_column, source))):
         container = list if isinstance(source, list) else getattr(type(source), "_make", tuple)
@@ -298,7 +298,7 @@ def _is_column(value: Any) -> bool:
     return isinstance(value, COLUMN_TYPES) or hasattr(value, "to_numpy")
 
 
-def _as_dict(names: tuple[str, ...], values: Sequence[Any]) -> dict[str, Any]:
+def _build_dict(names: tuple[str, ...], values: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 

@@ -101,7 +101,7 @@ def resolve_network(teacher: Any, config: RunConfig, load_run: LoadRun) -> tuple
             or not teacher.replace(".", "_").isidentifier()
         ):
             network, trained = load_run(teacher)
-            check_normalized(trained, config)
+            check_normalization(trained, config)
             check_tokenizer(trained, config)
             return network, trained.precision.mode
         if "." not in teacher:
@@ -119,7 +119,7 @@ def resolve_network(teacher: Any, config: RunConfig, load_run: LoadRun) -> tuple
     return teacher, str(weight).removeprefix("torch.")
 
 
-def check_normalized(trained: RunConfig, config: RunConfig) -> None:
+def check_normalization(trained: RunConfig, config: RunConfig) -> None:
     """Raise ConfigError if teacher and student were trained with different normalisation: both get the same batch."""
     of_teacher, of_run = (
         [node for node in each_config.data.augment.values() if node and node.get(TARGET) == NORMALIZE]

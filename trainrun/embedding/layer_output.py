@@ -15,7 +15,7 @@ from trainrun.tensors import HALF_TYPES
 
 
 class LayerOutput:
-    """A model in evaluation mode, and the layer whose output is wanted.
+    """A model in evaluation mode that returns the output of one of its layers.
 
     layer: a name of `model.named_modules()`; None for the inputs of the last linear layer. Raises ConfigError if the
         model has no such layer.

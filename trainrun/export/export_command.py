@@ -28,7 +28,7 @@ from trainrun.export.served import (
     ModelCall,
     RealSamples,
     ServedModel,
-    functions_before_model,
+    build_input_functions,
     half_batch,
     list_outputs,
     load_real_samples,
@@ -51,7 +51,7 @@ GRAPHS = ("onnx", "torch.export")  # the others hold weights for the same code
 
 
 def main(argv: list[str]) -> int:
-    """Write every format of `--to`, and compare its outputs with those of the network. Return the exit code."""
+    """Write every format of `--to`, and compare its outputs with the outputs of the network. Return the exit code."""
     arguments = parse_export_arguments(argv)
     names = parse_formats(arguments.to)
     run = open_run(arguments.run_dir)
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
             raise
         reason = " ".join(str(error).split())[:300]
         samples = RealSamples(ServedModel(model, ModelCall()), [], [], reason)
-    outside = functions_before_model(config, split)
+    outside = build_input_functions(config, split)
     about = describe_network(run, config, model, samples) | ({"before_network": outside} if outside else {})
     shared = loaded.shared if config.checkpoint.adapter_only else {}
     about |= {BASE: shared[BASE]} if BASE in shared else {}
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     tolerance = arguments.tolerance
     if tolerance is None:
         tolerance = TOLERANCE_OF_BYTES if has_rounded_inputs(model) else TOLERANCE
-    report_result(formats=[write_checked(name, request, out, tolerance) for name in names])
+    report_result(formats=[write_checked_export(name, request, out, tolerance) for name in names])
     for key in outside:
         say(f"note: {key} is not in the exported network; samples must go through it before")
     return EXIT_DONE
@@ -110,7 +110,7 @@ def output_folder(text: str | None, run: RunDir) -> Path:
     return out
 
 
-def write_checked(name: str, request: ExportRequest, out: Path, tolerance: float) -> dict[str, Any]:
+def write_checked_export(name: str, request: ExportRequest, out: Path, tolerance: float) -> dict[str, Any]:
     """Write one format under a temporary name, check the file, and rename it. Return facts about the file and the
     check.
 
@@ -192,12 +192,12 @@ def check_export(name: str, path: Path, runner: Runner, request: ExportRequest, 
         again = list_outputs(samples.served(*samples.inputs[0]))
         if not relative_difference(again, samples.expected[0]) <= tolerance:
             raise TrainingError(
-                f"{path}: was not kept: the network itself gives something else each time for the same samples; "
-                "something in its forward is random, or counts, in evaluation too"
+                f"{path}: was deleted: the network returns other outputs each time for the same samples; make its "
+                "forward deterministic in evaluation mode (no random numbers, no counters)"
             )
         raise TrainingError(
-            f"{path}: computes something else: on {count} samples of the run it differs by {worst:.2g} of the largest "
-            f"output, and --tolerance is {tolerance:g}; it was not kept"
+            f"{path}: was deleted: its outputs for {count} samples of the run differ from those of the network by "
+            f"{worst:.2g} of the largest output; allow more with --tolerance (now {tolerance:g})"
         )
     return f"largest difference {worst:.2g} of the largest output, on {count} samples"
 

@@ -40,7 +40,7 @@ class ExportRequest:
     adapter: frozenset[str] | None = None
 
 
-def to_safetensors(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
+def write_safetensors_format(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
     """Write the weights; tied weights are written once. The metadata has the scaling of inputs, and the base of an
     adapter.
     """
@@ -58,7 +58,7 @@ def to_safetensors(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
     return path, _build_runner(request, path, request.adapter)
 
 
-def to_huggingface(request: ExportRequest, folder: Path) -> tuple[Path, Runner]:
+def write_huggingface(request: ExportRequest, folder: Path) -> tuple[Path, Runner]:
     """Write a folder in the layout of the Hugging Face Hub: `config.json` and `model.safetensors`."""
     folder.mkdir(exist_ok=True)
     weights = folder / "model.safetensors"
@@ -77,7 +77,7 @@ def _build_runner(request: ExportRequest, path: Path, names: Collection[str] | N
     return lambda inputs: list_outputs(fresh(*inputs))
 
 
-def to_torch_export(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
+def write_torch_export(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
     """Write a graph for `torch.export.load`, which needs neither trainrun nor the code of the model."""
     samples = request.samples
     with exporter_errors("torch.export"):
@@ -91,7 +91,7 @@ def to_torch_export(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
     return path, lambda inputs: list_outputs(module(*inputs))
 
 
-def to_onnx(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
+def write_onnx(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
     """Write a graph for onnxruntime. Raise ConfigError if a package is missing or the graph only accepts one batch
     size.
     """
@@ -132,10 +132,10 @@ def to_onnx(request: ExportRequest, path: Path) -> tuple[Path, Runner]:
 
 
 FORMATS: dict[str, tuple[str, Callable[[ExportRequest, Path], tuple[Path, Runner]]]] = {
-    "safetensors": ("model.safetensors", to_safetensors),
-    "onnx": ("model.onnx", to_onnx),
-    "torch.export": ("model.pt2", to_torch_export),
-    "huggingface": ("huggingface", to_huggingface),
+    "safetensors": ("model.safetensors", write_safetensors_format),
+    "onnx": ("model.onnx", write_onnx),
+    "torch.export": ("model.pt2", write_torch_export),
+    "huggingface": ("huggingface", write_huggingface),
 }
 
 

@@ -34,7 +34,7 @@ from trainrun.data.facts import collect_facts
 from trainrun.data.pipeline import open_batches
 from trainrun.data.scale import Scale
 from trainrun.data.split_batch import list_tensors
-from trainrun.data.tensor_dataset import as_bytes
+from trainrun.data.tensor_dataset import find_byte_pictures
 from trainrun.errors import ConfigError
 from trainrun.parallel.single import Single
 from trainrun.runs.restore_config import restore_task_state
@@ -103,10 +103,10 @@ def output_tensors(output: Any) -> Any:
 
 @dataclass(frozen=True)
 class RealSamples:
-    """Real samples for the check of an export.
+    """Real samples, to check an exported network.
 
-    served: the network to export. inputs: batches of real samples. expected: the outputs of the run's own pipeline
-        and network. untried: why there are no samples, if only weights are written.
+    served: the network to export. inputs: batches of real samples. expected: the outputs of the run's own pipeline and
+        network. untried: why there are no samples, if only weights are written.
     """
 
     served: ServedModel
@@ -121,7 +121,7 @@ class RealSamples:
         return [*positional, *(name for name, value in call.named.items() if value is ...)]
 
 
-def functions_before_model(config: RunConfig, split: str) -> dict[str, Any]:
+def build_input_functions(config: RunConfig, split: str) -> dict[str, Any]:
     """Return the user's functions that change samples of a split before the network, as settings."""
     keys = (find_transform_key(config, parse_split_kind(split)), "data.collate_fn")
     config = separate_secrets(config)[0]
@@ -141,14 +141,14 @@ def load_real_samples(
     config, parallel = build_full_precision_config(config), Single(CPU)
     dtype = torch.float64 if config.precision.mode == "64-true" else torch.float32
     sources, _ = build_sources(config, [])
-    split = existing_split(sources, split)
+    split = choose_existing_split(sources, split)
     task = build_loaded_task(config, sources, model, loaded)
     source, options = sources[split], build_stream_options(config, parallel, split, lambda line: None)
     changes = [
         change for change in options.augment if not (change.random or isinstance(change.apply, EXTRA_INPUTS))
     ]
     is_transformed = options.transform is not None or options.collate_fn is not None
-    raw_source, scale = (source, None) if is_transformed else as_bytes(source)
+    raw_source, scale = (source, None) if is_transformed else find_byte_pictures(source)
     second_source = build_sources(config, [])[0][split] if isinstance(source, IterableDataset) else source
     raw_stream, _ = open_batches(raw_source, replace(options, augment=()))
     ready_stream = open_split(config, parallel, split, second_source, [], lambda line: None)
@@ -180,7 +180,7 @@ def build_full_precision_config(config: RunConfig) -> RunConfig:
     return replace_values(config, changes)
 
 
-def existing_split(sources: Mapping[str, Any], split: str) -> str:
+def choose_existing_split(sources: Mapping[str, Any], split: str) -> str:
     """Return the split, or the first of several named ones. Raise ConfigError if there is none."""
     present = [name for name, source in sources.items() if source is not None and name != "train"]
     names = [split] if split in present else [name for name in present if name.startswith(f"{split}/")]

@@ -69,7 +69,9 @@ def lock_run_folder(
         os.close(descriptor)
 
 
-def open_locked(path: Path, operation: int, note: Callable[[str], None] = lambda text: None) -> int | None:
+def open_locked_file(
+    path: Path, operation: int, note: Callable[[str], None] = lambda text: None
+) -> int | None:
     """Return the descriptor of a file that is open and locked; None if another process holds the lock.
 
     operation: of `fcntl.flock`. On a file system without locks the file is only opened, and `note` says so.

@@ -161,7 +161,7 @@ def is_run_folder(run: RunDir) -> bool:
 
 
 def check_folder_exists(run: RunDir) -> None:
-    """Raise SaveError if the folder was removed during the run. It is not made again with half its files."""
+    """Raise SaveError if the folder was removed during the run. A new folder would lack the earlier files."""
     if not is_run_folder(run):
         raise SaveError(
             f"{run.root}: the folder of this run is gone (removed, moved or unmounted), so nothing is saved any more; "

@@ -153,7 +153,7 @@ def is_sealed(run: RunDir) -> bool:
     return not list_unsealed_parts(run)[0]
 
 
-def check_sealed(run: RunDir, trust: bool, way: str = "add --trust, once (in Python trust=True)") -> None:
+def check_seal(run: RunDir, trust: bool, way: str = "add --trust, once (in Python trust=True)") -> None:
     """Raise ConfigError if this user has not sealed the folder. Import nothing. trust: seal the folder instead.
 
     way: the end of the message, which says how to trust the folder.
@@ -193,6 +193,6 @@ def check_files(root: Path, trust: bool, way: str = "--trust") -> None:
     for name in list_unsealed_parts(RunDir(root))[0]:
         if name in links:
             raise ConfigError(
-                f"{links[name]}: leads out of the run folder to {links[name].readlink()}; where that is of your own "
-                f"making: {way}"
+                f"{links[name]}: leads out of the run folder to {links[name].readlink()}; if you made this link, "
+                f"allow it: {way}"
             )

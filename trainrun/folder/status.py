@@ -65,10 +65,9 @@ def is_sweep(folder: Path) -> bool:
 
 
 def find_named_run(word: str | Path) -> RunDir:
-    """Return the run in a folder, which may hold none. For a sweep's folder return its best run, and print which one
-    it is.
+    """Return the run folder at a path. For a sweep, return its best run and print which one it is.
 
-    Raise ConfigError for a sweep without a best run.
+    The folder need not contain a run. Raise ConfigError for a sweep without a best run.
     """
     folder = resolve_folder(str(word))
     if not is_sweep(folder):

@@ -22,8 +22,8 @@ class Hook(Protocol):
         """Run before the first step of an epoch."""
 
     def on_gradients(self, run: Any) -> None:
-        """Run after the gradients of a step are computed, before `run.update` unscales, checks, clips and uses
-        them.
+        """Run after the gradients of a step are computed, and before `run.update` uses them. They are not yet unscaled,
+        checked or clipped.
         """
 
     def on_step_end(self, run: Any, state: Any) -> None:

@@ -98,19 +98,19 @@ class ObjectStoreMirror:
             self._waiting = upload
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._upload_queued, name="trainrun mirror", daemon=True
+                    target=self._upload_queued_checkpoints, name="trainrun mirror", daemon=True
                 )
                 self._thread.start()
             self._changed.notify_all()
 
     def take_notes(self) -> list[str]:
-        """Return what is to be shown to the user since the last call."""
+        """Return the messages for the user since the last call."""
         with self._changed:
             notes, self._notes = self._notes, []
         return notes
 
     def finish(self, silence_seconds: float = LONGEST_SILENCE_SECONDS) -> None:
-        """Wait until all is uploaded; no longer than an upload makes no progress."""
+        """Wait until all checkpoints are uploaded, or an upload makes no progress for `silence_seconds`."""
         with self._changed:
             self._progress = self._clock()
             while self._waiting is not None or self._is_busy:
@@ -123,7 +123,7 @@ class ObjectStoreMirror:
             f"the last upload had no progress for {silence_seconds:g} s and was left; the disk has all"
         )
 
-    def _upload_queued(self) -> None:
+    def _upload_queued_checkpoints(self) -> None:
         while True:
             with self._changed:
                 while self._waiting is None:

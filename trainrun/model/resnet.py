@@ -25,11 +25,11 @@ LARGE_SIDE = 96  # from here on `auto` takes the stem that leaves a sixteenth of
 class ResNet(nn.Module):
     """A network from images (B, *in_shape), with in_shape (C, H, W), to logits (B, num_classes).
 
-    size: 18, 34 or 50 layers. blocks: the number of blocks per stage, in place of those of `size`. Every stage after
-        the first halves the sides of the image and doubles the channels. width: channels of the first stage.
-    stem: `small` keeps the size (3 x 3, for CIFAR). `large` divides each side by 4 (7 x 7 and pooling, for
-        ImageNet). `auto` is `large` for images of at least 96 x 96. Bottleneck blocks have their stride in the 3 x 3
-        convolution.
+    size: 18, 34 or 50 layers. blocks: the number of blocks per stage, in place of the numbers that `size` sets. Every
+        stage after the first halves the sides of the image and doubles the channels. width: channels of the first
+        stage.
+    stem: `small` keeps the size (3 x 3, for CIFAR). `large` divides each side by 4 (7 x 7 and pooling, for ImageNet).
+        `auto` is `large` for images of at least 96 x 96. Bottleneck blocks have their stride in the 3 x 3 convolution.
     zero_init_residual: every block starts as the identity (Goyal et al., 2017, arXiv:1706.02677).
     """
 

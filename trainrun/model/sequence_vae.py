@@ -69,8 +69,8 @@ class SequenceVae(nn.Module):
         return hidden.tanh()[None].contiguous(), cell[None].contiguous()
 
     def write(self, code: Tensor, length: int) -> Tensor:
-        """Generate tokens (B, length) from a code (B, latent_dim). Each is the most likely token after the earlier
-        ones.
+        """Generate tokens (B, length) from a code (B, latent_dim). Each token is the most likely token after the
+        earlier tokens.
         """
         code = code.to(self.head.weight.dtype)
         state, written = (

@@ -44,7 +44,7 @@ class EvaluationTable:
         self, step: int, epoch: float, metrics: Mapping[str, float], speed: tuple[float, str] | None,
         is_best: bool, width: int | None,
     ) -> list[TableLine]:  # fmt: skip
-        """Return the line of an evaluation, with a head before it if the columns changed. width: that of the
+        """Return the line of an evaluation, with a head before it if the columns changed. width: the width of the
         terminal in characters; None for no limit.
         """
         cells = position_cells(step, epoch, self._facts)

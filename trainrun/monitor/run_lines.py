@@ -182,7 +182,7 @@ def find_python_objects(words: Sequence[str]) -> dict[str, str]:
 
 
 def settings_without_objects(words: Sequence[str]) -> list[str]:
-    """Return the settings of a run without those that stand for Python objects."""
+    """Return the settings of a run without the settings that stand for Python objects."""
     places = [
         word.partition("._target_=")[0] for word in words if word.endswith(f"._target_={OBJECT_TARGET}")
     ]

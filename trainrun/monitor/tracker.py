@@ -16,10 +16,10 @@ METHODS = ("on_start", "on_step", "on_eval", "on_row", "on_note", "on_end", "clo
 
 
 class Tracker:
-    """A monitor that calls those methods of `Monitor` that `target` has.
+    """A monitor that calls the methods of `target`, which may have only some of the methods of `Monitor`.
 
-    key: as typed, `monitor.NAME`. faults: the number of failed calls. tell: shows one line; called at the first
-        error. Raises PluginError for an object with none of the methods.
+    key: the setting, `monitor.NAME`. faults: the number of failed calls. tell: prints one line; called at the first
+        error. Raises PluginError if `target` has none of the methods.
     """
 
     def __init__(self, target: Any, key: str, tell: Callable[[str], None], name: str = "") -> None:

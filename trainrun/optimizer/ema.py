@@ -122,8 +122,8 @@ class Ema:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the averages.
 
-        count: the number of updates. module: the state of the model with averages instead of weights. averages:
-            those of 16-bit parameters in float32.
+        count: the number of updates. module: the state of the model with averages instead of weights. averages: the
+            averages of 16-bit parameters in float32.
         """
         self._match_parameters()
         owners = {id(parameter): name for name, parameter in self._model.named_parameters()}
@@ -168,7 +168,7 @@ class Ema:
         if not self._averages:
             self._match_parameters(begin=True)
         average: Any = get_ema_multi_avg_fn(1 - newest)  # type: ignore[no-untyped-call]
-        weights = [_at_least_float32(parameter) for parameter in self._parameters]
+        weights = [_widen_to_float32(parameter) for parameter in self._parameters]
         average(list(self._averages.values()), weights, None)
 
     def _match_parameters(self, begin: bool = False) -> None:
@@ -188,13 +188,13 @@ class Ema:
         self._averages = {
             name: averages[name]
             if name in averages and averages[name].shape == parameter.shape
-            else _at_least_float32(parameter.detach()).clone()
+            else _widen_to_float32(parameter.detach()).clone()
             for name, parameter in parameters.items()
         }
         self._parameters = list(parameters.values())
 
 
-def _at_least_float32(tensor: Tensor) -> Tensor:
+def _widen_to_float32(tensor: Tensor) -> Tensor:
     """Return a 16-bit tensor as float32, any other unchanged. In 16 bits, a change of 0.001 of the difference would
     be lost.
     """
@@ -211,15 +211,13 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 class OptimizerAverage:
     """The averaged weights of optimizers with `train()` and `eval()` (schedule-free). It has the methods of `Ema`.
 
-    What: such an optimizer trains with one set of weights and evaluates with their average, which it computes
-        itself. Validations, and the weights that are saved for evaluation, use `eval()`. The training weights are
-        saved before and restored bit for bit, because `train()` after `eval()` would round them. Checkpoints contain
-        both.
-    When: the optimizer has both methods and `trainer.ema` is not set. When not: batch norm, whose statistics are
-        those of the training weights.
+    What: such an optimizer trains with one set of weights and evaluates with their average, which it computes itself.
+        Validations, and the weights that are saved for evaluation, use `eval()`. The training weights are saved before
+        and restored bit for bit, because `train()` after `eval()` would round them. Checkpoints contain both.
+    When: the optimizer has both methods and `trainer.ema` is not set. When not: batch norm, because its statistics
+        belong to the training weights.
     Source: Defazio et al. 2024, arXiv:2405.15682
-    Gain: no schedule is needed. Cost: a copy of the weights during a validation, and a second one in each
-        checkpoint.
+    Gain: no schedule is needed. Cost: a copy of the weights during a validation, and a second one in each checkpoint.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any]) -> None:

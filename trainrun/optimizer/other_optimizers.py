@@ -52,8 +52,8 @@ def check_contract(optimizer: Any, name: str, closures: bool) -> None:
 
 
 def describe_lost_state(optimizer: Optimizer, model: nn.Module) -> str:
-    """Describe the tensors that an optimizer stores outside its state, so that no checkpoint saves them; "" if there
-    are none.
+    """Describe the tensors that an optimizer stores outside of its state. Checkpoints do not contain them. Return "" if
+    there are none.
     """
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return ""
@@ -137,10 +137,10 @@ def check_sparse_gradients(
     for part in joined_optimizers(optimizer) or [optimizer]:
         kind = type(part)
         if kind.__module__.startswith("torch.optim") or kind.__name__ == "Muon":
-            _check_sparse_of_one(part, model, set(sparse), set(dense))
+            _check_sparse_parameters(part, model, set(sparse), set(dense))
 
 
-def _check_sparse_of_one(
+def _check_sparse_parameters(
     optimizer: Optimizer, model: nn.Module, sparse: Collection[Tensor], dense: Collection[Tensor]
 ) -> None:
     kind = type(optimizer).__name__

@@ -53,8 +53,8 @@ def joined_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return parts if is_built_in(optimizer) else []
 
 
-def switching_optimizers(optimizer: Optimizer) -> list[Any]:
-    """Return those of the joined optimizers, or of the single one, that have `train()` and `eval()`."""
+def list_switching_optimizers(optimizer: Optimizer) -> list[Any]:
+    """Return the optimizers (of several joined optimizers, or the single one) that have `train()` and `eval()`."""
     return [
         part
         for part in joined_optimizers(optimizer) or [optimizer]
@@ -73,7 +73,7 @@ class JointStep:
             step()
 
     def reload_optimizer_state(self) -> bool:
-        """Return whether the lists of all of them are still those of the optimizers."""
+        """Return whether the optimizers still have the parameters and states in the prepared lists."""
         are_prepared = [isinstance(step, FusedAdam) and step.reload_optimizer_state() for step in self._steps]
         return all(are_prepared)
 
@@ -101,11 +101,11 @@ def fit_state_layout(optimizer: Optimizer) -> bool:
             is_like_param = isinstance(value, Tensor) and value.shape == param.shape
             if is_like_param and not has_same_strides(value, param):
                 state[name] = copy_in_layout(value, param)
-                reset_prepared(optimizer)
+                reset_prepared_steps(optimizer)
     return False
 
 
-def reset_prepared(optimizer: Optimizer) -> None:
+def reset_prepared_steps(optimizer: Optimizer) -> None:
     """Make `FusedAdam` build its lists again, by replacing the step counts from which it recognises the state."""
     for state in optimizer.state.values():
         if isinstance(state.get("step"), Tensor):
@@ -141,8 +141,8 @@ class PreparedGroup:
         for param, counter in zip(self.params, self.counters, strict=True):
             state[param]["step"] = counter
 
-    def is_of(self, group: dict[str, Any], state: Any) -> bool:
-        """Return whether the current states of all parameters are those in the lists."""
+    def is_current(self, group: dict[str, Any], state: Any) -> bool:
+        """Return whether the lists contain the current states of all parameters."""
         held = zip(self.params, self.counters, self.exp_avgs, self.exp_avg_sqs, strict=True)
         return group is self.group and all(
             state[param].get("step") is counter
@@ -201,11 +201,11 @@ class FusedAdam:
         self._others = [param for group in groups for param in group["params"] if not state.get(param)]
 
     def reload_optimizer_state(self) -> bool:
-        """Return whether the lists are still those of the optimizer."""
+        """Return whether the optimizer still has the parameters and states in the prepared lists."""
         groups, state = updated_groups(self._optimizer), self._optimizer.state
         same = len(groups) == len(self._groups) > 0
         same = same and all(
-            mine.is_of(group, state) for mine, group in zip(self._groups, groups, strict=True)
+            mine.is_current(group, state) for mine, group in zip(self._groups, groups, strict=True)
         )
         if not same:
             self._groups = []
@@ -258,7 +258,7 @@ def avoid_compiler_import(methods: Iterable[Any] = OF_OPTIMIZERS) -> Iterator[No
     compiled, and stores it. Inside the block the plain function is stored there already. If another version of torch
     uses another name for it, nothing changes.
     """
-    marked = [] if "torch._dynamo" in sys.modules else functions_behind_dynamo(methods)
+    marked = [] if "torch._dynamo" in sys.modules else list_wrapped_functions(methods)
     for function in marked:
         setattr(function, MARK, function)
     try:
@@ -269,7 +269,7 @@ def avoid_compiler_import(methods: Iterable[Any] = OF_OPTIMIZERS) -> Iterator[No
                 delattr(function, MARK)
 
 
-def functions_behind_dynamo(methods: Iterable[Any] = OF_OPTIMIZERS) -> list[Any]:
+def list_wrapped_functions(methods: Iterable[Any] = OF_OPTIMIZERS) -> list[Any]:
     """Return the functions inside torch's wrappers that have not imported dynamo yet."""
     of_torch = [
         method for method in methods if getattr(method, "__globals__", {}).get("__name__") == "torch._compile"

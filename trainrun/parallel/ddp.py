@@ -235,7 +235,7 @@ def missing_gradient_error(model: nn.Module) -> PluginError:
             "gradients where its input needs none: say use_reentrant=False. Else look for detach() and torch.no_grad()"
         )
     else:
-        way_out = "use them in the loss, freeze them, or say parallel.find_unused_parameters=true"
+        way_out = "use them in the loss, freeze them, or set parallel.find_unused_parameters=true"
     return PluginError(
         f"model: {len(missing)} of {len(trained)} trained tensors got no gradient in the last step, and the ranks wait "
         f"for them ({names}): {way_out}"

@@ -207,8 +207,8 @@ class DeferredInit(TorchDispatchMode):
             return self._create(function, args, kwargs)
         if must_compute(function, args, kwargs):
             return self._call_with_memory(function, args, kwargs)
-        shapes = map_tree_leaves((args, replace_device(kwargs, META)), to_meta_tensor)
-        arguments = self._recorded((args, kwargs))
+        shapes = map_tree_leaves((args, replace_device(kwargs, META)), convert_to_meta_tensor)
+        arguments = self._convert_for_recording((args, kwargs))
         DeferredTensor.computes_shapes = True
         try:
             result = function(*shapes[0], **shapes[1])
@@ -291,7 +291,7 @@ class DeferredInit(TorchDispatchMode):
                       overwrites, random, torch.get_default_dtype())
         )  # fmt: skip
 
-    def _recorded(self, tree: Any) -> Any:
+    def _convert_for_recording(self, tree: Any) -> Any:
         """Return arguments for the recording: windows for deferred tensors, `Constant` for others."""
 
         def recorded(leaf: Any) -> Any:
@@ -431,7 +431,7 @@ def wrap_deferred(leaf: Any) -> Any:
     return DeferredTensor(leaf) if isinstance(leaf, Tensor) and not is_deferred(leaf) else leaf
 
 
-def to_meta_tensor(leaf: Any) -> Any:
+def convert_to_meta_tensor(leaf: Any) -> Any:
     """Return a tensor without memory of the same kind; other values as they are."""
     if not isinstance(leaf, Tensor) or is_deferred(leaf):
         return leaf

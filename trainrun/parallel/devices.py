@@ -155,7 +155,7 @@ def describe_unusable_gpus(accelerator: str, count: int, driver: str) -> str:
     build = f"torch {torch.__version__} was built for {f'CUDA {cuda}' if cuda else 'the CPU alone'}"
     return (
         f"parallel.accelerator={accelerator}: {count} GPU(s) here ({driver}), but torch sees none; {build}. Install "
-        "the build of torch for this driver (trainrun help gpus-and-drivers), or say parallel.accelerator=cpu"
+        "the build of torch for this driver (trainrun help gpus-and-drivers), or set parallel.accelerator=cpu"
     )
 
 

@@ -67,7 +67,7 @@ class MemoryRange(NamedTuple):
 
 
 def check_shared_memory(model: nn.Module) -> None:
-    """Raise ConfigError for a parameter whose memory is also that of another parameter or of a buffer."""
+    """Raise ConfigError for a parameter that shares memory with another parameter or a buffer."""
     params = dict(model.named_parameters())
     by_storage = defaultdict(list)
     for name, tensor in (params | dict(model.named_buffers())).items():

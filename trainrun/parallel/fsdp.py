@@ -430,7 +430,7 @@ def check_weights(model: nn.Module) -> None:
 
 
 def check_tied_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Raise ConfigError for a weight with names in two groups, which would be gathered by one of them alone."""
+    """Raise ConfigError for a weight with names in two groups, because only one of these groups would gather it."""
     names = {module: name for name, module in model.named_modules()}
     owners: dict[nn.Parameter, nn.Module] = {}
     inside = {id(module): block for block in blocks for module in block.modules()}
@@ -501,8 +501,8 @@ def refuse_first_writes(
 ) -> None:
     """Let the first forward of a sharded module raise PluginError if it changes the values of its gathered weights.
 
-    Torch counts the writes into a tensor, which is checked in every step, but not those into `weight.data`. Each rank
-    compares its rows, and all ranks raise the same error.
+    Writes into a tensor are found in every step, because torch counts them. Torch does not count writes into
+    `weight.data`. Each rank compares its rows, and all ranks raise the same error.
     """
 
     def check_values(part: nn.Module, inputs: Any, output: Any) -> None:

@@ -187,7 +187,7 @@ def end_at_error() -> Iterator[list[Rank]]:
 
 
 def rank_environment(env: Mapping[str, str], local_rank: int, count: int) -> dict[str, str]:
-    """Return the environment variables of one of the `count` ranks on a machine, if there is no other machine.
+    """Return the environment variables for one of the `count` ranks of a run on a single machine.
 
     OpenMP threads share the cores unless the user set a number.
     """
@@ -304,7 +304,7 @@ def check_for_hang(ranks: list[Rank], run_dir: RunDir, seconds: float) -> None:
 
 
 def explain_end(ranks: list[Rank], run_dir: RunDir, deaths: dict[int, float]) -> RankFailed:
-    """Return the error of the rank that failed first, of those that ended at the times `deaths`."""
+    """Return the failure of the rank that failed first. deaths: the times at which ranks ended."""
     failures = [
         read_failure(run_dir, rank) or describe_death(rank, ranks[rank].returncode, run_dir, deaths[rank])
         for rank in deaths

@@ -56,22 +56,22 @@ def run_as_rank(
 def connect(
     options: ParallelConfig, store: Store | None, end: Callable[[str], object], sees_folder: bool = True
 ) -> Parallel:
-    """Connect to the other ranks, and return the backend of `parallel=`. Call `end` if they do not come in time."""
+    """Connect to the other ranks and return the backend. Call `end` if a rank does not connect in time."""
     with explain_timeout(options.meeting_seconds, "rank 0"):
         store = store or open_store(options.meeting_seconds)
         store.set(f"here/{os.environ['RANK']}", "")
         # a connection of its own, because that of the process group is blocked
         side: Store = store.clone()  # type: ignore[attr-defined]  # public, not in torch's stubs
-    with end_process_after(options.meeting_seconds, lambda: describe_missing_ranks(side), end):
+    with limit_connect_time(options.meeting_seconds, lambda: describe_missing_ranks(side), end):
         return build_backend(options, store, sees_folder)
 
 
 @contextmanager
-def end_process_after(
+def limit_connect_time(
     seconds: float, whom: Callable[[], str], end: Callable[[str], object]
 ) -> Iterator[None]:
     """Call `end` with one line, in a thread, if the block takes longer than `seconds`. Torch's timeout covers all
-    exchanges. whom: returns the ranks that are waited for.
+    exchanges. whom: returns the ranks for which this rank waits.
     """
     timer = threading.Timer(seconds, lambda: end(describe_wait(seconds, whom())))
     timer.daemon = True
@@ -83,7 +83,9 @@ def end_process_after(
 
 
 def describe_missing_ranks(store: Store) -> str:
-    """Return whom this rank waits for: the ranks that did not begin to connect, else the connections themselves."""
+    """Return which ranks this rank waits for: the ranks that have not connected, else the connections to the other
+    ranks.
+    """
     try:
         ranks = range(int(os.environ["WORLD_SIZE"]))
         missing = [rank for rank in ranks if not store.check([f"here/{rank}"])]

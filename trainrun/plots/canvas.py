@@ -28,7 +28,7 @@ AXES: dict[Any, Any] = {
 FEW_POINTS = 40  # below, each point gets a mark
 
 
-def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
+def build_figure(width: float, height: float, fitted: bool = False) -> Figure:
     """Return an empty figure of `width` by `height` inches at the resolution DPI.
 
     fitted: fit the margins to the texts. This doubles the drawing time.
@@ -40,10 +40,10 @@ def new_figure(width: float, height: float, fitted: bool = False) -> Figure:
     )
 
 
-def new_panels(
+def build_panels(
     title: str, count: int, columns: int = 1, height: float = 2.3, fitted: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure and `count` axes in a grid under one title. fitted: as in `new_figure`."""
+    """Return a figure and `count` axes in a grid under one title. fitted: as in `build_figure`."""
     from matplotlib import rc_context
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -51,7 +51,7 @@ def new_panels(
     width = 8.0 if columns == 1 else 5.2 * columns
     gap = BELOW + BETWEEN
     total = TITLE + BETWEEN + rows * height + (rows - 1) * gap + BELOW
-    figure = new_figure(width, total, fitted)
+    figure = build_figure(width, total, fitted)
     place: dict[str, Any] = {} if fitted else {"y": 1 - 0.12 / total, "va": "top"}
     figure.suptitle(title, fontsize=12, fontweight="bold", parse_math=False, **place)
     if not fitted:

@@ -71,27 +71,27 @@ class Chart:
             "log": self.is_log,
             "logX": self.log_x,
             **({"names": list(self.x_names)} if self.x_names else {}),
-            "series": [_curve_to_json(curve) for curve in self.curves],
+            "series": [_convert_curve_to_json(curve) for curve in self.curves],
         }
 
 
-def _curve_to_json(curve: Curve) -> dict[str, Any]:
+def _convert_curve_to_json(curve: Curve) -> dict[str, Any]:
     index, means = thin_by_extremes(curve.values, curve.most)
     fields = {
         "name": curve.name,
-        "x": {axis: to_json_numbers(values[index]) for axis, values in curve.axes.items()},
-        "y": to_json_numbers(curve.values[index]),
+        "x": {axis: convert_to_json_numbers(values[index]) for axis, values in curve.axes.items()},
+        "y": convert_to_json_numbers(curve.values[index]),
         "dots": curve.is_dots,
         **({"faint": True} if curve.is_faint else {}),
     }
     if curve.half is not None:
-        fields["half"] = to_json_numbers(curve.half[index])
+        fields["half"] = convert_to_json_numbers(curve.half[index])
     if means is not None:
-        fields["mean"] = to_json_numbers(means)
+        fields["mean"] = convert_to_json_numbers(means)
     return fields
 
 
-def to_json_numbers(values: Floats) -> list[float | None]:
+def convert_to_json_numbers(values: Floats) -> list[float | None]:
     """Return plain numbers with six significant digits; None for NaN and infinity, which JSON lacks."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
 

@@ -173,14 +173,11 @@ def comparison_table(histories: dict[str, History]) -> tuple[list[str], list[lis
 def best_history(histories: Sequence[History]) -> History | None:
     """Return the run with the best value; None if runs have different metrics or all values are equal."""
     judged = [(history.best, history) for history in histories]
-    format_override = [(best, history) for best, history in judged if best is not None]
-    if (
-        len({best.metric for best, _ in format_override}) != 1
-        or len({best.value for best, _ in format_override}) == 1
-    ):
+    with_best = [(best, history) for best, history in judged if best is not None]
+    if len({best.metric for best, _ in with_best}) != 1 or len({best.value for best, _ in with_best}) == 1:
         return None
-    sign = -1 if any(history.summary.get("mode") == "max" for _, history in format_override) else 1
-    return min(format_override, key=lambda pair: sign * pair[0].value)[1]
+    sign = -1 if any(history.summary.get("mode") == "max" for _, history in with_best) else 1
+    return min(with_best, key=lambda pair: sign * pair[0].value)[1]
 
 
 def final_metrics(history: History) -> dict[str, float]:

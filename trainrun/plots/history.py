@@ -64,8 +64,8 @@ class History:
 
     @property
     def best(self) -> BestValue | None:
-        """The best value of the monitored metric; while the run trains, the lowest validation loss so far. None
-        without one.
+        """Return the best value of the monitored metric. While the run trains, return the lowest validation loss so
+        far. None if there is none.
         """
         metric, value, step = (self.summary.get(name) for name in ("monitor", "value", "best_step"))
         if metric is not None and value is not None and step is not None:

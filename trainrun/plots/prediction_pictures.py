@@ -113,7 +113,7 @@ class SamplePredictions:
     def captions(self) -> list[tuple[str, bool]]:
         """The caption of each sample, and whether the prediction is wrong.
 
-        A caption has the predicted class and its confidence; that of a wrong prediction also has the true class.
+        A caption has the predicted class and its confidence. The caption of a wrong prediction also has the true class.
         """
         captions = []
         for i, (target, prediction) in enumerate(zip(self.target, self.prediction, strict=True)):

@@ -58,7 +58,7 @@ def draw_confusion_matrix(history: History) -> Figure | None:
     names += [str(i) for i in range(len(names), classes)]
     side, longest = min(max(0.52 * classes, 4.6), 9.0), max(map(len, names))
     size = 9 if classes <= MOST_NUMBERED else 7
-    figure = canvas.new_figure(side + 1.6 + 0.08 * longest, side + 0.9 + 0.06 * longest, fitted=True)
+    figure = canvas.build_figure(side + 1.6 + 0.08 * longest, side + 0.9 + 0.06 * longest, fitted=True)
     ax = figure.subplots()
     totals = counts.sum(axis=1, keepdims=True)
     shares = np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
@@ -175,7 +175,7 @@ def draw_charts(name: str, charts: Sequence[Chart], history: History) -> Figure:
     run_name = history.facts.get("name")
     title = TITLES[name] + (f" of {run_name}" if run_name else "")
     columns = min(len(charts), 2)
-    picture, axes = canvas.new_panels(title, len(charts), columns, 3.4 if columns == 1 else 2.6)
+    picture, axes = canvas.build_panels(title, len(charts), columns, 3.4 if columns == 1 else 2.6)
     for ax, chart in zip(axes, charts, strict=True):
         draw_chart(ax, chart)
         if name == "loss":

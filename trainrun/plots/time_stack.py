@@ -47,7 +47,7 @@ def draw_phase_shares(history: History) -> Figure | None:
     blocks = phase_seconds_by_block(history.find_rows("ledger"))
     if not len(blocks):
         return None
-    picture, (ax,) = canvas.new_panels("Time", 1, height=4.1, fitted=True)
+    picture, (ax,) = canvas.build_panels("Time", 1, height=4.1, fitted=True)
     widths, sums = blocks.sum(axis=1), blocks.sum(axis=0)
     edges, total = np.cumsum([0.0, *widths]), widths.sum()
     tops = np.cumsum(100 * blocks / widths[:, None], axis=1)

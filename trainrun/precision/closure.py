@@ -23,7 +23,7 @@ from trainrun.precision.update import Update
 
 
 class NonfiniteGradient(Exception):
-    """The error that an evaluation gave a gradient that is not finite."""
+    """The exception for an evaluation of the closure whose gradient is not finite."""
 
 
 def step_with_closure(

@@ -104,7 +104,7 @@ class InputFormat:
         return self.reader in TABLES
 
 
-def predict_new(
+def predict_new_samples(
     run: RunDir, samples: Any, which: str | None = None, trust: bool = False,
     num_classes_shown: int = SHOWN_CLASSES,
 ) -> Columns:  # fmt: skip

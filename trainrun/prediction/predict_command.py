@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--top {words.top}: must be 1 or more")
     which = choose_saved_checkpoint(run_dir, words.which)
     if files:
-        columns = predict_new(run_dir, files, which, words.trust, words.top)
+        columns = predict_new_samples(run_dir, files, which, words.trust, words.top)
         print_rows(columns)
     else:
         columns = collect_predictions(run_dir, which, words.split, words.overrides, words.trust)
@@ -99,8 +99,8 @@ def print_rows(columns: dict[str, list[Any]]) -> None:
 def collect_predictions(
     run_dir: RunDir, which: str, split: str, overrides: list[str], trust: bool = False
 ) -> dict[str, list[Any]]:
-    """Return columns of equal length: `index` (number of the sample), `piece` (of split samples), and those of the
-    task.
+    """Return columns of equal length: `index` (number of the sample), `piece` (of split samples), and the columns of
+    the task.
 
     If classes have names, a column such as `prediction_name` follows their numbers.
     """

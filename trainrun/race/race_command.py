@@ -18,7 +18,7 @@ from trainrun.folder.run_folder import RunDir, is_run_folder, remove_new_folder,
 from trainrun.output import format_count, format_path_to_paste, report_result, say
 from trainrun.race.race_report import PAGE, print_report, race_facts, write_report
 from trainrun.race.racers import Racer, Variation, read_racers, variations
-from trainrun.race.turns import Race, RaceGoal, describe_racers, new_race_folder
+from trainrun.race.turns import Race, RaceGoal, choose_race_folder, describe_racers
 from trainrun.runtime.signals import catch_stops
 from trainrun.sweep.job_queue import StopRelay
 from trainrun.task.metrics.directions import guess_direction
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     racers = read_racers(words.racers, common)
     changes = choose_variations(racers) if words.table else []
     varied = [racer for change in changes for racer in (change.alone, change.left_out) if racer is not None]
-    folder = new_race_folder() if words.out is None else resolve_folder(words.out)
+    folder = choose_race_folder() if words.out is None else resolve_folder(words.out)
     if is_run_folder(RunDir(folder)):
         raise ConfigError(f"--out {folder}: holds a run; name another folder for the race")
     race = Race(folder, [*racers, *varied], goal, words.seeds, words.every, words.margin)

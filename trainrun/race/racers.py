@@ -103,7 +103,7 @@ def join_racer_overrides(common: list[str], own: list[str]) -> list[str]:
 
 
 def parse_racer(text: str) -> list[str]:
-    """Return the settings of a racer on the command line: those of a YAML file, or the quoted overrides."""
+    """Return the settings of a racer on the command line: a YAML file with settings, or quoted overrides."""
     if text.endswith((".yaml", ".yml")) and "=" not in text:
         return read_override_file(Path(text).expanduser())
     try:

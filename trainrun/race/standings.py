@@ -46,7 +46,7 @@ class RaceRun:
             return None
         return self.arrived + self.start if with_start else self.arrived
 
-    def stopped_after(self, with_start: bool) -> float:
+    def find_stop_seconds(self, with_start: bool) -> float:
         """Return the seconds until the race stopped it; infinity for a run that ended by itself."""
         if self.end is not None or self.error or not self.curve:
             return math.inf
@@ -55,7 +55,9 @@ class RaceRun:
 
 @dataclass(frozen=True)
 class Equivalence:
-    """How much better the end metric of a racer is than that of the first. low, high: the 90 % interval."""
+    """How much better the end metric of a racer is than the end metric of the first racer. low, high: the 90 %
+    interval.
+    """
 
     difference: float
     low: float
@@ -142,7 +144,7 @@ class RaceResults:
         times = {}
         for run in runs:
             time = run.time(with_start)
-            seconds = run.stopped_after(with_start) if time is None else time
+            seconds = run.find_stop_seconds(with_start) if time is None else time
             times[run.seed] = min(seconds, self.limits[with_start])
         return times
 

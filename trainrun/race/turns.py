@@ -257,7 +257,7 @@ def read_judge_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def new_race_folder() -> Path:
+def choose_race_folder() -> Path:
     return (
         Path("races").absolute()
         / f"{time.strftime('%Y-%m-%d')}"

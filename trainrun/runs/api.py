@@ -265,7 +265,8 @@ def register_objects(objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def python_object(name: str, about: str) -> Any:
-    """Return the Python object of that name. Raise ConfigError if it is gone or is a different one.
+    """Return the Python object of that name. Raise ConfigError if the object does not exist in this process, or if it
+    has changed.
 
     A network is copied, so that changes to its layers do not reach the caller. A task is copied shallowly.
     """

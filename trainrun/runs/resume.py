@@ -37,7 +37,7 @@ from trainrun.folder.run_folder import (
     write_json,
     write_text,
 )
-from trainrun.folder.seal import check_files, check_sealed
+from trainrun.folder.seal import check_files, check_seal
 from trainrun.folder.status import read_status
 from trainrun.instantiate import TARGET
 from trainrun.monitor.metric_rows import read_valid_lines
@@ -60,7 +60,7 @@ class Difference(NamedTuple):
 def load_trusted_config(run: RunDir, overrides: list[str], trust: bool, measured: str = "") -> RunConfig:
     """Load the config of a folder that this user has sealed or trusts now. Raise ConfigError otherwise."""
     values = load_readable_config(run)
-    check_sealed(run, trust)
+    check_seal(run, trust)
     return apply_overrides(values, run.effective_config_path, overrides, measured)
 
 
@@ -75,7 +75,7 @@ def load_readable_config(run: RunDir) -> dict[str, Any]:
             seed = f"seed={read_identity(run)[SEED]} "
         again = shlex.quote(f"ckpt_path={run.root}")
         raise ConfigError(
-            f"{error}; go on in another folder with the words of {run.overrides.name} and {seed}{again}"
+            f"{error}; continue in another folder with the settings of {run.overrides.name} and {seed}{again}"
         ) from error
 
 
@@ -260,7 +260,7 @@ def remove_failed_run(run: RunDir) -> bool:
     return True
 
 
-def describe_finished(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
+def describe_finished_run(run: RunDir, saved: RunConfig, config: RunConfig) -> str:
     """Return the message for a run that has ended and would end again at once with this config; else "".
 
     saved: the config in the folder.

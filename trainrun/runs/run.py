@@ -83,11 +83,11 @@ def open_or_create_run(
 
 @contextmanager
 def remove_if_refused(run: RunDir) -> Iterator[None]:
-    """Make the folder of a run. If a new run is refused before its first step, remove what was written inside the
+    """Create the folder of a run. If a new run is refused before its first step, remove the files written inside the
     block.
 
-    Refused means a user's fault (exit code 2). Ranks of torchrun or Slurm have not begun to write by then. Once they
-    have, a failure is an exit code and not an error.
+    A run is refused for a mistake of the user (exit code 2). At that time, ranks of torchrun or Slurm have written no
+    files. Later failures do not raise an error here: they are exit codes of the ranks.
     """
     made = [folder for folder in (run.root, *run.root.parents) if not folder.exists()]
     before = list(run.root.iterdir()) if run.root.is_dir() else []
@@ -184,12 +184,12 @@ def choose_run_folder(composition: Composition) -> Path:
 
 def start_training(run: RunDir, config: RunConfig, order: LaunchSpec) -> int:
     """Train the run and return its exit code. Do nothing if it has already reached its end."""
-    if order.resume and (text := resume.describe_finished(run, load_config(run.config, []), config)):
-        return report_finished(text)
+    if order.resume and (text := resume.describe_finished_run(run, load_config(run.config, []), config)):
+        return report_finished_run(text)
     return train_in_ranks(run, config, order)
 
 
-def report_finished(text: str) -> int:
+def report_finished_run(text: str) -> int:
     """Print why there is nothing to do, release the ranks of torchrun or Slurm, and return the exit code."""
     say(text)
     if is_started_by_launcher():
@@ -293,8 +293,8 @@ def resume_run(run: RunDir, overrides: list[str], paths: list[str], trust: bool 
             if config.seed is None:
                 raise ConfigError("seed=null: a resumed run keeps its seed; leave it out")
         resume.restore_config(run)
-        if message := resume.describe_finished(run, saved, config):
-            return report_finished(message)
+        if message := resume.describe_finished_run(run, saved, config):
+            return report_finished_run(message)
         write_text(run.config_before, run.config.read_text(encoding="utf-8"), durable=True)
         held.callback(resume.restore_config, run)
         if overrides and run.overrides.is_file():

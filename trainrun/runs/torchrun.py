@@ -75,7 +75,9 @@ def print_failure_once(own: Failure, store: Store) -> str:
 
 
 def collect_failures(failures: list[Failure], store: Store, is_printed: threading.Event) -> None:
-    """Add the failures of the other ranks to that of rank 0. If it only lost contact, wait for one with the cause."""
+    """Add the failures of the other ranks to the failure of rank 0. If rank 0 only lost contact, wait for a failure
+    that names the cause.
+    """
     until = time.monotonic() + FAILURE_SECONDS
     keys = [f"failure/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))]
     with contextlib.suppress(RuntimeError):  # the agent of torchrun has ended

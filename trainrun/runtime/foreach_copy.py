@@ -1,7 +1,7 @@
-"""Copy many small tensors in one call: on a GPU one kernel per dtype, where a loop launches one per tensor.
+"""Copy many small tensors in one call. On a GPU this starts one kernel per dtype instead of one per tensor.
 
-The kernels are those of torch's optimizers. Their names are private: if a version lacks them, a loop computes the
-same.
+The kernels are those of torch's optimizers. Their names are private. If a version of torch lacks them, a loop computes
+the same result.
 """
 
 from __future__ import annotations

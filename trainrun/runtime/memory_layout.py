@@ -102,7 +102,7 @@ def make_dense(model: nn.Module) -> None:
         sharing = [
             other
             for other, other_tensor in tensors.items()
-            if other != name and _share_memory(other_tensor, tensor)
+            if other != name and _has_shared_memory(other_tensor, tensor)
         ]
         if sharing:
             raise PluginError(
@@ -119,7 +119,7 @@ def iterate_named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _share_memory(one: Tensor, other: Tensor) -> bool:
+def _has_shared_memory(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided or one is other:
         return False
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

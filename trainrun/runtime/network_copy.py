@@ -53,7 +53,9 @@ def copy_network(network: Network) -> Network:
 
 
 def iterate_held_objects(value: Any, *closed: type) -> Iterator[Any]:
-    """Yield a value and all that it holds, each once, but not what objects of the closed types hold."""
+    """Yield a value and all objects that it refers to, each once. Objects of the closed types are yielded, but not
+    searched.
+    """
     waiting, seen = [value], {}
     while waiting:
         part = waiting.pop()

@@ -95,8 +95,8 @@ def compute_last_logits(
 def check_cached_logits(cached: Tensor, whole: Tensor, model: nn.Module) -> None:
     if not torch.allclose(cached, whole, rtol=0, atol=NEAR * max(1.0, float(whole.abs().max()))):
         raise PluginError(
-            f"model: {type(model).__name__}.forward(tokens, cache=...) gives other logits than without it; the dict "
-            "has what earlier calls stored, and the tokens are only the new ones: see trainrun/model/gpt.py"
+            f"model: {type(model).__name__}.forward(tokens, cache=...) returns other logits than without a cache; with "
+            "a cache it gets only the new tokens, and what earlier calls stored in the dict (see trainrun/model/gpt.py)"
         )
 
 

@@ -36,9 +36,9 @@ REARRANGES = {"permute", "transpose", "select", "slice", "mean", "sum", "amax"}
 class ChannelGroup:
     """Channels that are kept or removed together.
 
-    writers: the layers whose outputs they are. followers: norms and depthwise convolutions of these channels.
-        readers: the layers that use them as inputs, with the number of inputs per channel. reason: why none of them
-        can be removed, or "".
+    writers: the layers whose outputs they are. followers: norms and depthwise convolutions of these channels. readers:
+        the layers that use them as inputs, with the number of inputs per channel. reason: why the channels cannot be
+        removed, or "".
     """
 
     def __init__(self, writers: Sequence[str], reason: str = "") -> None:

@@ -191,7 +191,7 @@ def write_run(source: SourceRun, config: RunConfig, model: nn.Module, reason: st
         restore_task_state(parts.task, parts.task_calls, loaded, parts.parallel.device)
         state = TrainState(stop_reason=reason)
         if parts.validation:
-            parts.triggers.record_validation(state, evaluate_all(parts))
+            parts.triggers.record_validation(state, evaluate_all_splits(parts))
         parts.checkpoints.save(parts, state)
         parts.checkpoints.close()
         record_has_checkpoint(part)
@@ -209,7 +209,7 @@ def close_streams(parts: Components) -> None:
         stream.close()
 
 
-def evaluate_all(parts: Components) -> dict[str, float]:
+def evaluate_all_splits(parts: Components) -> dict[str, float]:
     """Return the metrics of every validation set."""
     metrics: dict[str, float] = {}
     for split in parts.validation:
@@ -219,7 +219,9 @@ def evaluate_all(parts: Components) -> dict[str, float]:
 
 def measure_run(parts: Components) -> Measurement:
     """Measure the metrics on every validation set and the bytes of the weights. Tied tensors count once."""
-    metrics = {name: value for name, value in evaluate_all(parts).items() if not name.endswith("/seconds")}
+    metrics = {
+        name: value for name, value in evaluate_all_splits(parts).items() if not name.endswith("/seconds")
+    }
     tensors = {id(tensor): tensor for tensor in parts.model.state_dict(keep_vars=True).values()}
     return Measurement(metrics, sum(tensor.nbytes for tensor in tensors.values()), parts.model.eval())
 

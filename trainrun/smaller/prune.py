@@ -68,7 +68,7 @@ def maskable_layers(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def explain_unmasked(model: nn.Module) -> dict[str, str]:
+def explain_unmasked_layers(model: nn.Module) -> dict[str, str]:
     """Return the layers with matrices that `mask_weights` does not change, each with the reason."""
     able = maskable_layers(model)
     return {name: why for name, why in explain_float_layers(model, "mask").items() if name not in able}

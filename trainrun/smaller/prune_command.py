@@ -19,7 +19,7 @@ from trainrun.smaller.channels import format_reasons
 from trainrun.smaller.new_run import SourceRun, compare_with_source, open_source, write_run
 from trainrun.smaller.prune import (
     Mask,
-    explain_unmasked,
+    explain_unmasked_layers,
     mask_weights,
     narrow_layers,
     remove_channels,
@@ -104,7 +104,7 @@ def prune_channels(source: SourceRun, model: nn.Module, amount: float) -> Pruned
 
 def prune_weights(model: nn.Module, amount: float) -> PrunedModel:
     """Mask the smallest weights."""
-    left = explain_unmasked(model)
+    left = explain_unmasked_layers(model)
     masks = [module.mask for module in mask_weights(model, amount).modules() if isinstance(module, Mask)]
     num_zeros = sum(int((~mask).sum()) for mask in masks)
     share = num_zeros / sum(param.numel() for param in model.parameters())

@@ -170,7 +170,7 @@ class ScriptReader:
             self.mapping.unknown.append((statement.lineno, f"`{code}`{reason}"))
 
     def iterate_meanings(self, statement: ast.stmt) -> Iterator[tuple[str, bool]]:
-        """Yield the meanings of a statement, each with whether a part of it is not understood."""
+        """Yield (meaning, is_fault) for each part of a statement. is_fault: whether the part is not understood."""
         if isinstance(statement, ast.ClassDef):
             yield from self.explain_class(statement)
         elif isinstance(statement, ast.For):
@@ -181,7 +181,7 @@ class ScriptReader:
             yield from self.explain_calls(list_calls(statement), find_assigned_name(statement))
 
     def explain_calls(self, calls: list[ast.Call], target: str) -> Iterator[tuple[str, bool]]:
-        """Yield the meanings of the calls of a line. If one of them is known, the unknown ones are faults."""
+        """Yield (meaning, is_fault) for the calls of a line. If one call is known, the unknown calls are faults."""
         meanings = [(call, list(self.explain_call(call, target))) for call in calls]
         inside = {
             id(node) for call in calls if find_call_name(call) in QUIET for node in walk_arguments(call)

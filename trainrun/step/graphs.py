@@ -185,10 +185,10 @@ def record_graph(function: Function, inputs: list[Tensor], num_held: int, record
             "trainer.cuda_graphs=false"
         ) from error
 
-    def run_recorded(*given: Tensor) -> list[Tensor]:
+    def run_recorded_graph(*given: Tensor) -> list[Tensor]:
         for tensor, new in zip(fed, given[num_held:], strict=True):
             tensor.copy_(new, non_blocking=True)
         replay()
         return [output.clone() for output in outputs]  # the next replay writes into the same memory
 
-    return run_recorded
+    return run_recorded_graph

@@ -172,7 +172,7 @@ def lay_out_graph_gradients(params: list[nn.Parameter], grads: Any, share: Tenso
 
 
 class BatchKind:
-    """One kind of batch: whether it is full, and its graph."""
+    """One kind of batch: whether the batch is full, and the graph for its shape."""
 
     __slots__ = ("full", "graph")
 
@@ -212,10 +212,10 @@ class WholeStep:
             return self._plain(run, micro_batches)
         held = self._held or self._collect_tensors(run)
         graphs = [
-            kind.graph or self._new_graph(run, kind, batch)
+            kind.graph or self._build_graph(run, kind, batch)
             for kind, batch in zip(kinds, batches, strict=True)
         ]
-        items = sum([batch.counted_by(run.task) for batch in micro_batches])
+        items = sum([batch.count_items(run.task) for batch in micro_batches])
         run.phases.open(RANKS)
         agreed = run.agree(items)
         share = self._share_tensor(1 / (agreed.items or 1), run.parallel.device)
@@ -257,7 +257,7 @@ class WholeStep:
             self._held = held
         return held
 
-    def _new_graph(
+    def _build_graph(
         self, run: Components, batch_kind: BatchKind, batch: Flattened
     ) -> tuple[Function, StepFunction]:
         _, leaves, rebuild = batch

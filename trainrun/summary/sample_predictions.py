@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.checkpoint.files import format_folder_name
-from trainrun.checkpoint.load import load_together
+from trainrun.checkpoint.load import load_on_all_ranks
 from trainrun.checkpoint.weights import choose_evaluated_weights
 from trainrun.data.split_batch import list_tensors
 from trainrun.folder.run_folder import RunDir
@@ -110,7 +110,7 @@ def _use_checkpoint_weights(run: Components, run_dir: RunDir, step: int) -> Iter
     """
     own_weights = {name: value.detach().to("cpu", copy=True) for name, value in run.held.state_dict().items()}
     modes = [(module, module.training) for module in run.model.modules()]
-    loaded = load_together(run_dir.checkpoints / format_folder_name(step), run.parallel, None)
+    loaded = load_on_all_ranks(run_dir.checkpoints / format_folder_name(step), run.parallel, None)
     try:
         current = run.held.state_dict()
         run.held.load_state_dict(

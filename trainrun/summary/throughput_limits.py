@@ -32,7 +32,7 @@ MOST_SHARE = 0.005  # of the time of all steps, for that
 class ThroughputLimits(NamedTuple):
     """The throughput of loading alone and of training alone, in items per second of one rank.
 
-    reached: the run's throughput divided by the lower of the two limits.
+    reached: the throughput of the run, divided by the lower of these two limits.
     """
 
     load: float

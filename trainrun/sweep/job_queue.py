@@ -27,10 +27,10 @@ from trainrun.sweep.results import (
     OUTPUT,
     Job,
     apply_objective,
-    finite_or_none,
     has_checkpoint,
-    mark_pruned,
+    mark_pruned_job,
     read_result,
+    replace_nonfinite,
 )
 from trainrun.sweep.search.study import SweepStudy
 
@@ -100,7 +100,7 @@ def earlier_seconds(noted: float | None, said: object) -> float:
     noted: measured by the sweep, with start-up and end, without attempts during which the sweep was killed. said:
         the value in the job's own status, of all attempts.
     """
-    return max(noted or 0.0, finite_or_none(said) or 0.0)
+    return max(noted or 0.0, replace_nonfinite(said) or 0.0)
 
 
 @dataclass
@@ -231,7 +231,7 @@ class JobQueue:
         job = self._sweep.jobs[num]
         folder = self._sweep.folder / job.folder
         if job.result.state == "pruned":
-            mark_pruned(folder)
+            mark_pruned_job(folder)
         elif read_status(RunDir(folder)).get("state") == "done":
             result = read_result(folder)
             if job.result.seconds is not None:
@@ -249,7 +249,7 @@ class JobQueue:
         lease = self._take_place(self._sweep.jobs[num])
         if lease is None:
             return
-        claim = self._sweep.locks.claim(num)
+        claim = self._sweep.locks.lock_job(num)
         if claim is None:
             self._elsewhere.add(num)
             lease.release()
@@ -321,7 +321,7 @@ class JobQueue:
         result = apply_objective(result, self._sweep.folder / job.folder, self._objective)
         if job.result.state == "pruned" and not is_done:
             result = replace(result, state="pruned", error="")
-            mark_pruned(self._sweep.folder / job.folder)
+            mark_pruned_job(self._sweep.folder / job.folder)
         self._sweep.note(job.num, result)
         running.lease.release()  # now: another worker sees the result
         self._progress.end(job, result)
@@ -352,7 +352,7 @@ class JobQueue:
             if job.result.state not in ("done", "failed"):
                 self._sweep.note(other, replace(job.result, state="pruned"))
                 if other not in running:
-                    mark_pruned(self._sweep.folder / job.folder)
+                    mark_pruned_job(self._sweep.folder / job.folder)
             if other in self._waiting:
                 self._waiting.remove(other)
                 self._study.tell(other)

@@ -26,7 +26,7 @@ from trainrun.output import format_count, mask_arguments
 from trainrun.sweep.options import hide_password, read_options, split_options
 from trainrun.sweep.places.sweep_locks import SweepLocks
 from trainrun.sweep.points import REPEATED, SweepPoint, best_job, ranked_points
-from trainrun.sweep.results import Job, Result, parse_number, short_numbers
+from trainrun.sweep.results import Job, Result, format_short_numbers, parse_number
 from trainrun.sweep.space import (
     Dimension,
     build_point,
@@ -79,7 +79,7 @@ class Sweep:
         if self.is_locked:
             yield
             return
-        with self.locks.file():
+        with self.locks.lock_file():
             self.refresh()
             self.is_locked = True
             try:
@@ -104,11 +104,11 @@ class Sweep:
         self._queue_search_points()
 
     @contextmanager
-    def work(self) -> Iterator[None]:
-        """Register this process as a worker inside the block. The first worker gives failed jobs another attempt."""
+    def register_worker(self) -> Iterator[None]:
+        """Register this process as a worker of the sweep inside the block. The first worker retries failed jobs."""
         with ExitStack() as closing:
             with self.lock_exclusively():
-                if closing.enter_context(self.locks.worker()):
+                if closing.enter_context(self.locks.register_worker()):
                     self.session += 1
                     self.save()
                 elif self.has_other_key:
@@ -198,7 +198,7 @@ class Sweep:
 
     @property
     def max_jobs_per_point(self) -> int:
-        """The largest number of jobs of a point. They differ only in seed or fold."""
+        """Return the largest number of jobs of a point. The jobs of a point differ only in seed or fold."""
         if not self.search:
             return max(map(len, self.trials), default=1)
         dimensions = self.dimensions()
@@ -206,7 +206,7 @@ class Sweep:
 
     @property
     def num_points_left(self) -> int | None:
-        """The number of points that a search will still create; None if only the time limit ends the search."""
+        """Return the number of points that a search will still create; None if only the time limit ends the search."""
         if not self.search or self.is_stuck:
             return 0
         trials, total = read_options(split_options(self.search)[0]).trials, num_points(self.dimensions())
@@ -281,7 +281,7 @@ class Sweep:
 def open_sweep(calls: list[list[str]], folder: Path | None) -> Sweep:
     """Return the sweep in the folder, or a new one, with the jobs of these command lines. Raise ConfigError."""
     if folder is None:
-        folder = new_sweep_folder(calls[0])
+        folder = choose_sweep_folder(calls[0])
     folder = folder.expanduser().absolute()
     sweep = Sweep(folder, name=f"{folder.name}-{secrets.token_hex(4)}")
     is_new = not folder.exists()
@@ -396,7 +396,7 @@ def sign_overrides(calls: list[list[str]]) -> str:
         return ""
 
 
-def new_sweep_folder(words: list[str]) -> Path:
+def choose_sweep_folder(words: list[str]) -> Path:
     """Return the path of a folder for a new sweep with these settings, named after those that vary."""
     keys = varied_keys(parse_dimensions(split_options(words)[1]))
     now = datetime.now()
@@ -409,7 +409,7 @@ def format_file_name(words: list[str] | tuple[str, ...]) -> str:
     text = re.sub(
         r"[^A-Za-z0-9_.=+-]+",
         "_",
-        "-".join(short_numbers(word).replace('"', "").replace("'", "") for word in words),
+        "-".join(format_short_numbers(word).replace('"', "").replace("'", "") for word in words),
     )
     longest = NAME_LENGTH - 6  # room for the number in front
     if len(text) <= longest:

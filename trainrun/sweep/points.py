@@ -43,7 +43,10 @@ class SweepPoint:
 
     @property
     def label(self) -> str:
-        return " ".join(f"{key}={short_numbers(value)}" for key, value in self.settings.items()) or "all jobs"
+        return (
+            " ".join(f"{key}={format_short_numbers(value)}" for key, value in self.settings.items())
+            or "all jobs"
+        )
 
     @property
     def monitor(self) -> str:

@@ -59,7 +59,7 @@ class SweepProgress:
         self._print_line(job, f"{job.result.state} {by_whom}, {format_result(job.result)}")
 
     def end(self, job: Job, result: Result) -> None:
-        """Report the end of a job, once the sweep holds its result."""
+        """Print the end of a job. The sweep already has the result of the job."""
         self._finished.append(self._clock() - self._running.pop(job.num))
         del self._followers[job.num]
         words = [f"{result.state}, {result.error or format_result(result)}"]

@@ -80,11 +80,11 @@ class Job:
     def label(self, keys: list[str]) -> str:
         """Return the settings whose values vary between jobs; all settings if none varies."""
         settings = self.settings
-        shown = [f"{key}={short_numbers(settings[key])}" for key in keys if key in settings]
-        return " ".join(shown or map(short_numbers, mask_arguments(self.words)))
+        shown = [f"{key}={format_short_numbers(settings[key])}" for key in keys if key in settings]
+        return " ".join(shown or map(format_short_numbers, mask_arguments(self.words)))
 
 
-def short_numbers(text: str) -> str:
+def format_short_numbers(text: str) -> str:
     """Shorten the numbers in a text to six digits; points of a search have sixteen."""
     return LONG_NUMBER.sub(lambda number: f"{float(number[0]):.6g}", text)
 
@@ -107,11 +107,11 @@ def read_result(folder: Path, exit_code: int = EXIT_DONE, earlier: dict[str, Any
     else:
         state, error = "failed", describe_failure(folder, fresh, exit_code)
     monitor, mode = (str(status.get(name) or "") for name in ("monitor", "mode"))
-    value, seconds = (finite_or_none(status.get(name)) for name in ("value", "seconds"))
+    value, seconds = (replace_nonfinite(status.get(name)) for name in ("value", "seconds"))
     return Result(state, value, monitor, mode, seconds, " ".join(error.split()))
 
 
-def mark_pruned(folder: Path) -> None:
+def mark_pruned_job(folder: Path) -> None:
     """Write the state `pruned` into the status of a stopped job."""
     run = RunDir(folder)
     status = read_status(run)
@@ -122,14 +122,16 @@ def mark_pruned(folder: Path) -> None:
 def apply_objective(result: Result, folder: Path, objective: Sequence[str]) -> Result:
     """Return a result with the values of sweep.objective. A finished job that lacks one of them has failed.
 
-    Metrics of the validation are those of the best checkpoint. Other names are fields of `status.json`.
+    Metrics of the validation are taken from the best checkpoint. Other names are fields of `status.json`.
     """
     if not objective or result.state != "done":
         return result
     status = read_status(RunDir(folder))
-    rows = [row for row in EvaluationRows(folder).read_new() if row.get("step") == status.get("best_step")]
+    rows = [
+        row for row in EvaluationRows(folder).read_new_rows() if row.get("step") == status.get("best_step")
+    ]
     reported = {**status, **(rows[-1] if rows else status.get("metrics") or {}), "seconds": result.seconds}
-    values = {name: finite_or_none(reported.get(name.removeprefix("-"))) for name in objective}
+    values = {name: replace_nonfinite(reported.get(name.removeprefix("-"))) for name in objective}
     missing = [name for name, value in values.items() if value is None]
     if missing:
         names = sorted(name for name in reported if "/" in name)
@@ -156,7 +158,7 @@ class EvaluationRows:
         self._offset = 0
         self.start: dict[str, Any] = {}  # the row with which its last session began
 
-    def read_new(self) -> list[dict[str, Any]]:
+    def read_new_rows(self) -> list[dict[str, Any]]:
         """Return the new `eval` rows since the last call; all rows again if a resume has shortened the file."""
         try:
             with self._path.open("rb") as file:
@@ -204,7 +206,7 @@ def describe_failure(folder: Path, status: dict[str, Any], exit_code: int) -> st
     return lines[-1] if lines and is_error else f"ended with exit code {exit_code} and no result"
 
 
-def finite_or_none(value: Any) -> float | None:
+def replace_nonfinite(value: Any) -> float | None:
     """Return a finite number as a float; None for any other value."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
@@ -213,5 +215,5 @@ def finite_or_none(value: Any) -> float | None:
 
 def parse_number(text: str) -> float | None:
     with contextlib.suppress(ValueError):
-        return finite_or_none(float(text))
+        return replace_nonfinite(float(text))
     return None

@@ -198,7 +198,7 @@ def run_sweep(calls: list[list[str]], folder: Path | None, command: Command = jo
                 write_tables(sweep)
             report_result(**sweep_facts(sweep))
     if all_refused:
-        remove_refused(sweep)
+        remove_refused_sweep(sweep)
     if queue.fault:
         raise ConfigError(queue.fault)
     if queue.out_of_time:
@@ -249,7 +249,7 @@ def describe_pruner(sweep: Sweep, options: SweepOptions, num_places: int) -> lis
 
 
 def build_disk_error(folder: Path, error: OSError) -> SaveError:
-    """Return the error that a file of a sweep cannot be written, with the command that goes on."""
+    """Return the error that a file of a sweep cannot be written, with the command that continues the sweep."""
     return SaveError(
         f"{error.filename}: {error.strerror}; {FULL.get(error.errno or 0, 'make it writable')}, then: "
         f"trainrun resume {format_path_to_paste(folder)}"
@@ -290,7 +290,7 @@ def has_begun(sweep: Sweep) -> bool:
     return any((sweep.folder / job.folder).is_dir() for job in sweep.jobs.values())
 
 
-def remove_refused(sweep: Sweep) -> None:
+def remove_refused_sweep(sweep: Sweep) -> None:
     """Remove the folder of a sweep whose jobs were all refused. Raise ConfigError with their mistakes."""
     remove_new_sweep(sweep)
     raise ConfigError(*dict.fromkeys(sweep.jobs[num].result.error for num in sweep.wanted))
@@ -298,7 +298,7 @@ def remove_refused(sweep: Sweep) -> None:
 
 def remove_new_sweep(sweep: Sweep) -> None:
     """Remove the folder of a sweep in which nothing was trained, unless it has other workers."""
-    with sweep.locks.worker() as is_alone:
+    with sweep.locks.register_worker() as is_alone:
         if is_alone:
             remove_new_folder(sweep.folder, "sweeps")
 
@@ -380,7 +380,7 @@ def join_sweep(calls: list[list[str]], folder: Path | None) -> Iterator[Sweep]:
         raise ConfigError(f"output_dir={folder}: already contains a run; name another folder for the sweep")
     sweep = open_sweep(calls, folder)
     try:
-        with sweep.work():
+        with sweep.register_worker():
             yield sweep
     finally:
         if is_new and not has_begun(sweep):

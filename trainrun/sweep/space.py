@@ -88,7 +88,7 @@ class Dimension:
     def applies_to(self, point: Sequence[str]) -> bool:
         """Return whether this override applies to a point: the point contains its condition."""
         return not self.condition or any(
-            unmarked_word(word) == unmarked_word(self.condition) for word in point
+            strip_override_marks(word) == strip_override_marks(self.condition) for word in point
         )
 
     def format_override(self, value: object) -> str:
@@ -138,7 +138,7 @@ def parse_dimensions(words: Sequence[str]) -> list[Dimension]:
 
 
 def split_branches(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split overrides into those of one branch, and the others."""
+    """Split overrides into the overrides of one branch, and all others."""
     branches = [word for word in words if split_branch(word)[0]]
     return branches, [word for word in words if word not in branches]
 
@@ -264,12 +264,12 @@ def branch_overrides(dimensions: Sequence[Dimension], dimension: Dimension) -> d
     """Return the overrides that select the branch of a dimension, by the names of their dimensions."""
     if not dimension.condition:
         return {}
-    condition = unmarked_word(dimension.condition)
+    condition = strip_override_marks(dimension.condition)
     other, choice = next(
         (other, choice)
         for other in dimensions
         for choice in other.values_to_check
-        if unmarked_word(choice) == condition
+        if strip_override_marks(choice) == condition
     )
     return {**branch_overrides(dimensions, other), other.name: choice}
 
@@ -393,7 +393,7 @@ def read_override_key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
 
-def unmarked_word(word: str) -> str:
+def strip_override_marks(word: str) -> str:
     """Return an override without quotes and the leading `+` of Hydra's grammar."""
     key, _, value = word.lstrip("+").partition("=")
     return f"{key}={value.strip(QUOTES)}"

@@ -127,7 +127,7 @@ def jobs_csv(sweep: Sweep) -> str:
 
 
 def points_csv(points: Sequence[SweepPoint]) -> str:
-    """Return one row a point; `half` is that of the 95 % interval of the mean."""
+    """Return a CSV text with one row for each point. `half`: half the width of the 95 % interval of the mean."""
     keys = list(dict.fromkeys(key for point in points for key in point.settings))
     names = other_objectives([job for point in points for job in point.jobs])
     rows: list[list[Any]] = [[*keys, "mean", "half", "count", "missing", *names]]

@@ -34,7 +34,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def assign_arguments(
     model: nn.Module, inputs: Any, batch: Any, fields: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the named arguments for a model. fields: those of the batch, see `batch_fields`."""
+    """Return the positional and the named arguments for a model. fields: of the batch, see `batch_fields`."""
     if isinstance(batch, Mapping):
         return select_dict_arguments(model, inputs, batch)
     if not fields or (isinstance(inputs, Mapping) and not takes_every_field(model, inputs)):

@@ -36,8 +36,8 @@ Answers = Mapping[str, Tensor]
 class Teacher:
     """A frozen network in evaluation and inference mode, with its own precision.
 
-    autocast: the dtype of its products, None for that of its weights. layers: the names of layers whose outputs are
-        returned.
+    autocast: the dtype of its products; None for the dtype of its weights. layers: the names of layers whose outputs
+        are returned.
     """
 
     def __init__(self, network: nn.Module, autocast: torch.dtype | None, layers: Sequence[str]) -> None:
@@ -114,8 +114,8 @@ class Distillation:
         self.mark = ""
 
     def set_teacher(self, teacher: Teacher, answers: Answers | None) -> None:
-        """Set the teacher. answers: its answers to all samples, by sample number, if computed already; then it is
-        not kept.
+        """Set the teacher. answers: the outputs of the teacher for all samples, by sample number, if they are computed
+        already. The teacher itself is then not stored.
         """
         self.mark, self.answers = teacher.hash_weights(), answers
         self.teacher = None if answers else teacher

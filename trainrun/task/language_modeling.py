@@ -81,7 +81,7 @@ class LanguageModeling:
         tokens, target = self.split_batch(batch)
         layer = None if self.loss_chunks == 1 else find_last_layer(model)
         if not self.checked and self.shift_labels is None:
-            check_shifted(tokens, target)
+            check_shifted_targets(tokens, target)
         if layer is not None:
             chunks = choose_num_chunks(self.loss_chunks, tokens.numel(), layer.out_features, self.limit_bytes)
             if chunks > 1:
@@ -189,7 +189,7 @@ def check_tokens(logits: Tensor, target: Tensor) -> None:
     check_range(target, logits.shape[2])
 
 
-def check_shifted(tokens: Tensor, target: Tensor) -> None:
+def check_shifted_targets(tokens: Tensor, target: Tensor) -> None:
     """Raise DataError if the targets are the tokens themselves, so that a model would learn to copy."""
     if target.shape != tokens.shape:
         return

@@ -1,4 +1,6 @@
-"""Adapt a user's loss to the contract of the runner: a sum over items that is divided once; soft targets."""
+"""Call a user's loss function so that it returns a sum over items. The runner divides this sum once by the number of
+items. Also the loss of soft targets.
+"""
 
 from __future__ import annotations
 

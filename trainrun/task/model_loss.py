@@ -115,9 +115,10 @@ def detect_loss_rule(model: nn.Module, batch: Mapping[str, Any]) -> str:
         sums = [mean * count for mean, count in zip(means, counts, strict=True)]
         fitting += [rule] if is_additive(both * sum(counts), sums, tolerance) else []
     if len(fitting) != 1:
+        rule = f"a mean over {' and '.join(fitting)}" if fitting else f"no mean over {' or '.join(rules)}"
         raise PluginError(
-            f"task.count=auto: the loss {both:.6g} of two rows, {means[0]:.6g} and {means[1]:.6g} of each, may be the "
-            f"mean over {' or '.join(fitting) or 'none of ' + ', '.join(rules)}; {WAY_OUT}"
+            f"task.count=auto: the model's loss is {both:.6g} for two rows, and {means[0]:.6g} and {means[1]:.6g} for "
+            f"each alone. This fits {rule}; {WAY_OUT}"
         )
     if fitting == ["labels"] and labels is not None and has_inputs_as_labels(batch, labels[1]):
         raise DataError(

@@ -170,7 +170,7 @@ def build_shape_error(output: Tensor, target: Tensor) -> PluginError:
     elif len(output_shape) == len(wanted) == 2:
         hint = f"make the two equal; built-in models take model.num_classes={wanted[1]}"
     elif len(output_shape) == 2 and len(wanted) == 1:
-        hint = "one number a sample is wanted; where the targets are classes, use task=classification"
+        hint = "return one number per sample; for classes use task=classification"
     return PluginError(
         f"model: the output has shape {output_shape}, but task=regression needs {wanted}, as the targets are; {hint}"
     )

@@ -142,7 +142,7 @@ class Vae:
     def terms(self, model: nn.Module, batch: Any) -> BoundTerms:
         inputs = split_inputs_and_optional_target(batch)[0]
         if not self.checked:
-            check_noise_is_there(model, batch)
+            check_noise_field(model, batch)
         if self.has_token_inputs(inputs):
             return self._compute_token_terms(model, batch)
         output, bernoulli = run_model(model, inputs, batch), self.likelihood == "bernoulli"
@@ -219,7 +219,7 @@ def has_next_tokens(batch: Any) -> bool:
     return bool((target[:, :-1] == tokens[:, 1:])[real].all())
 
 
-def check_noise_is_there(model: nn.Module, batch: Any) -> None:
+def check_noise_field(model: nn.Module, batch: Any) -> None:
     """Raise ConfigError if the model's forward requires `noise` and the batch has none."""
     if "noise" in batch_fields(batch):
         return

@@ -117,7 +117,9 @@ class Sender:
             self._changed.notify()
 
     def close(self) -> str:
-        """Return a message about rows that were not sent; "" if all were sent."""
+        """Send the waiting rows, for a limited time, and end the thread. Return a message about rows that were not
+        sent, or "".
+        """
         if self._thread is None:
             return ""
         self._start_closing()
@@ -174,7 +176,7 @@ class Sender:
         raise AssertionError
 
 
-def send_all(
+def send_all_rows(
     run: RunDir,
     name: str,
     node: Mapping[str, Any],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainrun.data.batch import map_leaves
-from trainrun.data.same_samples import check_same
+from trainrun.data.same_samples import check_same_digests
 from trainrun.errors import PluginError
 from trainrun.interfaces import Batches, MicroBatch, Parallel
 from trainrun.sums import (
@@ -75,13 +75,13 @@ def evaluate(run: Components, split: str) -> dict[str, float]:
                     for name, values in piece_rows.items() if batch.real else ():
                         rows.setdefault(name, []).append(values)
                     items = items + late * batch.real
-                items = items + batch.counted_by(task)
+                items = items + batch.count_items(task)
         except EvaluationStopped:
             return {}
         run.task_calls.end_evaluation(model)
     answers = run.parallel.gather((list(rows), problem))
     if len({problem for _, problem in answers}) > 1:
-        check_same([problem for _, problem in answers], f"data.{split.replace('/', '.')}")
+        check_same_digests([problem for _, problem in answers], f"data.{split.replace('/', '.')}")
     totals, (count,) = sum_all_ranks(run.parallel, sums, [float(items)])  # waits for the device
     joined = gather_rank_rows(
         run.parallel, rows, list(dict.fromkeys(chain(*(names for names, _ in answers))))

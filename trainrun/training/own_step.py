@@ -108,7 +108,7 @@ class UncountedBatch(MicroBatch):
 
     asked = False
 
-    def counted_by(self, task: Task) -> int:
+    def count_items(self, task: Task) -> int:
         return 0
 
     @property

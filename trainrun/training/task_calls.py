@@ -132,7 +132,7 @@ class TaskCalls:
         self._call("on_validation_start", model)
 
     def draw_first_batch(self, model: nn.Module, batch: Any) -> None:
-        """Let the task make images from the first batch of an evaluation. Called for each batch."""
+        """Save the task's images of the first batch of an evaluation. Called for each batch; later calls do nothing."""
         if self._unseen and self._makes_pictures:
             self._unseen = False
             pictures = self._hooks["pictures"](model, batch)
@@ -150,8 +150,8 @@ class TaskCalls:
             self.after_user_code()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the task's `state`, and under `anew` the lines about state that no checkpoint holds; {} without
-        both.
+        """Return the task's `state`, and under `anew` the lines about state that no checkpoint contains. Return {} if
+        there is neither.
         """
         lines = self._unsaved.list_changes() if self._unsaved is not None else []
         return collect_state(self._task, self.place.device) | ({"anew": lines} if lines else {})

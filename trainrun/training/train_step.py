@@ -32,7 +32,7 @@ def accumulate_gradients(run: Components, micro_batches: list[MicroBatch]) -> Gr
         run.counting,
         run.phases.open,
     )
-    items = sum([batch.counted_by(task) for batch in micro_batches])
+    items = sum([batch.count_items(task) for batch in micro_batches])
     phase(RANKS)
     agreed = run.agree(items)
     losses: list[Tensor] = []

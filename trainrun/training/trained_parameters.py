@@ -76,11 +76,11 @@ class TrainedParameters:
 
 
 class GradientCheck:
-    """A check of the first steps of a session, up to the first log point. run: `Components`.
+    """A check of the gradients up to the first log point of a session. run: `Components`.
 
-    A parameter that was created in the first forward is refused. One that is in no optimizer, that got no gradient on
-    a rank until the first log point, or that has other values on another rank, is named once. There is no cost after
-    the first log point.
+    A parameter that was created in the first forward is an error. A parameter that no optimizer has, that got no
+    gradient on a rank, or that has other values on another rank, is reported once. After the first log point the check
+    costs nothing.
     """
 
     def __init__(self, run: Any) -> None:

@@ -338,8 +338,8 @@ class Triggers:
     def record_validation(self, state: TrainState, metrics: dict[str, float]) -> bool:
         """Record a validation. Return whether it was scheduled.
 
-        Only scheduled validations update early stopping, a plateau schedule and hooks. So a resumed run uses the
-        same ones as an uninterrupted run.
+        Only scheduled validations update early stopping, a plateau schedule and hooks. So a resumed run uses the same
+        validations as an uninterrupted run.
         """
         scheduled = not self._again and state.step != state.validated_step and self._is_scheduled(state)
         self._again = False

@@ -47,7 +47,7 @@ PLAIN: Final = (
 
 
 class TrialNotPossible(Exception):
-    """The error that a trial was not made because its effects could not be undone."""
+    """The exception for a trial whose effects could not be undone."""
 
 
 def read_first_batches(batches: Batches, count: int = 1, epoch: int = 0, start: int = 0) -> list[Any]:
@@ -119,7 +119,7 @@ def restore_state(owners: Iterable[Any], device: torch.device) -> Iterator[None]
         try:
             yield
         finally:
-            record.restore_all()
+            record.restore_all_values()
 
 
 class _StateRecord:
@@ -155,7 +155,7 @@ class _StateRecord:
             contents = storage.clone()  # type: ignore[no-untyped-call]
             self._undo.append(functools.partial(storage.copy_, contents))
 
-    def restore_all(self) -> None:
+    def restore_all_values(self) -> None:
         for undo in reversed(self._undo):
             undo()
 

@@ -48,7 +48,7 @@ class CompileLog:
         self._tell(f"compile: {what} in {seconds:.1f} s{', once more' if again else ''}{source}")
 
     def listen(self) -> Callable[[], None]:
-        """Record every graph that `torch.compile` makes in this process. Return a function that stops the recording."""
+        """Record every graph that `torch.compile` makes in this process. Return a function that stops recording."""
         from torch._dynamo.callback import callback_handler
 
         def start(*_: Any) -> None:

@@ -17,9 +17,9 @@ from trainrun.patterns import Patterns, match_names
 class FrozenParameters:
     """The parameters of a model that match name patterns, without those that were already frozen.
 
-    sizes: the number of values of each parameter, by name. norms: BatchNorm layers whose parameters are all frozen,
-        or that have none and match. Their running statistics are used and do not change, as in evaluation. Raises
-        ValueError for a pattern that matches no parameter or no norm.
+    sizes: the number of values of each parameter, by name. norms: BatchNorm layers whose parameters are all frozen, or
+        which match and have no parameters. Their running statistics are used and do not change, as in evaluation.
+        Raises ValueError for a pattern that matches no parameter or no norm.
     """
 
     def __init__(self, model: nn.Module, patterns: Patterns, norms: bool = False) -> None:

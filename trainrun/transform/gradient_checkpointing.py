@@ -97,7 +97,7 @@ class _BlockCall:
     @contextlib.contextmanager
     def _first_run(self) -> Iterator[None]:
         yield
-        self._check_unchanged()
+        self._check_unchanged_tensors()
         if any(tensor._version != version for tensor, version in self._products):
             raise RuntimeError(
                 "trainer.gradient_checkpointing=selective: a block writes into the result of a matrix product (as "
@@ -114,7 +114,7 @@ class _BlockCall:
     @contextlib.contextmanager
     def _second_run(self) -> Iterator[None]:
         """Give the second forward pass copies of the buffers as they were before the first one."""
-        self._check_unchanged()
+        self._check_unchanged_tensors()
         now = [getattr(module, name) for module, name, *_ in self._buffers]
         try:
             for module, name, _, _, old in self._buffers:
@@ -131,7 +131,7 @@ class _BlockCall:
         self._products += [(tensor, tensor._version) for tensor in iterate_tree_tensors([result])]
         return CheckpointPolicy.MUST_SAVE
 
-    def _check_unchanged(self) -> None:
+    def _check_unchanged_tensors(self) -> None:
         if any(tensor._version != version for tensor, version in self._needed):
             raise RuntimeError(
                 "trainer.gradient_checkpointing: an input or a weight of a block was changed in place (as by "

@@ -58,7 +58,7 @@ def largest_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) 
 def different_leaves(left: Any, right: Any, at: str = "") -> list[str]:
     """Return the paths at which two nested structures of values and tensors differ in any bit."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
-        same = left.shape == right.shape and left.dtype == right.dtype and _same_bits(left, right)
+        same = left.shape == right.shape and left.dtype == right.dtype and _has_same_bits(left, right)
         return [] if same else [at]
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         names = [*left, *(name for name in right if name not in left)]
@@ -78,6 +78,6 @@ def different_leaves(left: Any, right: Any, at: str = "") -> list[str]:
     return [] if same else [at]
 
 
-def _same_bits(left: Tensor, right: Tensor) -> bool:
+def _has_same_bits(left: Tensor, right: Tensor) -> bool:
     bits = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right)]
     return torch.equal(*bits)

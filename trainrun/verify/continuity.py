@@ -32,7 +32,7 @@ from trainrun.verify.certificate import (
     different_leaves,
 )
 from trainrun.verify.subject_changes import Float64ByDefault
-from trainrun.verify.trials import STEPS, Outcome, Trials, stopping_loop
+from trainrun.verify.trials import STEPS, Outcome, Trials, build_stopping_loop
 
 LAP_SECONDS = 2.0  # of a training that is resumed
 MOST_STEPS = 60
@@ -226,7 +226,7 @@ def check_rounding(trials: Trials) -> Certificate:
 
     def losses(about: str, other: str) -> list[float]:
         def change(config: RunConfig) -> RunConfig:
-            loop = stopping_loop(DRIFT_STEPS, evaluation_mode=True)
+            loop = build_stopping_loop(DRIFT_STEPS, evaluation_mode=True)
             return replace_values(config, {"precision.mode": other, "loop": loop})
 
         return [row["train/loss"] for row in trials.run(about, change).rows if "train/loss" in row]

@@ -240,16 +240,16 @@ def check_update(components: Components, batch: Any) -> Certificate:
     if components.optimizers:
         raise NotApplicable("there are several optimizers")
     copies: dict[torch.Tensor, nn.Parameter] = {
-        param: nn.Parameter(_as_contiguous(param), param.requires_grad) for param in model.parameters()
+        param: nn.Parameter(_make_contiguous(param), param.requires_grad) for param in model.parameters()
     }
     reference = _unfused_optimizer(optimizer, copies)
-    before = {name: _as_contiguous(param) for name, param in model.named_parameters()}
+    before = {name: _make_contiguous(param) for name, param in model.named_parameters()}
     for number in range(UPDATES):
         components.wrapped.train()
         out = components.task.step(components.wrapped, batch)
         components.precision.backward(out.loss_sum, 1 / max(1, _num_rows(batch)))
         for param, copy in copies.items():
-            copy.grad = None if param.grad is None else _as_contiguous(param.grad)
+            copy.grad = None if param.grad is None else _make_contiguous(param.grad)
         torch.manual_seed(number)  # some optimizers draw random numbers
         components.precision.optimizer_step(optimizer, want_norm=False)
         torch.manual_seed(number)
@@ -258,14 +258,14 @@ def check_update(components: Components, batch: Any) -> Certificate:
         else:
             reference.step()
     expected_updates = {
-        name: _as_contiguous(copies[p]) - before[name] for name, p in model.named_parameters()
+        name: _make_contiguous(copies[p]) - before[name] for name, p in model.named_parameters()
     }
-    updates = {name: _as_contiguous(param) - before[name] for name, param in model.named_parameters()}
+    updates = {name: _make_contiguous(param) - before[name] for name, param in model.named_parameters()}
     text = f"{UPDATES} updates are the same as with contiguous copies of the parameters, in float32"
     return certify_difference("update", largest_difference(expected_updates, updates), UPDATE_BOUND, text)
 
 
-def _as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+def _make_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.clone() if tensor.is_sparse else tensor.clone(memory_format=torch.contiguous_format)
 
@@ -285,7 +285,7 @@ def _unfused_optimizer(optimizer: Optimizer, copies: Mapping[torch.Tensor, nn.Pa
     for param, state in unfused.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
-                state[name] = _as_contiguous(value)
+                state[name] = _make_contiguous(value)
     return unfused
 
 

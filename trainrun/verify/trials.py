@@ -157,7 +157,7 @@ class Trials:
 
         def change(config: RunConfig) -> RunConfig:
             attributes = str(self.folder / f"{secrets.token_hex(4)}.json")
-            return replace(config, loop=stopping_loop(steps, attributes=attributes))
+            return replace(config, loop=build_stopping_loop(steps, attributes=attributes))
 
         return self.run(about, change, then)
 
@@ -243,7 +243,9 @@ def step_schedule(scheduler: Any) -> Any:
     return fixed
 
 
-def stopping_loop(steps: int, evaluation_mode: bool = False, attributes: str | None = None) -> dict[str, Any]:
+def build_stopping_loop(
+    steps: int, evaluation_mode: bool = False, attributes: str | None = None
+) -> dict[str, Any]:
     """Return the config node of a `loop` that stops a run early without changing its length."""
     options = {"steps": steps, "evaluation_mode": evaluation_mode, "attributes": attributes}
     return {"_target_": "trainrun.verify.trials.StopAt", **options}

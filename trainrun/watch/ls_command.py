@@ -30,7 +30,7 @@ from trainrun.plots import page
 from trainrun.plots.compare import differing_keys
 from trainrun.plots.history import flatten_dict, read_config
 from trainrun.sweep.jobs import load_sweep
-from trainrun.sweep.results import parse_number, short_numbers
+from trainrun.sweep.results import format_short_numbers, parse_number
 from trainrun.sweep.sweep_page import PAGE as PAGE_OF_SWEEP
 from trainrun.watch.screen import settings_by_key
 
@@ -149,11 +149,11 @@ def main(argv: list[str]) -> int:
 def find_runs(folder: Path) -> Iterator[ListedRun]:
     """Yield the runs and sweeps below a folder. The jobs of a sweep are listed only if `folder` is that sweep."""
     run_itself = read_listed_run(RunDir(folder), folder.name) if is_run_or_sweep(folder) else None
-    rows = (listed_folder(path, folder) for path in find_folders(folder, MOST_DEEP))
+    rows = (read_listed_folder(path, folder) for path in find_folders(folder, MOST_DEEP))
     yield from (row for row in (run_itself, *rows) if row is not None)
 
 
-def listed_folder(path: Path, above: Path) -> ListedRun | None:
+def read_listed_folder(path: Path, above: Path) -> ListedRun | None:
     """Return the row of a folder; None if it is neither a run nor a sweep, or was removed meanwhile."""
     name = path.relative_to(above).as_posix()
     try:
@@ -188,10 +188,12 @@ def read_listed_run(run: RunDir, name: str) -> ListedRun:
     state = str(status.get("state", "not begun"))
     if state in ("running", "not begun") and is_writer_alive(run) is False:
         state = "dead"
-    return ListedRun(name, run, state, status, run.report, time_changed(run, status), status.get("seconds"))
+    return ListedRun(
+        name, run, state, status, run.report, read_change_time(run, status), status.get("seconds")
+    )
 
 
-def time_changed(run: RunDir, status: dict[str, Any]) -> float:
+def read_change_time(run: RunDir, status: dict[str, Any]) -> float:
     """Return when a status was written, or its folder changed. Raise FileNotFoundError if the folder is gone."""
     return float(status.get("time") or run.root.stat().st_mtime)
 
@@ -202,7 +204,7 @@ def read_listed_sweep(folder: Path, name: str) -> ListedRun:
         sweep = load_sweep(folder)
     except ConfigError:
         run = RunDir(folder)
-        return ListedRun(f"{name}/", run, "unreadable", {}, folder / PAGE_OF_SWEEP, time_changed(run, {}))
+        return ListedRun(f"{name}/", run, "unreadable", {}, folder / PAGE_OF_SWEEP, read_change_time(run, {}))
     jobs = [job for point in sweep.points() for job in point.jobs]
     folders = [folder / job.folder for job in jobs]
     best = RunDir(next((path for path in folders if path.is_dir()), folder))  # no job may have begun
@@ -211,7 +213,7 @@ def read_listed_sweep(folder: Path, name: str) -> ListedRun:
     state = f"{done}/{len(jobs)} done"
     status = read_status(best)
     return ListedRun(
-        f"{name}/", best, state, status, folder / PAGE_OF_SWEEP, time_changed(best, status), seconds
+        f"{name}/", best, state, status, folder / PAGE_OF_SWEEP, read_change_time(best, status), seconds
     )
 
 
@@ -241,7 +243,7 @@ def parse_filter(text: str) -> RowFilter:
 
 
 def sort_by_key(listed: list[ListedRun], key: str) -> list[ListedRun]:
-    """Return the rows sorted by a key; rows without a value come last. Raise ConfigError if no row has one."""
+    """Return the rows sorted by a key; rows without a value come last. Raise ConfigError if no row has a value."""
     if key == "age":
         return sorted(listed, key=lambda one: -one.changed)
     values = [one.read_value(key) for one in listed]
@@ -273,7 +275,7 @@ def table_rows(listed: list[ListedRun]) -> list[list[str]]:
             else "-"
         )
         settings = [
-            f"{key}={short_numbers(value)}" for key, value in run.settings.items() if key in differing
+            f"{key}={format_short_numbers(value)}" for key, value in run.settings.items() if key in differing
         ]
         rows.append([
             run.name, run.state, format_age(now - run.changed), best, " ".join(settings) or "-",

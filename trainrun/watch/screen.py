@@ -224,7 +224,7 @@ class SweepView(RunsView):
 
 
 def settings_by_key(words: Sequence[str]) -> dict[str, str]:
-    """Return the settings among the typed overrides by key, without those of folders."""
+    """Return the settings among the typed overrides, by key, without the settings of folders."""
     pairs = [word.lstrip("+").partition("=") for word in words if not word.startswith("-")]
     return {key: value for key, equals, value in pairs if equals and not key.startswith(FOLDERS)}
 

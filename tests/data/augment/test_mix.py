@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from trainrun.data.augment.draws import Draws
-from trainrun.data.augment.mix import CutMix, MixUp, partner_positions
+from trainrun.data.augment.mix import CutMix, MixUp, find_partner_positions
 from trainrun.errors import DataError
 
 CLASSES = 5
@@ -82,7 +82,7 @@ def test_targets_that_are_numbers_or_mixed_already_are_mixed_as_they_are() -> No
         real = torch.rand(shape, dtype=torch.float64)
         _, target = MixUp()((x, real), draws())
         w = weight.view(8, *[1] * (real.ndim - 1))
-        torch.testing.assert_close(target, w * real + (1 - w) * real[partner_positions(real)])
+        torch.testing.assert_close(target, w * real + (1 - w) * real[find_partner_positions(real)])
     twice = MixUp(1.0, CLASSES)(CutMix(1.0, CLASSES)((x, y), draws()), draws().derive("other"))
     torch.testing.assert_close(twice[1].sum(1), torch.ones(8, dtype=torch.float64))
 

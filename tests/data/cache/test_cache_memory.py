@@ -36,7 +36,7 @@ def test_samples_are_equal_to_the_sources(kind, spec, tmp_path):
         assert len(kept) == 40
         for index in (*range(40), *range(40), -1):
             assert same(kept[index], source[index % 40])
-    assert kept.count_cached() == 40 if spec != "pool:300B" else 0 < kept.count_cached() <= 40
+    assert kept.count_cached_samples() == 40 if spec != "pool:300B" else 0 < kept.count_cached_samples() <= 40
     assert all(same(a, source[b]) for a, b in zip(kept.__getitems__([4, 39, 4]), [4, 39, 4], strict=True))
 
 
@@ -72,12 +72,12 @@ def test_samples_are_read_one_by_one_where_a_call_for_many_leaves_one_out(tmp_pa
 @pytest.mark.parametrize("spec", ["memory", "pool:4MB", "disk"])
 def test_a_damaged_sample_raises_when_it_is_asked_for(spec, tmp_path):
     kept = kept_in(Broken(), spec, tmp_path)
-    assert kept.count_cached() == 38
+    assert kept.count_cached_samples() == 38
     assert same(kept[6], Made()[6])
     for _ in range(2):
         with refused(ValueError):
             kept[7]
-    assert kept.as_columns() is None
+    assert kept.build_cached_columns() is None
 
 
 class Odd(Made):
@@ -94,8 +94,8 @@ def test_samples_unlike_the_first(spec, tmp_path, caplog):
     kept = kept_in(source, spec, tmp_path, key="data.val")
     for _ in range(2):
         assert all(same(kept[index], source[index]) for index in range(41))
-    assert kept.count_cached() == 40
-    assert kept.as_columns() is None
+    assert kept.count_cached_samples() == 40
+    assert kept.build_cached_columns() is None
     assert len(caplog.records) == 1
 
 
@@ -152,7 +152,7 @@ def test_a_source_that_seeds_itself_is_kept(tmp_path):
     read_again = sum(reads_in(tmp_path).values()) - 400 - 2 * NUM_PROBES
     first_chunks = read_again / (2 * module.CHUNK)  # nothing but the first chunk is read again
     assert first_chunks in (1, 2)  # of one worker, or of both
-    assert kept.count_cached() == 400
+    assert kept.count_cached_samples() == 400
     assert all(same(kept[index], Seeded()[index]) for index in range(400))
 
 
@@ -212,7 +212,7 @@ def test_what_cannot_be_kept():
 def test_a_full_cache_is_columns(kind):
     source = Made(kind)
     kept = open_cache(source, "memory", "data.train")
-    columns = kept.as_columns()
+    columns = kept.build_cached_columns()
     assert isinstance(columns, Columns)
     assert len(columns) == 40
     for index in range(40):
@@ -271,13 +271,13 @@ def test_a_pool_never_outgrows_its_size_and_keeps_its_part(kind, size, tmp_path)
     source = Made(kind, 600, log=tmp_path)
     kept = open_cache(source, f"pool:{size}kB", "data.train")
     assert sum(array.nbytes for name, array in kept.arrays.items() if "leaf" in name) <= 1000 * size
-    assert 40 < kept.count_cached() < 400
+    assert 40 < kept.count_cached_samples() < 400
     before = reads_in(tmp_path)
     for index in range(600):
         assert same(kept[index], SAMPLES[kind](index))
-    assert sum(reads_in(tmp_path).values()) - sum(before.values()) == 600 - kept.count_cached()
+    assert sum(reads_in(tmp_path).values()) - sum(before.values()) == 600 - kept.count_cached_samples()
     assert [kept.is_cached(index) for index in range(600)] == [
-        index < kept.count_cached() for index in range(600)
+        index < kept.count_cached_samples() for index in range(600)
     ]
 
 

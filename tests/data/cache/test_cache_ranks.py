@@ -116,7 +116,7 @@ def test_other_samples_stay_apart():
         same = [
             torch.equal(kept[i][0], source[i][0]) for i in range(NUMBER) if kept.is_cached(i) and rank < 4
         ]
-        return kept.count_cached(), all(same), kept.note
+        return kept.count_cached_samples(), all(same), kept.note
 
     found = run_ranks(work, 5)
     assert [number for number, _, _ in found] == [NUMBER] * 5

@@ -142,7 +142,7 @@ def test_a_file_that_is_cut_while_it_is_mapped_is_an_error_and_no_signal(table, 
 def build_small(writer: ColumnWriter) -> dict[str, Any]:
     for begin in range(3):
         writer.add("x", np.full((2, 3), begin, np.float32))
-        writer.add_ragged("words", np.arange(begin + 1, dtype=np.int64), np.array([begin, 1]))
+        writer.add_ragged_column("words", np.arange(begin + 1, dtype=np.int64), np.array([begin, 1]))
     return {"names": ["ä", "b"]}
 
 
@@ -245,9 +245,9 @@ def test_columns_in_use_are_not_removed_to_make_room():
 
 def test_a_draft_is_locked_while_it_is_built(tmp_path):
     with make_draft_folder(tmp_path / "key") as draft:
-        room.remove_unfinished(tmp_path)
+        room.remove_unfinished_folders(tmp_path)
         os.utime(draft, (0, 0))
-        room.remove_unfinished(tmp_path)
+        room.remove_unfinished_folders(tmp_path)
         assert draft.is_dir()
     assert not draft.exists()
 

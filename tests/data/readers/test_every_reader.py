@@ -24,7 +24,7 @@ from trainrun.data.map_style import is_thread_safe
 from trainrun.data.pipeline import open_batches
 from trainrun.data.readers import column_store
 from trainrun.data.readers.arrays import hdf5
-from trainrun.data.readers.mapped_files import open_mapped
+from trainrun.data.readers.mapped_files import open_mapped_array
 from trainrun.data.readers.mapped_rows import MappedRows
 from trainrun.data.readers.pictures import image_folder
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset
@@ -106,7 +106,8 @@ def text_blocks(folder):
 def picked_rows(folder):
     np.save(folder / "x.npy", np.concatenate([ROWS, ROWS]))
     return ReaderDataset(
-        MappedRows([open_mapped(str(folder / "x.npy"))], Info((folder / "x.npy",))), np.arange(0, 2 * N, 2)
+        MappedRows([open_mapped_array(str(folder / "x.npy"))], Info((folder / "x.npy",))),
+        np.arange(0, 2 * N, 2),
     )
 
 

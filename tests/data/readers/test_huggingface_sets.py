@@ -164,7 +164,7 @@ def test_rows_padded_together_are_the_batch_of_their_samples(tmp_path, columns, 
     cut = SequenceCutter(*options["cut"], names) if "cut" in options else None
     collate = PadCollate(names, **{**options, "cut": cut})
     for indices in ([7, 1, 4], [5], [0], [11, 11, 6, 0]):
-        rows, samples = source.read_ragged(indices), [source[index] for index in indices]
+        rows, samples = source.read_ragged_rows(indices), [source[index] for index in indices]
         assert hash_samples([collate.pad_rows(rows)]) == hash_samples([collate(samples)])
 
 
@@ -244,7 +244,7 @@ def test_lists_of_one_shape_are_gathered_as_columns(tmp_path, place):
     data = whole(tmp_path / "set")
     assert [type(value) for value in data[1].values()] == [np.ndarray, int, bool]
     np.testing.assert_array_equal(data[3]["image"], images[3])
-    if (columns := data.as_rows()) is not None:  # mapped
+    if (columns := data.find_row_columns()) is not None:  # mapped
         assert columns.names == ("image", "y", "on")
         np.testing.assert_array_equal(columns[2]["image"], images[2])
     opened, _ = open_batches(data, StreamOptions("data.train", True, 4, 1))

@@ -131,7 +131,7 @@ def test_arrays_that_cannot_be_divided(tmp_path):
     save(tmp_path, y_train=np.arange(3))
     assert "found x_train (40, 2), y_train (3,)" in fault(val_fraction=0.5)
     save(tmp_path, n=3)
-    assert "of 3 samples it leaves none for validation" in fault(val_fraction=0.01)
+    assert "data.train.val_fraction=0.01: " in fault(val_fraction=0.01)
     (tmp_path / "x_train.npy").write_bytes((tmp_path / "x_train.npy").read_bytes()[:-8])
     assert "x_train.npy cannot be read" in fault()
 

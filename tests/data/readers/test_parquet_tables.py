@@ -169,7 +169,7 @@ def test_several_files_and_a_row_in_an_error(tmp_path, monkeypatch):
         part = pa.table({"x": pa.array([i, None if i == 0 else 9, i], pa.int64()), "y": [0, 1, 0]})
         pq.write_table(part, tmp_path / f"{name}.parquet", row_group_size=1)
     assert fault(str(tmp_path)).startswith(f"{tmp_path}/b.parquet row 1: column 'x' is missing; correct it")
-    assert "or say what stands for it, as data.train.fill=0" in fault(str(tmp_path), val_path=str(tmp_path))
+    assert "data.train.fill=0" in fault(str(tmp_path), val_path=str(tmp_path))
     for stored_from in (2**20, 0):
         monkeypatch.setattr(column_store, "STORED_FROM", stored_from)
         source = whole(str(tmp_path), fill=-1)
@@ -302,7 +302,7 @@ def test_lists_of_one_length_are_gathered_as_columns(tmp_path, store):
     tokens = np.arange(400).reshape(40, 10)
     pq.write_table(pa.table({"tokens": list(tokens), "y": np.arange(40) % 2}), path, row_group_size=3)
     source = load(path, inputs="tokens", target="y")["train"]
-    columns = source.as_rows()
+    columns = source.find_row_columns()
     assert len(columns) == len(source) == 36
     assert columns[5][0].tolist() == source[5][0].tolist()
     options = StreamOptions("data.train", True, 4, 1)

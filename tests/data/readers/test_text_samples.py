@@ -302,7 +302,7 @@ def test_blocks_gathered_from_the_file_are_what_reading_them_gives(tmp_path, dty
 
 def test_a_file_that_shrank_is_named_where_the_rows_are_opened_again(tmp_path, cache):
     (tmp_path / "a.txt").write_text(VERSES * 20)
-    sent = pickle.dumps(whole(tmp_path / "a.txt", cache, block_size=16).as_rows())
+    sent = pickle.dumps(whole(tmp_path / "a.txt", cache, block_size=16).find_row_columns())
     (tmp_path / "a.txt").write_text(VERSES)
     with refused(DataError, "a.txt"):
         pickle.loads(sent)
@@ -316,11 +316,14 @@ def test_blocks_alone_are_gathered_and_stay_in_the_file(tmp_path, cache, name, r
     batches, line = open_batches(blocks, StreamOptions("data.train", True, 8, 0))
     assert "mapped files, read in the page cache" in line
     batches.close()
-    columns = pickle.loads(pickle.dumps(blocks.as_rows()))
-    assert all(np.shares_memory(mine, blocks._mapped()) for mine in blocks.as_rows().values)
+    columns = pickle.loads(pickle.dumps(blocks.find_row_columns()))
+    assert all(np.shares_memory(mine, blocks._map_tokens()) for mine in blocks.find_row_columns().values)
     assert all(torch.equal(mine, own) for mine, own in zip(columns[3], blocks[3], strict=True))
     for kind in ("lines", "documents"):
-        assert whole(tmp_path / "a.txt", cache, kind=kind, tokenizer=name, block_size=16).as_rows() is None
+        assert (
+            whole(tmp_path / "a.txt", cache, kind=kind, tokenizer=name, block_size=16).find_row_columns()
+            is None
+        )
 
 
 def test_too_few_tokens_are_refused(tmp_path, cache):

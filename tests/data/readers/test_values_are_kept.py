@@ -88,7 +88,7 @@ def test_a_folder_of_dark_16_bit_pictures_keeps_them_apart(tmp_path: Path) -> No
             content = png_of(np.full((4, 4, 1), level + number, np.uint16))
             (tmp_path / name / f"{number}.png").write_bytes(content)
     source = load_pictures(str(tmp_path), shape=(1, 4, 4), dtype="float32", val_fraction=0)["train"]
-    assert source.as_bytes() is None, "bytes would hold half of them"
+    assert source.find_byte_pictures() is None, "bytes would hold half of them"
     assert source.read_batch([0, 1]) is None
     found = sorted(float(source[index][0].mean()) * 65535 for index in range(6))
     assert found == pytest.approx([10, 11, 12, 250, 251, 252])
@@ -156,7 +156,9 @@ def test_ids_in_arrays_of_doubles_are_told_once(
     preparation, ids = Preparation(), torch.from_numpy(IDS).double()
     with caplog.at_level(logging.WARNING):
         for values in (ids / 2**10, ids, ids):
-            found = preparation.batch((values, 0))[0] if as_batch else preparation.column(values)
+            found = (
+                preparation.convert_batch((values, 0))[0] if as_batch else preparation.convert_column(values)
+            )
             assert found.dtype is torch.float32
     assert len(caplog.records) == 1
     assert "16777217" in caplog.text
@@ -168,7 +170,8 @@ def test_whole_numbers_stay_whole_in_lists_and_in_64_bits(
     monkeypatch.setattr(batch, "_told", set())
     assert convert_numbers(IDS.tolist()).tolist() == IDS.tolist()
     assert torch.equal(
-        Preparation(torch.float64).column(torch.from_numpy(IDS).double()).long(), torch.from_numpy(IDS)
+        Preparation(torch.float64).convert_column(torch.from_numpy(IDS).double()).long(),
+        torch.from_numpy(IDS),
     )
     assert Preparation(torch.float64).batch(stack_samples([([0.1],), ([1],)]))[0].tolist() == [[0.1], [1.0]]
     assert not caplog.records

@@ -76,7 +76,7 @@ class WhatIf:
 
     @property
     def is_reliable(self) -> bool:
-        """Return whether the gain is computed, or has an interval. A few turns have none."""
+        """Return whether the gain is computed, or measured in enough turns for an interval."""
         return self.is_computed or self.gain.has_interval
 
     @property

@@ -28,7 +28,7 @@ def report_diagnosis(overrides: list[str], seconds: float, trace: bool, folder: 
         diagnosis = diagnose(overrides, budget, progress, trace)
     say("\n".join(diagnosis_lines(diagnosis)))
     write_diagnosis(diagnosis, overrides, folder)
-    report_result(file=folder / "diagnosis.json", **diagnosis_to_json(diagnosis, overrides))
+    report_result(file=folder / "diagnosis.json", **convert_diagnosis_to_json(diagnosis, overrides))
     say(f"in {budget.elapsed_seconds:.0f} s; details: {relative_path(folder / 'diagnosis.json')}")
     return EXIT_DONE
 
@@ -87,7 +87,7 @@ def format_step_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.95 else format_duration(seconds)
 
 
-def diagnosis_to_json(diagnosis: Diagnosis, overrides: list[str]) -> dict[str, Any]:
+def convert_diagnosis_to_json(diagnosis: Diagnosis, overrides: list[str]) -> dict[str, Any]:
     conclusion = reach_verdict(diagnosis)
     causes = [
         {"name": each.what_if.name, "text": each.text, "try": list(map(str, each.remedies))}
@@ -122,6 +122,6 @@ def diagnosis_to_json(diagnosis: Diagnosis, overrides: list[str]) -> dict[str, A
 
 def write_diagnosis(diagnosis: Diagnosis, overrides: list[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "diagnosis.json", diagnosis_to_json(diagnosis, overrides))
+    write_json(folder / "diagnosis.json", convert_diagnosis_to_json(diagnosis, overrides))
     if diagnosis.profiled is not None:
         (folder / "trace.json.gz").write_bytes(diagnosis.profiled.trace)

@@ -28,7 +28,7 @@ Side = Callable[[], Turn]
 
 
 class Rounds:
-    """Turns of the base, and turns of each ablation next to them."""
+    """Measured turns of the unchanged loop (the base), and of each ablation next to them."""
 
     def __init__(self, base: Side, sides: Mapping[str, Side], deadline: float,
                  clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip

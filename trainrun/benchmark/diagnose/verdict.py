@@ -157,7 +157,7 @@ def build_cause(diagnosis: Diagnosis, what_if: WhatIf) -> Cause:
 def describe_cause(diagnosis: Diagnosis, name: str) -> str:
     if name != "data":
         return CAUSES[name]
-    if not loading_computes(diagnosis):
+    if not is_loading_busy(diagnosis):
         return "loading, which mostly waits (a disk, a network, a sleep)"
     if diagnosis.info.engine == "resident":
         return "gathering the samples of a batch in memory"

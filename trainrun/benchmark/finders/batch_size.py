@@ -126,7 +126,9 @@ class BatchFinder:
         return sorted(attempt.size for attempt in self.tried if not attempt.why)
 
     def compare_speeds(self) -> Comparison:
-        """Compare the speed of the configured batch size with that of the largest ones, in alternating turns."""
+        """Compare the speed of the configured batch size with the speed of the largest batch sizes, in alternating
+        turns.
+        """
         sizes, typed = self.sizes(), self.config.data.batch_size
         base = typed if typed in sizes else sizes[0]
         turns = {str(size): self._turn(size) for size in sizes if size > base}

@@ -174,7 +174,7 @@ def main(wish: Namespace, words: list[str]) -> int:
 def draw_lr_range_test(curve: RateLosses, advice: Suggestion, path: Path) -> Path:
     from trainrun.plots import canvas
 
-    figure, (ax,) = canvas.new_panels("Learning rate range test", 1, height=3.4)
+    figure, (ax,) = canvas.build_panels("Learning rate range test", 1, height=3.4)
     ax.plot(curve.rates, curve.losses, color=canvas.TRAIN, alpha=0.3, linewidth=1, label="loss")
     ax.plot(
         curve.rates[: len(advice.averaged)],

@@ -124,17 +124,20 @@ TABLE_HEAD: Final = ("technique", "alone", "turns", "helps?", "memory", "trainin
 LONGEST_REASON: Final = 30
 
 
-def to_json_values(value: Any) -> Any:
+def convert_to_json_values(value: Any) -> Any:
     """Return dataclasses and named tuples as dictionaries, for JSON."""
     if isinstance(value, Ratio):
         bounds = (value.low, value.high) if value.has_interval else (None, None)
         names = ("value", "low", "high", "pairs", "each")
         return dict(zip(names, (value.value, *bounds, value.pairs, list(value.each)), strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_json_values(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {
+            field.name: convert_to_json_values(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        }
     if hasattr(value, "_asdict"):
-        return {name: to_json_values(item) for name, item in value._asdict().items()}
-    return [to_json_values(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: convert_to_json_values(item) for name, item in value._asdict().items()}
+    return [convert_to_json_values(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def tuning_lines(tuning: Tuning) -> list[str]:
@@ -246,7 +249,7 @@ def report_search(
             )
     if wish.allow == "exact":
         say("not tried: number types and compilation of the model, which round differently (--allow numeric)")
-    results = to_json_values(tuning)
+    results = convert_to_json_values(tuning)
     results |= {
         "found": list(tuning.best_settings),
         "claimed": tuning.is_claimed,
@@ -261,7 +264,7 @@ def report_table(typed: list[str], table: TechniqueTable, budget: float, folder:
     print_head(["--table", *typed], table.seconds, budget)
     for line in table_lines(table):
         say(line)
-    to_json = to_json_values
+    to_json = convert_to_json_values
     rows = [
         to_json(row) | {"title": row.trial.cause, "alone": to_json(row.speedup_alone)} for row in table.rows
     ]

@@ -172,8 +172,9 @@ class Row:
 class TechniqueTable:
     """All techniques with their results, and the gain of the helpful techniques together.
 
-    speed: items per second with the user's own settings. found: the overrides that were measured together. claim:
-        their speed relative to the user's own settings, in new processes. problem: why there is no claim.
+    speed: items per second with the user's own settings. found: the overrides that were measured together. claim: the
+        speed with these overrides, relative to the user's own settings, in new processes. problem: why there is no
+        claim.
     """
 
     unit: str

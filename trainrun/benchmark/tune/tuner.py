@@ -19,7 +19,14 @@ from trainrun.benchmark.budget import TURN_SECONDS, Budget
 from trainrun.benchmark.diagnose.diagnosis import Diagnosis, Examination
 from trainrun.benchmark.diagnose.verdict import CAUSES, certain_causes, reach_verdict
 from trainrun.benchmark.measured_run import MeasuredRun
-from trainrun.benchmark.remedies import EFFECTS, EXACT, Remedy, find_remedies, model_remedies, new_settings
+from trainrun.benchmark.remedies import (
+    EFFECTS,
+    EXACT,
+    Remedy,
+    find_remedies,
+    model_remedies,
+    select_new_settings,
+)
 from trainrun.benchmark.run_overrides import (
     LOADER_KEYS,
     compose_config,
@@ -150,9 +157,9 @@ def used_settings(trials: Sequence[Trial]) -> list[str]:
 class Tuner:
     """One search for faster settings.
 
-    pool: starts runs. overrides: of the run, with the names of the config. allowed: the largest effect that a remedy
-        may have.
-    problem: why there is no claim. base: the run with the best settings so far.
+    pool: starts runs. overrides: the settings of the run, with the names of the config. allowed: the largest effect
+        that a remedy may have.
+    problem: why no speed is claimed. base: the run with the best settings so far.
     """
 
     def __init__(
@@ -248,7 +255,7 @@ class Tuner:
         run_seconds = None if steps is None else steps * diagnosis.step_seconds
         for cause, faster_models in model_remedies(info, run_seconds).items():
             useful = [remedy for remedy in faster_models if self.is_allowed(remedy)]
-            untried = new_settings(useful, self.add_start_choices(()))
+            untried = select_new_settings(useful, self.add_start_choices(()))
             if self._keep_fastest(cause, None, untried, self._compute_trials_deadline()):
                 return True
         return False

@@ -16,10 +16,10 @@ from torch.nn.functional import pad
 
 from trainrun.data.augment.draws import Draws
 from trainrun.data.augment.images import (
-    as_contiguous,
     get_images,
     get_target_map,
     is_channels_last,
+    make_contiguous,
     replace_images,
     replace_target,
     restore_layout,
@@ -67,5 +67,5 @@ def cut_out(images: Tensor, places: Tensor, padding: int) -> Tensor:
     at = at + torch.arange(height, device=images.device) + places[:, :1, None]
     starts = at * line + places[:, 1:, None] * item
     windows = padded.as_strided((padded.numel() - width * item + 1, width * item), (1, 1))
-    ordered = as_contiguous(images)
+    ordered = make_contiguous(images)
     return restore_layout(images, windows.index_select(0, starts.flatten()).view(ordered.shape))

@@ -115,19 +115,19 @@ def is_channels_last(images: Tensor) -> bool:
     return not images.is_contiguous() and images.is_contiguous(memory_format=torch.channels_last)
 
 
-def as_contiguous(images: Tensor) -> Tensor:
+def make_contiguous(images: Tensor) -> Tensor:
     """Return the images as a contiguous tensor: (B, C, H, W), or (B, H, W, C) if they are channels-last."""
     return images.permute(0, 2, 3, 1) if is_channels_last(images) else images.contiguous()
 
 
 def restore_layout(images: Tensor, ordered: Tensor) -> Tensor:
-    """Return a result computed from `as_contiguous(images)` as (B, C, H, W)."""
+    """Return a result computed from `make_contiguous(images)` as (B, C, H, W)."""
     return ordered.permute(0, 3, 1, 2) if is_channels_last(images) else ordered
 
 
 def select_images(images: Tensor, positions: Tensor) -> Tensor:
     """Return images[positions], channels-last if the images are."""
-    return restore_layout(images, as_contiguous(images).index_select(0, positions))
+    return restore_layout(images, make_contiguous(images).index_select(0, positions))
 
 
 def build_box_mask(corners: Tensor, height: int, width: int) -> Tensor:

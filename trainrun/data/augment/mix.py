@@ -50,22 +50,21 @@ class MixUp:
         images = get_images(batch)
         if not images.is_floating_point():
             raise DataError(
-                f"needs floating-point images, not {images.dtype}; let "
-                "trainrun.data.augment.normalize.Normalize come before it"
+                f"needs floating-point images, not {images.dtype}; put "
+                "trainrun.data.augment.normalize.Normalize before this augmentation"
             )
         weight = self.mixture.weight(draws).to(images.dtype)
         mixed = torch.lerp(
-            select_images(images, partner_positions(images)), images, weight[:, None, None, None]
+            select_images(images, find_partner_positions(images)), images, weight[:, None, None, None]
         )
         return replace_images(self.mixture.mix_targets(batch, weight, draws.float_dtype), mixed)
 
 
 class CutMix:
-    """Replace a box of the image by the partner's pixels. Targets are mixed by the area. It works for any number
-    type.
+    """Replace a box of the image by the partner's pixels. Targets are mixed by the area. It works for any number type.
 
-    The box covers the fraction 1 - weight of the image, where weight is drawn from Beta(alpha, alpha). It covers
-    less if a part of the box is outside of the image. p and num_classes are those of MixUp.
+    The box covers the fraction 1 - weight of the image, where weight is drawn from Beta(alpha, alpha). It covers less
+    if a part of the box is outside of the image. p and num_classes: as in MixUp.
     """
 
     random = True
@@ -82,7 +81,7 @@ class CutMix:
         images = get_images(batch)
         corners = self._draw_boxes(images, draws)
         height, width = images.shape[2:]
-        partners = select_images(images, partner_positions(images))
+        partners = select_images(images, find_partner_positions(images))
         mixed = torch.where(build_box_mask(corners, height, width), partners, images)
         area = (corners[:, 1] - corners[:, 0]) * (corners[:, 3] - corners[:, 2])
         weight = 1 - area.to(draws.float_dtype) / (height * width)
@@ -117,7 +116,7 @@ class Mixture:
         if not target.is_floating_point():
             target = self._convert_to_probabilities(target, dtype)
         weights = weight.to(target.dtype).view(-1, *[1] * (target.ndim - 1))
-        partners = target.index_select(0, partner_positions(target))
+        partners = target.index_select(0, find_partner_positions(target))
         return replace_target(batch, torch.lerp(partners, target, weights))
 
     def _convert_to_probabilities(self, target: Tensor, dtype: torch.dtype) -> Tensor:
@@ -138,7 +137,7 @@ class Mixture:
         return soft.scatter_(1, target.long()[:, None], 1)
 
 
-def partner_positions(rows: Tensor) -> Tensor:
+def find_partner_positions(rows: Tensor) -> Tensor:
     """Return the position of each sample's partner, (B,): 1, 0, 3, 2, ... A last sample without a neighbour is its
     own partner.
     """

@@ -17,11 +17,13 @@ def build_augmentations(nodes: Mapping[str, Any]) -> tuple[NamedAugmentation, ..
     (`padding=-1: ...`) and gets the key before it.
     """
     return tuple(
-        _build_named(f"data.augment.{name}", node) for name, node in nodes.items() if node is not None
+        _build_named_augmentation(f"data.augment.{name}", node)
+        for name, node in nodes.items()
+        if node is not None
     )
 
 
-def _build_named(key: str, node: Any) -> NamedAugmentation:
+def _build_named_augmentation(key: str, node: Any) -> NamedAugmentation:
     try:
         built = build_node(node, key)
     except ConfigError as error:

@@ -59,7 +59,7 @@ class WordDropout:
             return batch
         tokens = next(filter(is_token_batch, list_tensors(batch)), None)
         if tokens is None:
-            raise DataError("drops tokens, but this batch has no whole numbers (B, T)")
+            raise DataError("needs tokens (B, T) as whole numbers, and this batch has none")
         dropped = draws.uniform("words", tokens.shape[1] + 1) < self.rate
         return attach_fields(batch, {"word_dropout": dropped})
 

@@ -193,7 +193,7 @@ class SampleBlock(NamedTuple):
 
 
 def build_block(samples: Sequence[Any], form: SampleForm, leaves: Sequence[Leaf]) -> SampleBlock:
-    """Return samples as bytes. form, leaves: those of the first sample. Samples of another kind are left out."""
+    """Return samples as bytes. form, leaves: of the first sample. Samples of another form are left out."""
     kind, num_unlike, is_kept = sample_kind(form, tuple(leaves)), 0, []
     buffers: list[list[Array]] = [[EMPTY] for _ in leaves]
     shapes: list[list[Any]] = [[] for _ in leaves]
@@ -363,7 +363,7 @@ class CachedDataset:
 
     Every sample is a copy, equal to the sample of the source. note: a line for the start of a run.
     arrays: `leaf.N` (bytes,) for each leaf. If shapes differ, also `shapes.N` (n, dimensions) and `is_kept` (n,).
-        facts: see `write_cache`. form, leaves: those of the first sample.
+    facts: see `write_cache`. form, leaves: the form and the leaves of the first sample.
     """
 
     def __init__(self, source: Any, arrays: Mapping[str, Array], facts: Mapping[str, Any], form: SampleForm,
@@ -433,7 +433,7 @@ class CachedDataset:
             buffers.append(self._values[number][begin : begin + leaf.num_bytes].copy())
         return rebuild_sample(self._form, iter(leaves), iter(buffers))
 
-    def as_columns(self) -> Columns | None:
+    def build_cached_columns(self) -> Columns | None:
         """Return all samples as mapped columns; None if one is missing or shapes differ."""
         is_flat = all(part.container is None for part in self._form.parts)
         if self.num_stored < len(self) or self._fixed is None or not is_flat:
@@ -447,14 +447,14 @@ class CachedDataset:
 
     @property
     def thread_safe(self) -> bool:
-        return self.count_cached() == len(self) or is_thread_safe(self.source)
+        return self.count_cached_samples() == len(self) or is_thread_safe(self.source)
 
     @property
     def source_class_name(self) -> str:
         """Return the class name of the cached data set, which messages about unreadable samples name."""
         return type(self.source).__name__
 
-    def count_cached(self) -> int:
+    def count_cached_samples(self) -> int:
         """Return how many samples are in the cache."""
         return self.num_stored if self._fixed is not None else int(np.count_nonzero(self._is_kept))
 

@@ -20,8 +20,8 @@ from trainrun.user_code import format_error_with_line
 
 NUM_PROBES = 9
 RANDOM = (
-    "so a cache would repeat one random sample; move random code to data.transform, which runs after the cache, or use "
-    "data.cache=none"
+    "and a cache would repeat one random sample; move random code to data.transform, which runs after the cache, or "
+    "use data.cache=none"
 )
 
 
@@ -33,10 +33,10 @@ class SampleDigest(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """Facts about samples. form, leaves: those of the first sample that can be read. sample_bytes: the size of a
-    sample.
+    """Facts about samples. form, leaves: the form and the leaves of the first sample that can be read. sample_bytes:
+    the size of a sample.
 
-    digest: of all samples that were read. seconds: the time to read a sample.
+    digest: a hash of all samples that were read. seconds: the time to read a sample.
     """
 
     form: SampleForm

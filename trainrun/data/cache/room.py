@@ -80,14 +80,14 @@ def _iterate_caches(folder: Path) -> Iterator[DiskCache]:
                     yield DiskCache(path, size, (path / META).stat().st_atime, (path / SOURCE).read_text())
 
 
-def remove_unfinished(folder: Path) -> None:
+def remove_unfinished_folders(folder: Path) -> None:
     """Remove unfinished folders of builders that were killed. A running builder holds a lock on its folder."""
     with suppress(OSError):
         for path in folder.glob(f"{DRAFT}*"):
             _run_locked(path, lambda path=path: _delete(path))  # type: ignore[misc]
 
 
-def open_shared(path: Path) -> int | None:
+def open_cache_for_reading(path: Path) -> int | None:
     """Open a cache for reading, with a shared lock; None if it was removed meanwhile.
 
     The lock ends when the last copy of the descriptor is closed, in any process.
@@ -135,7 +135,7 @@ def make_room(folder: Path, needed: int, where: str, say: Callable[[str], object
     if needed > limit:
         raise OSError(f"{needs}, and caches on this disk may take {format_quantity(limit)}B ({LIMIT})")
     record_folder(folder)
-    remove_unfinished(folder)
+    remove_unfinished_folders(folder)
     device = folder.stat().st_dev
     here = [other for other in {*list_cache_folders(), folder.resolve()} if other.stat().st_dev == device]
     caches = list_caches(here)

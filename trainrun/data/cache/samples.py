@@ -110,8 +110,8 @@ def sample_kind(form: SampleForm, leaves: tuple[Leaf, ...]) -> Any:
 
 
 def rebuild_sample(form: SampleForm, leaves: Iterator[Leaf], buffers: Iterator[Buffer]) -> Any:
-    """Build a sample from its form, leaves and buffers. The sample owns the buffers, so nothing else may write to
-    them.
+    """Build a sample from its form, its leaves and the buffers with their bytes. The sample uses the memory of the
+    buffers, so no other code may write to them.
     """
     if form.container is None:
         return _decode_leaf(next(leaves), next(buffers))

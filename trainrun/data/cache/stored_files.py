@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainrun.data.cache.room import META, SOURCE, cache_home, make_room, open_shared
+from trainrun.data.cache.room import META, SOURCE, cache_home, make_room, open_cache_for_reading
 from trainrun.data.readers.column_store import make_draft_folder, sync_folder
 from trainrun.data.readers.records.record import META_NAME
 from trainrun.errors import DataError
@@ -147,7 +147,7 @@ def find_or_download(store: Any, url: str, listed: dict[str, dict[str, Any]]) ->
 
 def lock_folder(path: Path) -> bool:
     """Lock a complete folder against removal while this process lives. Return whether the folder exists."""
-    descriptor = open_shared(path / META) if path.is_dir() else None
+    descriptor = open_cache_for_reading(path / META) if path.is_dir() else None
     if descriptor is not None:
         _held[path] = descriptor
     return descriptor is not None

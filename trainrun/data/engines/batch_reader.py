@@ -16,8 +16,8 @@ from trainrun.data.engines.generators import (
     LeaveGlobals,
     SeedGlobals,
     SeedsCalls,
+    build_generator,
     has_parameter,
-    new_generator,
     read_generator_states,
     seed_globals,
 )
@@ -66,11 +66,12 @@ def raise_or_return_failure(error: DataError) -> WorkerFailure:
 
 
 class LoadedBatch(NamedTuple):
-    """A batch on its way to the main process.
+    """A batch that a worker or thread has read, before the main process receives it.
 
     data: None if no sample could be read and no filler is needed. Its fields are detached (`detach_fields`).
-    indices: of the samples in it, as a list, because a tensor would take shared memory and an open file. faults: of
-        the samples that were left out. state: of an iterable source after the batch. whole: see `MicroBatch`.
+    indices: the sample numbers, as a list, because a tensor would take shared memory and an open file.
+    faults: the errors of the samples that were left out. state: the state of an iterable source after the batch.
+    whole: see `MicroBatch`.
     """
 
     data: Any
@@ -81,21 +82,23 @@ class LoadedBatch(NamedTuple):
     state: Any = None
     whole: str = ""
 
-    def as_micro_batch(self) -> MicroBatch:
+    def build_micro_batch(self) -> MicroBatch:
         indices = torch.tensor(self.indices, dtype=torch.int64)
         return MicroBatch(reattach_fields(self.data), self.real, self.last, indices, whole=self.whole)
 
 
 @dataclass(frozen=True)
 class SampleSteps:
-    """The steps that are applied to samples, in this order: `scale` and `transform` to each, `preparation` and
-    `collate` to the batch.
+    """The steps that turn samples into a batch, in this order: `scale` and `transform` each sample, then `collate` and
+    `preparation`.
 
-    seed: of the stream. key: the setting of the source in messages. skips: whether samples that cannot be read are
-        left out. training: whether a batch that lost all samples is filled with a sample that does not count
-        (`real=False`), because the other ranks wait. scale: None if no code receives single samples and batches are
-        scaled. one_by_one: whether `__getitems__` is called with one sample at a time. drawn_from: the global
-        generators that the user's code is known to use.
+    seed: the seed of the stream. key: the setting of the source, for messages. skips: whether samples that cannot be
+        read are left out.
+    training: whether a batch that lost all samples is filled with a sample that does not count (`real=False`), because
+        the other ranks wait.
+    scale: None if no code receives single samples and batches are scaled instead. one_by_one: whether `__getitems__` is
+        called with one sample at a time.
+    drawn_from: the global generators that the user's code is known to use.
     """
 
     preparation: Preparation
@@ -139,7 +142,7 @@ class Transform:
         try:
             calls.before(recipe.transform_key, *parts)
             if self._takes_generator:
-                sample = recipe.transform(sample, generator=new_generator(*parts))
+                sample = recipe.transform(sample, generator=build_generator(*parts))
             else:
                 sample = recipe.transform(sample)
             calls.after(recipe.transform_key)
@@ -154,12 +157,12 @@ class Transform:
 
 
 class BatchReader:
-    """A function from a key to a batch, in a worker, a thread or the main process.
+    """A function from a `BatchRequest` to a batch. It runs in a worker, a thread or the main process.
 
     An index beyond the last sample is a repeated sample of the epoch. It is read again, with its own random numbers.
 
-    Random numbers of `__getitem__` depend only on (seed, epoch, index). A `set_epoch` of the data set is called
-    before the first sample of an epoch. It is called on a copy of this reader's own, because other readers may be in
+    Random numbers of `__getitem__` depend only on (seed, epoch, index). If the data set has `set_epoch`, it is called
+    before the first sample of an epoch. Every reader has its own copy of the data set, because another reader may be in
     another epoch.
     """
 
@@ -254,7 +257,11 @@ class BatchReader:
             if self._is_columns:  # a file was cut short, which no sample alone is to blame for
                 raise
             return None
-        return None if batch is None else detach_fields(map_leaves(batch, self.recipe.preparation.column))
+        return (
+            None
+            if batch is None
+            else detach_fields(map_leaves(batch, self.recipe.preparation.convert_column))
+        )
 
     def read_sample(self, epoch: int, index: int) -> Any:
         """Return one sample as the data set returns it."""
@@ -262,7 +269,7 @@ class BatchReader:
         return self._read_seeded(epoch, index)
 
     def transform_sample(self, sample: Any, epoch: int, index: int) -> Any:
-        """Return one sample as it goes into a batch."""
+        """Return one sample after scaling and transform."""
         return self._transform(sample, epoch, index, self._calls)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -344,7 +351,7 @@ class BatchReader:
         """Read a sample of a data set that takes a generator, or that contains data sets which take one."""
         base, place = find_innermost(self.dataset, row)
         if type(base) in self._drawing:
-            return base.__getitem__(place, generator=new_generator(*parts))
+            return base.__getitem__(place, generator=build_generator(*parts))
         return base[place]
 
     def _read_in_one_call(self, epoch: int, indices: list[int]) -> list[Any] | None:
@@ -360,7 +367,7 @@ class BatchReader:
                 samples = self.dataset.__getitems__(rows)
             else:
                 places = [find_innermost(self.dataset, row)[1] for row in rows]
-                generators = [new_generator(seed, epoch, index) for index in indices]
+                generators = [build_generator(seed, epoch, index) for index in indices]
                 samples = list_parts(self.dataset)[0].__getitems__(places, generators=generators)
             self._calls.after(AT_ONCE)
             assert len(samples) == len(indices), f"{len(samples)} samples for {len(indices)} indices"
@@ -394,8 +401,8 @@ def collate_samples(samples: list[Any], recipe: SampleSteps) -> Any:
         if preparation.max_sequence_length is not None:
             samples = [preparation.sample(sample) for sample in samples]
         if recipe.collate is not None:
-            return detach_fields(preparation.batch(recipe.collate(samples)))
-        return preparation.batch(stack_samples(samples))
+            return detach_fields(preparation.convert_batch(recipe.collate(samples)))
+        return preparation.convert_batch(stack_samples(samples))
     except ANY_FAULT as error:
         raise DataError(
             f"{recipe.key}: its samples do not form a batch: {format_error_with_line(error)}; "

@@ -25,7 +25,7 @@ from trainrun.data.engines.threads import ThreadBatches
 from trainrun.data.look import build_recipe
 from trainrun.data.map_style import name_kind
 from trainrun.data.order.sampler import Plan, StreamPlan
-from trainrun.data.same_samples import refuse_divided
+from trainrun.data.same_samples import refuse_divided_source
 from trainrun.data.stream_options import (
     Collate,
     PreparedStream,
@@ -207,7 +207,7 @@ def _choose_iterable_workers(source: Any, options: StreamOptions) -> tuple[int, 
 def _check_iterable(source: Any, number: int, options: StreamOptions) -> None:
     key, shards = options.key, getattr(source, "num_shards", None)
     if options.world_size > 1:
-        refuse_divided(source, key)
+        refuse_divided_source(source, key)
     readers = f"{options.world_size} x {number} readers"
     if is_reader(source):
         too_few = f", and {format_count(shards, 'shard')} are too few for {readers}; use fewer workers or more shards"

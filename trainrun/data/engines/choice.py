@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from trainrun.data.engines.in_memory import count_resident_bytes, explain_resident, resident_bytes
 from trainrun.data.engines.stream import StreamEngine
 from trainrun.data.map_style import find_batch_method, find_class_name, is_thread_safe
-from trainrun.data.stream_options import PreparedStream, StreamOptions, describe_unused
+from trainrun.data.stream_options import PreparedStream, StreamOptions, describe_unused_options
 from trainrun.data.tensor_dataset import list_parts
 from trainrun.errors import DataError
 from trainrun.output import format_count, format_duration, format_quantity
@@ -159,7 +159,7 @@ def _check_threads(prepared: PreparedStream) -> Choice:
             "seeded for "
             "each sample) and draw from that, or use data.engine=workers"
         )
-    vain = describe_unused(options, "num_workers")
+    vain = describe_unused_options(options, "num_workers")
     if number != "auto":
         return Choice(
             StreamEngine("threads", number), f"{format_count(number, 'loader thread')} (asked for{vain})"

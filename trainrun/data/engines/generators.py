@@ -34,7 +34,7 @@ def has_parameter(function: Any, name: str) -> bool:
         return False
 
 
-def new_generator(*parts: int) -> torch.Generator:
+def build_generator(*parts: int) -> torch.Generator:
     """Return a new generator whose numbers depend only on `parts`."""
     return torch.Generator().manual_seed(derive_seed(*parts))
 

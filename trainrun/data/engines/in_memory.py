@@ -13,7 +13,7 @@ from torch import Tensor
 from trainrun.data.batch import Preparation, convert_to_tensor
 from trainrun.data.order.sampler import RankBatch
 from trainrun.data.readers.mapped_files import check_lengths
-from trainrun.data.stream_options import PreparedStream, Sizes, describe_unused
+from trainrun.data.stream_options import PreparedStream, Sizes, describe_unused_options
 from trainrun.data.tensor_dataset import Column, Columns, is_mapped, view_as_tensor
 from trainrun.errors import DataError
 from trainrun.interfaces import MicroBatch
@@ -45,7 +45,7 @@ def explain_resident(prepared: PreparedStream) -> str:
     in_place = gathers_in_place(prepared)
     name = "mapped files, read in the page cache" if in_place else f"resident on {device}"
     if options.engine == "resident":
-        return f"{name} (asked for{describe_unused(options, 'num_workers', 'num_threads')})"
+        return f"{name} (asked for{describe_unused_options(options, 'num_workers', 'num_threads')})"
     open_number = options.num_workers in ("auto", 0) and options.num_threads == "auto"
     if options.engine != "auto" or not open_number or columns is None or prepared.single:
         return ""
@@ -64,7 +64,7 @@ def count_resident_bytes(prepared: PreparedStream) -> str:
 def resident_bytes(prepared: PreparedStream) -> int:
     """Return the size of the columns on the device, after their types and lengths are converted."""
     assert prepared.columns is not None
-    firsts = [prepared.preparation.column(value[:1]) for value in prepared.columns.values]
+    firsts = [prepared.preparation.convert_column(value[:1]) for value in prepared.columns.values]
     return len(prepared.columns) * sum(first.numel() * first.element_size() for first in firsts)
 
 
@@ -224,7 +224,9 @@ def _count_items(columns: Columns, preparation: Preparation, sizes: Sizes) -> Te
     """Return the number of items of every sample, (N,) on the host; None if counting does not need their values."""
     counts: list[Tensor] = []
     for begin in range(0, len(columns), BLOCK_ROWS):
-        blocks = (preparation.column(_block(columns, value, begin, BLOCK_ROWS)) for value in columns.values)
+        blocks = (
+            preparation.convert_column(_block(columns, value, begin, BLOCK_ROWS)) for value in columns.values
+        )
         part = sizes(columns.pack([columns.widen(block) for block in blocks]))
         if part is None:
             return None
@@ -246,15 +248,15 @@ def _gather(
     if columns.in_place or is_mapped(value):
         view = view_as_tensor(value)
         if device.type == "cpu" and view is not None:
-            first = preparation.column(view[:1])
+            first = preparation.convert_column(view[:1])
             if first.dtype == view.dtype and first.shape[1:] == view.shape[1:]:
                 return lambda indices: view.index_select(0, indices)  # 2 us less for each batch
-            return lambda indices: preparation.column(view.index_select(0, indices))
+            return lambda indices: preparation.convert_column(view.index_select(0, indices))
         tensor = _copy_in_blocks(columns, value, preparation, device)
     elif columns.row_numbers is not None and device.type != "cpu":
         tensor = _copy_in_blocks(columns, value, preparation, device)
     else:
-        tensor = preparation.column(value).to(device)
+        tensor = preparation.convert_column(value).to(device)
     return lambda indices: tensor.index_select(0, indices)
 
 
@@ -266,9 +268,9 @@ def _copy_in_blocks(
     columns: Columns, value: Column, preparation: Preparation, device: torch.device
 ) -> Tensor:
     """Copy a column to the device block by block, without a copy of the whole column on the host."""
-    first = preparation.column(value[:1])
+    first = preparation.convert_column(value[:1])
     tensor = torch.empty((len(columns), *first.shape[1:]), dtype=first.dtype, device=device)
     size = max(1, BLOCK_BYTES // max(1, first.numel() * first.element_size()))
     for begin in range(0, len(columns), size):
-        tensor[begin : begin + size] = preparation.column(_block(columns, value, begin, size))
+        tensor[begin : begin + size] = preparation.convert_column(_block(columns, value, begin, size))
     return tensor

@@ -26,11 +26,11 @@ from trainrun.data.engines.batch_reader import (
     collate_samples,
     raise_or_return_failure,
 )
-from trainrun.data.engines.generators import SeedGlobals, has_parameter, new_generator, seed_globals
+from trainrun.data.engines.generators import SeedGlobals, build_generator, has_parameter, seed_globals
 from trainrun.data.engines.stream import BatchesWrapper
 from trainrun.data.map_style import find_class_name
-from trainrun.data.order.sampler import Plan, build_batch_size_error, build_end_error, share_bounds
-from trainrun.data.same_samples import check_same, hash_samples, refuse_shared_memory
+from trainrun.data.order.sampler import Plan, build_batch_size_error, build_end_error, compute_rank_bounds
+from trainrun.data.same_samples import check_same_digests, hash_samples, refuse_shared_memory
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
 from trainrun.runtime.child_process import ChildTimeout, can_fork_safely, end_pipes_and_sockets, run_in_child
@@ -62,17 +62,20 @@ class SourcePlace:
 
 @dataclass(frozen=True, eq=False)
 class StreamReader(IterableDataset[Any]):  # the base class is how torch tells it from a map-style one
-    """One epoch of one rank, beginning at position `start`, in a worker or in the main process.
+    """The batches of one epoch for one rank, from position `start` on. Runs in a worker or in the main process.
 
-    If the source is read completely, this forms global micro-batches and collates its own share of each. So W ranks
-    use the batches of one rank. The global generators are seeded before every sample by (seed, epoch, number of the
-    sample).
-    num_samples: of an epoch; None if the data set has no length. most: the largest number of micro-batches (in
-        evaluation: samples); None: all. buffer: how many samples are shuffled together; 0: none. readers: processes
-        of this rank with a part each; 0: the source is read completely. turn: the reader of the first batch. begun:
-        for each reader, the number of its earlier batches and a position before the next batch. Readers without an
-        entry begin at the beginning. fresh: for each part, the state of a source with `state_dict` before its first
-        sample.
+    If each rank reads the complete source, the reader forms global micro-batches and collates only the samples of this
+    rank. So W ranks use the batches of one rank. The global generators are seeded before every sample by (seed, epoch,
+    number of the sample).
+
+    num_samples: the length of an epoch; None if the data set has no length.
+    most: the largest number of micro-batches (in evaluation: of samples); None for all.
+    buffer: how many samples are shuffled together; 0 for none.
+    readers: processes of this rank that each read a part; 0 if this rank reads the complete source.
+    turn: the reader of the first batch.
+    begun: for each reader, the number of its earlier batches and a position before the next batch. A reader without an
+        entry starts at the beginning.
+    fresh: for each part, the state of a source with `state_dict` before its first sample.
     """
 
     dataset: Any
@@ -169,7 +172,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         first: the position of the first sample of the chunk in its part.
         """
         plan = self._part_plan
-        begin, end = share_bounds(len(chunk), plan.rank, plan.world_size)
+        begin, end = compute_rank_bounds(len(chunk), plan.rank, plan.world_size)
         if begin < end:
             numbers = [position * self.parts + part for position in range(first + begin, first + end)]
             return self._build_reading(chunk[begin:end], numbers, True)
@@ -186,7 +189,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             return
         if not position:
             raise DataError(
-                f"{self.recipe.key}: {self._name(part)} gave no batch in epoch {self.epoch}{self._exhausted}"
+                f"{self.recipe.key}: {self._name(part)} gave no batch in epoch {self.epoch}{self._describe_end}"
             )
         size = self.plan.global_size
         num_batches = position // size if self.plan.drop_last else -(-position // size)
@@ -204,7 +207,7 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
             return
         while block := list(islice(raw, self.buffer)):
             key = (self.plan.seed, self.epoch, num_taken // self.buffer * self.parts + part, SHUFFLE)
-            for index in torch.randperm(len(block), generator=new_generator(*key)).tolist():
+            for index in torch.randperm(len(block), generator=build_generator(*key)).tolist():
                 yield block[index]
             num_taken += len(block)
             place.record(num_taken)
@@ -258,14 +261,14 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
         return f"{find_class_name(self.dataset)}{which}"
 
     @property
-    def _exhausted(self) -> str:
+    def _describe_end(self) -> str:
         return "; each call of its __iter__ must begin anew" if self.epoch else ""
 
     def take_turns(self, items: Iterator[LoadedBatch], keep: Keep) -> Iterator[LoadedBatch]:
-        """Yield a batch of each reader in turn, from `start` on, until no reader has another batch.
+        """Yield one batch of each reader in turn, from `start` on, until no reader has another batch.
 
-        keep: called with the number of batches so far, and with the entry that `build_reader_at` needs to continue
-            there.
+        keep: called with the number of batches so far, and with the entry that `build_reader_at` needs to continue from
+            this position.
         """
         stands = {role: (role, batches, at.taken, at.state) for role, (batches, at) in self.begun.items()}
         num_given, spare, over = 0 if self.repeats_batches else self.start, None, set()
@@ -340,7 +343,8 @@ def hash_first_samples(source: Any, number: int, seconds: float) -> list[str]:
 class CheckSameSamples(BatchesWrapper):
     """Training batches that the ranks divide. The samples of the first batch are compared once between the ranks.
 
-    A rank without such a batch takes part before its fault is raised, because the other ranks would wait for it.
+    If a rank cannot read its first batch, it still joins the comparison before it raises the error. Otherwise the other
+    ranks would wait for it.
     """
 
     def __init__(self, batches: Batches, gather: Callable[[Any], list[Any]], key: str) -> None:
@@ -356,15 +360,14 @@ class CheckSameSamples(BatchesWrapper):
                 first = next(batches, None)
             finally:
                 self._digests = self._gather("" if first is None else first.whole)
-        check_same(self._digests, self._key)  # a trial before the training may have caught it
+        check_same_digests(self._digests, self._key)  # a trial before the training may have caught it
         if first is not None:
             yield first
         yield from batches
 
 
 class EvenBatches(BatchesWrapper):
-    """Batches of a rank whose part of a source may be shorter than that of another rank. It then continues with
-    fillers.
+    """The batches of a rank, with fillers at the end if another rank has more batches.
 
     gather: returns the values of all ranks on every rank; called once for each batch.
     """
@@ -433,7 +436,7 @@ def hide_worker() -> None:
 
 
 def mark_last(batches: Iterator[LoadedBatch]) -> Iterator[LoadedBatch]:
-    """Yield batches, one behind, and mark the last of them."""
+    """Yield the batches and mark the last one. Each batch is held back until the next batch exists."""
     waiting = next(batches, None)
     for batch in batches:
         assert waiting is not None

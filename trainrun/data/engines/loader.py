@@ -24,21 +24,21 @@ MOST_NAMED = 32
 
 
 def iterate_keys(plan: StreamPlan, epoch: int, start: int) -> Iterator[BatchRequest]:
-    """Yield the key of each batch. Raise DataError before any worker starts if the epoch has fewer than `start`
-    batches.
+    """Yield the request for each batch of an epoch. Raise DataError, before any worker starts, if the epoch has fewer
+    than `start` batches.
     """
     number, shares = plan.effective_epoch(epoch), plan.iterate_rank_batches(epoch, start)
     return (BatchRequest(number, indices.tolist(), real, last) for indices, real, last in shares)
 
 
-def count_skipped(readings: Iterator[LoadedBatch], skips: SkipCounter) -> Iterator[MicroBatch]:
+def count_skipped_samples(readings: Iterator[LoadedBatch], skips: SkipCounter) -> Iterator[MicroBatch]:
     """Yield the batches of an epoch, and count the samples that were left out."""
     for reading in readings:
         skips.add(len(reading.indices) if reading.real else 0, reading.faults)
         if reading.last:
             skips.end()  # now: the taker of the last batch may not ask for another
         if reading.data is not None:
-            yield reading.as_micro_batch()
+            yield reading.build_micro_batch()
 
 
 def raise_worker_errors(items: Iterator[Any]) -> Iterator[Any]:
@@ -50,7 +50,7 @@ def raise_worker_errors(items: Iterator[Any]) -> Iterator[Any]:
 
 
 class KeySource:
-    """The sampler of the DataLoader. It yields the keys that were set before the epoch."""
+    """The sampler of the DataLoader. It yields the batch requests of the current epoch."""
 
     def __init__(self) -> None:
         self.keys: Iterator[BatchRequest] = iter(())
@@ -92,7 +92,7 @@ class LoaderBatches:
         self._skips.begin(epoch, start)
         self._turn = mine = object()
         try:
-            for batch in count_skipped(self._iterate_readings(epoch, start), self._skips):
+            for batch in count_skipped_samples(self._iterate_readings(epoch, start), self._skips):
                 yield batch
                 assert self._turn is mine, "another epoch was opened, or the stream was closed"
             self._skips.end()
@@ -117,7 +117,7 @@ class LoaderBatches:
             except WorkerDied as error:
                 if has_asked:  # otherwise they died before
                     error = WorkerDied(f"{error}; {self._describe_pending(epoch, place)}")
-                self._start_again(error)
+                self._restart_workers(error)
             except WorkerLate as error:
                 raise DataError(f"{error}; {self._describe_pending(epoch, place)}") from error
         if not self._options.persistent_workers:
@@ -130,13 +130,15 @@ class LoaderBatches:
             self._end()  # its workers hold the epoch
             reader = reader.build_reader_at(epoch, place, self._options.places.find_position(epoch, place))
             items = (
-                self._iterate_worker_readings(reader, None) if self._number else self._read_here(iter(reader))
+                self._iterate_worker_readings(reader, None)
+                if self._number
+                else self._read_in_process(iter(reader))
             )
             in_turns = reader.take_turns(items, partial(self._options.places.store, epoch))
             return mark_last(in_turns) if reader.readers else in_turns
         keys, self._keys.keys = self._keys, iterate_keys(self._plan, epoch, place)
         if self._number == 0:
-            return self._read_here(map(reader.read, keys))
+            return self._read_in_process(map(reader.read, keys))
         if self._workers is None or not self._options.persistent_workers or not self._workers.restart_epoch():
             self._end()
             keys.keys = iterate_keys(self._plan, epoch, place)  # torch may have asked for some of them
@@ -149,7 +151,7 @@ class LoaderBatches:
         self._workers = LoaderWorkers(reader, keys, self._number, self._options)
         return raise_worker_errors(iter(self._workers))
 
-    def _read_here(self, items: Iterator[Any]) -> Iterator[Any]:
+    def _read_in_process(self, items: Iterator[Any]) -> Iterator[Any]:
         """Read in the main process. Restore the global random state if the user's code reads."""
         end = object()
         draws = not isinstance(self._reader, BatchReader) or self._reader.runs_user_code
@@ -173,7 +175,7 @@ class LoaderBatches:
         )
         return f"samples in progress: {shown or 'none'}"
 
-    def _start_again(self, error: WorkerDied) -> None:
+    def _restart_workers(self, error: WorkerDied) -> None:
         if self._restarts == MOST_RESTARTS:
             raise WorkerDied(f"{error} (the workers were started again {MOST_RESTARTS} times)") from error
         self._restarts += 1

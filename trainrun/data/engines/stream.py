@@ -30,7 +30,7 @@ class BatchesWrapper:
 
 
 class StreamEngine(NamedTuple):
-    """The readers of a stream. engine: `resident`, `threads` or `workers`. number: of threads or workers (0: the main
+    """The engine of a stream (`resident`, `threads` or `workers`) and its number of threads or workers (0: the main
     process).
     """
 
@@ -60,9 +60,10 @@ class OpenedStream(BatchesWrapper):
 
 
 class RenumberedBatches(BatchesWrapper):
-    """A stream whose batches have the numbers of their samples in the data set.
+    """A stream whose batches have the sample numbers of the original data set.
 
-    number: of the samples that are read. samples: (number,) if they are pieces, the sample of each piece.
+    number: the number of samples that are read. samples: (number,) the original number of each piece, if samples were
+        divided into pieces.
     """
 
     def __init__(self, batches: Batches, number: int, samples: Tensor | None = None) -> None:

@@ -22,7 +22,7 @@ import torch
 from trainrun.data.bad_samples import SkipCounter
 from trainrun.data.engines.batch_reader import BatchReader, BatchRequest, LoadedBatch
 from trainrun.data.engines.device_feed import pin_batch
-from trainrun.data.engines.loader import count_skipped, iterate_keys
+from trainrun.data.engines.loader import count_skipped_samples, iterate_keys
 from trainrun.data.order.sampler import StreamPlan
 from trainrun.data.stream_options import StreamOptions, count_read_ahead
 from trainrun.errors import DataError
@@ -125,7 +125,7 @@ class ThreadBatches:
         crew = ThreadPool(self._reader, self._number, self._options)
         self._end_crew = mine = weakref.finalize(self, crew.end)
         try:
-            for batch in count_skipped(self._iterate_readings(crew, keys), self._skips):
+            for batch in count_skipped_samples(self._iterate_readings(crew, keys), self._skips):
                 yield batch
                 assert self._end_crew is mine, "another epoch was opened, or the stream was closed"
             self._skips.end()

@@ -36,9 +36,9 @@ Array = np.ndarray[Any, Any]
 class WeightedSamples:
     """Groups of samples, each with its share of an epoch. All samples of a group occur equally often.
 
-    ends: (groups + 1,) float64, sums of the shares before each group. begins: (groups + 1,) int64, first positions of
-        the groups in `members`. members: sample numbers. None: the samples in their order. told: one line for the
-        start.
+    ends: (groups + 1,) float64, the sum of the shares before each group. begins: (groups + 1,) int64, the first
+        position of each group in `members`.
+    members: sample numbers; None for all samples in their order. told: one line for the start of a run.
     """
 
     ends: Array

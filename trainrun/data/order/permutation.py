@@ -90,7 +90,7 @@ def scramble(key: Any, mask: Any, numbers: Numbers) -> Numbers:
 
 
 def mix_words(numbers: Words) -> Words:
-    """Return `mixed` of each element, as a new array."""
+    """Return the hash `mixed` of each number, as a new array."""
     out: Words = numbers ^ (numbers >> np.uint64(30))
     out *= np.uint64(FIRST)
     out ^= out >> np.uint64(27)

@@ -44,7 +44,7 @@ class RankBatch(NamedTuple):
 
 
 class StreamPlan(Protocol):
-    """The protocol of a plan: the stream of one rank, without the data."""
+    """The protocol of a plan: which samples form each batch of one rank. A plan has no data."""
 
     @property
     def num_batches(self) -> int:
@@ -82,7 +82,7 @@ def compute_epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) 
     return build_order(num_samples, seed, epoch, shuffle)(torch.arange(num_samples))
 
 
-def share_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
+def compute_rank_bounds(size: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return begin and end of a rank's share of `size` samples. Shares differ by at most one sample."""
     base, extra = divmod(size, world_size)
     begin = rank * base + min(rank, extra)
@@ -100,15 +100,14 @@ def apply_limit(full: int, limit: float | int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stream of one rank, without the data.
+    """The batches of one rank, as sample numbers.
 
-    batch_size: per rank. limit: see `limited`; of the micro-batches, in evaluation of the samples. drawn: how often
-        each sample occurs in a training epoch; None: once. may_shrink: lowers a training batch that is larger than
-        the data, if nothing is trained.
-    training: whether each epoch has its own order. A rank without a share of the last, short micro-batch then gets a
-        filler. In evaluation every epoch is epoch 0, and such a rank gets nothing. A limit of an evaluation selects
-        the same random part of the data every time, in the order of the data, for all numbers of ranks and batch
-        sizes.
+    batch_size: per rank. limit: see `limited`; a limit of micro-batches in training, of samples in evaluation.
+    drawn: how often each sample occurs in a training epoch; None: once.
+    may_shrink: use a smaller training batch if the batch is larger than the data and nothing is trained.
+    training: whether each epoch has its own order. If the last micro-batch is too short for a rank, the rank gets a
+        filler. In evaluation every epoch equals epoch 0, and such a rank gets no batch. A limit of an evaluation
+        selects the same random samples every time, in the order of the data, for all numbers of ranks and batch sizes.
     """
 
     num_samples: int
@@ -156,11 +155,11 @@ class Plan:
             and self.num_seen <= POSITIONS_AT_ONCE
             and (device is None or device.type == "cpu")
         ):
-            return iter(self._evaluation_shares[start:])
+            return iter(self._evaluation_batches[start:])
         return self._iterate_shares(epoch, start, device)
 
     @cached_property
-    def _evaluation_shares(self) -> list[RankBatch]:
+    def _evaluation_batches(self) -> list[RankBatch]:
         """The shares of a small evaluation, which are the same every time."""
         return list(self._iterate_shares(0, 0, None))
 
@@ -194,7 +193,7 @@ class Plan:
         if whole == self.num_batches:
             return []
         rest = order(torch.arange(whole * self.global_size, self.num_seen))
-        begin, end = share_bounds(len(rest), self.rank, self.world_size)
+        begin, end = compute_rank_bounds(len(rest), self.rank, self.world_size)
         if begin < end:
             return [(rest[begin:end], True)]
         return [(rest[:1], False)] if self.training else []

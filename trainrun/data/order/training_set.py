@@ -39,7 +39,7 @@ from trainrun.errors import DataError
 
 @dataclass(frozen=True)
 class TrainingSetOptions:
-    """The settings of `data` that need this training set, by name."""
+    """The settings of `data` for folds, sampling and mixtures, by name."""
 
     sampling: str = "none"
     weights: Any = None

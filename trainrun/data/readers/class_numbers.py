@@ -136,7 +136,7 @@ def check_unknown_classes(source: Any, own: Sequence[str], names: Sequence[str],
 
 
 def check_input_columns(source: Any, expected: Mapping[str, str], key: str) -> None:
-    """Raise DataError if the names or types of the input columns differ from those of the training."""
+    """Raise DataError if the names or types of the input columns differ from the columns of the training data."""
     columns = list_input_columns(source)
     if not columns or not expected:
         return

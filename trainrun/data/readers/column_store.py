@@ -28,7 +28,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from trainrun.data.cache.room import DRAFT, META, SOURCE, cache_home, make_room, open_shared
+from trainrun.data.cache.room import DRAFT, META, SOURCE, cache_home, make_room, open_cache_for_reading
 from trainrun.data.readers.free_space import check_free_memory
 from trainrun.data.readers.mapped_files import map_array
 from trainrun.errors import DataError
@@ -72,7 +72,7 @@ class ColumnWriter:
             self._files[name] = GrowingFile(self._create(name), values)
         self._files[name].append(values)
 
-    def add_ragged(self, name: str, values: Array, lengths: Array) -> None:
+    def add_ragged_column(self, name: str, values: Array, lengths: Array) -> None:
         """Append rows of unequal lengths: the values of all rows, and the number of values in each row (n,)."""
         begin = self._ends.get(name, 0)
         ends = begin + np.cumsum(lengths, dtype=np.int64)
@@ -304,7 +304,7 @@ def is_open_at(descriptor: int, path: Path) -> bool:
 def open_columns(path: Path) -> StoredColumns:
     """Map the columns of a complete folder. Raise DataError if a file is damaged or cut short."""
     try:
-        descriptor = open_shared(path / META)  # notes the use
+        descriptor = open_cache_for_reading(path / META)  # notes the use
         if descriptor is None:
             raise FileNotFoundError("removed")
         with open(descriptor, encoding="utf-8") as file:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainrun.data.cache.room import open_shared
+from trainrun.data.cache.room import open_cache_for_reading
 from trainrun.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ class MappedArray(Memmap):
 
     def __reduce__(self) -> Any:
         if type(self.base) is np.memmap:  # the whole array, not a part of it
-            return open_mapped, (str(self.filename),)
+            return open_mapped_array, (str(self.filename),)
         return np.asarray(self).__reduce__()
 
 
-def open_mapped(file: str) -> MappedArray:
+def open_mapped_array(file: str) -> MappedArray:
     """Map a file into memory. The pages are writable, so torch uses them without a copy. Writing does not change the
     file.
 
@@ -51,7 +51,7 @@ def open_mapped(file: str) -> MappedArray:
 def map_array(path: Path) -> np.ndarray[Any, Any]:
     """Map a .npy file of a cache, and lock it against removal. Raise DataError if it is damaged or cut short."""
     try:
-        descriptor = open_shared(path)
+        descriptor = open_cache_for_reading(path)
         if descriptor is None:
             raise FileNotFoundError("removed")
         with open(descriptor, "rb") as opened:  # the map keeps a copy of the descriptor, and with it the lock

@@ -69,8 +69,9 @@ class RandomRows:
 class SplitRequest:
     """The settings of a data source that determine its splits.
 
-    path: the training data. val_path, test_path: data of another split. null: found by the names below `path`. Equal
-        to `path`: found by the same names, or all of it if no name tells a split.
+    path: the training data.
+    val_path, test_path: the data of another split. None: files below `path` whose names say that they belong to the
+        split. The same path as `path`: also these files, or all files if no name says so.
     val_fraction: the fraction of the training data that is held out if there is no validation data.
     groups: a column. Rows with the same cell are held out together. val_by: which rows are held out, see
         `choose_held_rows`.
@@ -402,7 +403,7 @@ def number_groups(groups: Any) -> Rows:
 
 
 def index_rows(values: Any, rows: Rows | None) -> Any:
-    """Return the chosen rows of an array. None selects all rows."""
+    """Return the rows of an array at these numbers; all rows for None."""
     return values if rows is None else values[rows]
 
 
@@ -412,8 +413,8 @@ def check_both_sides(number: int, held: int, fraction: float) -> None:
         return
     side = "validation" if held == 0 else "training"
     raise DataError(
-        f"data.train.val_fraction={fraction:g}: of {number} samples it leaves none for {side}; choose "
-        "another fraction, name validation data of its own, or say data.val=null"
+        f"data.train.val_fraction={fraction:g}: leaves none of {number} samples for {side}; choose "
+        "another fraction, name separate validation data, or set data.val=null"
     )
 
 

@@ -34,7 +34,7 @@ class Info:
         for an unknown name.
     input_columns: the kind of each input column of a table. columns: the columns whose rows are the samples; batches
         are gathered from them. read_cut: reads a part of a sample, see `PiecesDataset`. form: how pictures are decoded,
-        or None. read_files: as `read`, with undecoded bytes instead of each picture. read_ragged: returns the fields of
+        or None. read_files: as `read`, with encoded pictures. read_ragged_rows: returns the fields of
         samples before their sequences are padded, or None for samples that must be read one by one.
     """
 
@@ -52,7 +52,7 @@ class Info:
     read_cut: Callable[[int, Callable[[str, Any], Any]], Any] | None = None
     form: PictureForm | None = None
     read_files: Callable[[Sequence[int]], list[Any]] | None = None
-    read_ragged: Callable[[Rows], RaggedBatch | None] | None = None
+    read_ragged_rows: Callable[[Rows], RaggedBatch | None] | None = None
 
 
 class Reader(Protocol):
@@ -92,7 +92,7 @@ class ReaderDataset:
         return len(self.reader) if self.rows is None else len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        return self._read([self._number(index)])[0]
+        return self._read([self._find_row(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return self._read(self._convert_indices(indices))
@@ -103,7 +103,7 @@ class ReaderDataset:
         return self._info.form
 
     def read_files(self, indices: Sequence[int]) -> list[Any]:
-        """Return samples with undecoded bytes of the file instead of each picture."""
+        """Return samples in which each picture is the bytes of its file, not decoded."""
         assert self._info.read_files is not None
         return self._read(self._convert_indices(indices), self._info.read_files)
 
@@ -113,20 +113,20 @@ class ReaderDataset:
         return None if columns is None else columns.read_batch(self._convert_indices(indices))
 
     @property
-    def read_ragged(self) -> Callable[[Sequence[int]], RaggedBatch | None] | None:
+    def read_ragged_rows(self) -> Callable[[Sequence[int]], RaggedBatch | None] | None:
         """Return a function that reads the fields of samples before their sequences are padded; None if the reader
         has none.
         """
-        of_reader = self._info.read_ragged
+        of_reader = self._info.read_ragged_rows
         return None if of_reader is None else lambda indices: of_reader(self._find_rows(indices))
 
     @property
     def read_cut(self) -> Callable[[int, Callable[[str, Any], Any]], Any] | None:
         """Return a function that reads a part of a sample; None if the reader has none."""
         of_reader = self._info.read_cut
-        return None if of_reader is None else lambda index, cut: of_reader(self._number(index), cut)
+        return None if of_reader is None else lambda index, cut: of_reader(self._find_row(index), cut)
 
-    def as_rows(self) -> Columns | None:
+    def find_row_columns(self) -> Columns | None:
         """Return the rows of mapped files that contain these samples, to gather many at once; None if they are stored
         otherwise.
         """
@@ -142,7 +142,7 @@ class ReaderDataset:
 
     @property
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Compute the length of each sequence, (N,) int64, anew at each call."""
+        """Compute the length of each sequence, (N,) int64, again at each call."""
         if self._info.lengths is None:
             raise AttributeError("lengths: the samples are no sequences")
         lengths: np.ndarray[Any, np.dtype[np.int64]] = self._select_rows(self._info.lengths())
@@ -154,7 +154,7 @@ class ReaderDataset:
 
     def describe(self, index: int) -> str:
         """Return the file of a sample and its position in it, for messages."""
-        return self._name_sample(self._number(index))
+        return self._name_sample(self._find_row(index))
 
     def row_numbers(self) -> Rows | None:
         """Return the numbers of the samples in the reader; None if they are computed by index."""
@@ -175,7 +175,7 @@ class ReaderDataset:
             return values
         return values[self.rows if isinstance(self.rows, np.ndarray) else self.rows[np.arange(len(self))]]
 
-    def _number(self, index: int) -> int:
+    def _find_row(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return int(index) if self.rows is None else int(self.rows[index])

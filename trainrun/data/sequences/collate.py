@@ -36,8 +36,8 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from trainrun.data.batch import (
     RaggedBatch,
     RaggedRows,
-    arrays_to_tensors,
     attach_fields,
+    convert_arrays_to_tensors,
     convert_numbers,
     is_numbers,
     map_leaves,
@@ -144,7 +144,9 @@ class PadCollate:
         return pack_like_samples(samples, batch, build_mask_fields(batch, lengths, rows[0]))
 
     def pad_rows(self, rows: RaggedBatch) -> Any:
-        """Return the batch that a call with the samples gives; None if the samples must be read one by one."""
+        """Return the batch for rows that are not padded yet, equal to a call with the samples. Return None if the
+        samples must be read one by one.
+        """
         batch: Fields = dict(rows.fields)
         lengths: dict[str, Tensor] = {}
         for name, field in rows.fields.items():
@@ -160,7 +162,7 @@ class PadCollate:
                 lengths[name] = torch.from_numpy(field.lengths)
             elif longest != field.lengths.min():
                 return None
-            batch[name] = field.to_padded(longest, fill, dtype)
+            batch[name] = field.copy_padded_rows(longest, fill, dtype)
         if lengths.keys() != {*self.names} or not lengths:
             return None
         first = {name: column[0] for name, column in batch.items()}
@@ -328,7 +330,7 @@ def stack_samples(samples: list[Any]) -> Any:
         return tuple([collate_values(column) for column in columns])
     check_same_keys(samples)
     first = samples[0]
-    samples = [map_leaves(sample, arrays_to_tensors, convert_numbers) for sample in samples]
+    samples = [map_leaves(sample, convert_arrays_to_tensors, convert_numbers) for sample in samples]
     return restore_tuples(first, collate_values(samples))
 
 

@@ -93,10 +93,10 @@ def describe_forms(fields: Fields) -> dict[str, FieldForm]:
 
 
 def find_sequence_names(samples: Iterable[Mapping[str, FieldForm]]) -> tuple[tuple[str, ...], bool]:
-    """Return the fields that are sequences, and whether their lengths differ between these samples.
+    """Return the names of the fields that are sequences, and whether their lengths differ between the samples.
 
-    Fields whose lengths differ are sequences. If none differ, they are the tokens that are as long as the first
-    tokens.
+    If the lengths of some fields differ between samples, these fields are the sequences. Otherwise the sequences are
+    all fields of tokens that are as long as the first field of tokens.
     """
     first, *others = [*samples] or [{}]
     names = [name for name in first if all(name in other for other in others)]

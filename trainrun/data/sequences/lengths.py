@@ -44,12 +44,14 @@ Forms = Mapping[str, FieldForm]
 
 @dataclass(frozen=True, eq=False)
 class SequenceLengths:
-    """The sequences of a data set.
+    """The sequences of a data set and their lengths.
 
     names: the fields that are sequences. varies: whether lengths are known to differ.
-    lengths: (N,) int64, the longest sequence of each sample; None if only some were read. seen: lengths of these.
-    how: a description, if samples were read. aligned: whether the sequences of each sample were equally long.
-        real_targets: targets of floating-point numbers; () if not all lengths are needed.
+    lengths: (N,) int64, the longest sequence of each sample; None if only some samples were read. seen: the lengths in
+        the samples that were read.
+    how: how the lengths were found, if samples were read. aligned: whether the sequences of each sample were equally
+        long.
+    real_targets: targets of floating-point numbers; () if not all lengths are needed.
     """
 
     names: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ from trainrun.data.order.sampler import (
     apply_limit,
     build_end_error,
     compute_epoch_order,
-    share_bounds,
+    compute_rank_bounds,
 )
 from trainrun.data.sequences.collate import round_length
 from trainrun.seeding import derive_seed
@@ -107,7 +107,7 @@ def form_budget_batches(lengths: Array, widths: Array, budget: int, seed: int, s
 
 def build_rank_batch(group: Tensor, base: Plan, device: torch.device | None, last: bool) -> RankBatch:
     """Return this rank's part of a global training micro-batch, or a filler if the part is empty."""
-    begin, end = share_bounds(len(group), base.rank, base.world_size)
+    begin, end = compute_rank_bounds(len(group), base.rank, base.world_size)
     if begin < end:
         return RankBatch(group[begin:end].to(device), True, last)
     return RankBatch(group[:1].to(device), False, last)
@@ -115,7 +115,9 @@ def build_rank_batch(group: Tensor, base: Plan, device: torch.device | None, las
 
 @dataclass(frozen=True, eq=False)
 class DerivedPlan:
-    """Base of a `StreamPlan` that is built from another plan and forwards its values."""
+    """Base class of a `StreamPlan` that changes the batches of another plan (`base`) and takes all other values from
+    it.
+    """
 
     base: StreamPlan
 
@@ -217,7 +219,7 @@ class PackPlan(DerivedPlan):
 
 @dataclass(frozen=True, eq=False)
 class BudgetPlan(DerivedPlan):
-    """Batches that were formed once, in a new order each epoch. Their number never changes.
+    """Batches that are formed once. Each epoch has another order of the same batches, so their number never changes.
 
     base: its batch_size and drop_last have no effect, because no batch is short.
     """

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from trainrun.errors import ConfigError
-from trainrun.folder.lock import open_locked
+from trainrun.folder.lock import open_locked_file
 from trainrun.folder.seal import find_key_path
 from trainrun.output import format_count
 from trainrun.parallel.devices import count_gpus
@@ -92,7 +92,7 @@ class Leases:
         """Return the open files of all locks of a place; none if one of them is taken."""
         files: list[int] = []
         for name in place.locks:
-            descriptor = open_locked(self._folder / name, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            descriptor = open_locked_file(self._folder / name, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if descriptor is None:
                 while files:
                     os.close(files.pop())

@@ -22,9 +22,8 @@ MANY_STEPS = 100_000  # the time ends a turn
 
 
 def measure_gain(words: Sequence[str], cores: Sequence[int]) -> float:
-    """Return the throughput of two jobs with one core each, divided by that of one job with both cores.
-
-    words: of a job. cores: two core numbers. Raise TrainrunError if the job cannot be measured.
+    """Return the throughput of two jobs with one core each, divided by the throughput of one job with both cores.
+    words: the settings of a job. cores: two core numbers. Raise TrainrunError if the job cannot be measured.
     """
     config = compose_run(list(words)).config
     with WorkerPool() as pool:

@@ -43,7 +43,7 @@ class Curves:
         """Return the values of a job by units; smaller is better. The first validation in each unit counts."""
         rows = self._rows.setdefault(num, self._open_rows(num))
         values = self._values.setdefault(num, {})
-        for row in rows.read_new() if self._options.pruner != "none" else ():
+        for row in rows.read_new_rows() if self._options.pruner != "none" else ():
             units = self._units(compute_resource(row, rows.start, self._options.resource))
             if units > 0:
                 values.setdefault(units, self._value(row, rows.start))
@@ -65,7 +65,7 @@ class Curves:
         """Return a resource in units. The first validation of the first job that has one is the unit."""
         for num in sorted(self._sweep.jobs) if not self._unit else ():
             rows = self._open_rows(num)
-            if evaluations := rows.read_new():
+            if evaluations := rows.read_new_rows():
                 self._unit = compute_resource(evaluations[0], rows.start, self._options.resource)
                 break
         return math.floor(resource / self._unit + ROUNDING) if self._unit > 0 else 0

@@ -23,7 +23,7 @@ from trainrun.sweep.points import REPEATED
 from trainrun.sweep.results import Job
 from trainrun.sweep.search.pruning import Curves, build_pruner
 from trainrun.sweep.search.study_file import StudyFile
-from trainrun.sweep.space import Dimension, build_point, list_point_jobs, unmarked_word
+from trainrun.sweep.space import Dimension, build_point, list_point_jobs, strip_override_marks
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
@@ -202,9 +202,8 @@ class SweepStudy:
         params: dict[str, Any] = {}
         if not self._sweep.search:
             return params
-        values = {
-            unmarked_word(word).partition("=")[0]: unmarked_word(word).partition("=")[2] for word in job.words
-        }
+        parts = [strip_override_marks(word).partition("=") for word in job.words]
+        values = {key: value for key, _, value in parts}
         for dimension in self._dimensions:
             if is_searched(dimension) and dimension.applies_to(job.words):
                 params[dimension.name] = parse_parameter(dimension, values[dimension.key])
@@ -239,7 +238,7 @@ def suggest_word(trial: Trial, dimension: Dimension) -> str:
 
 
 def parse_sweep_value(word: str) -> str:
-    return unmarked_word(word).partition("=")[2]
+    return strip_override_marks(word).partition("=")[2]
 
 
 def parse_parameter(dimension: Dimension, text: str) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from trainrun.errors import ConfigError
-from trainrun.folder.lock import open_locked
+from trainrun.folder.lock import open_locked_file
 from trainrun.sweep.jobs import Sweep, file_version
 from trainrun.sweep.options import hide_password
 
@@ -33,7 +33,7 @@ class FileLock:
         self._descriptor = -1
 
     def acquire(self) -> bool:
-        descriptor = open_locked(self._path, fcntl.LOCK_EX)
+        descriptor = open_locked_file(self._path, fcntl.LOCK_EX)
         assert descriptor is not None  # it waits
         self._descriptor = descriptor
         return True

@@ -123,7 +123,7 @@ def check_task(run: Components, data: Any) -> None:
 
 
 class BadOutput(Exception):
-    """The error that a step's output breaks the contract."""
+    """The exception for an output of a step that breaks the contract."""
 
 
 def compare_passes(run: Components, data: Any) -> PassResults:
@@ -161,7 +161,7 @@ def build_inspection_step(run: Components) -> Callable[..., dict[str, Pair]]:
 
 
 def choose_rounding(run: Components) -> float:
-    """Return the relative difference between whole and parts that rounding explains, without autocast."""
+    """Return the largest relative difference that rounding may cause between the loss of a batch and of its parts."""
     if any(parameter.dtype in HALF_TYPES for parameter in run.model.parameters()):
         return SAME
     return ROUNDING if torch.get_float32_matmul_precision() == "highest" else ROUNDING_TF32

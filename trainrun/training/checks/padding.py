@@ -46,8 +46,8 @@ def check_padding(run: Components, data: Any) -> bool:
 
 
 def describe_padding_effect(run: Components, data: Any, mask: Tensor | None) -> str:
-    """Return a message if the result of a padded sample differs from that of the sample alone; else "". It runs the
-    model.
+    """Return a message if the result of a padded sample differs from the result of the sample alone; else "". The model
+    is run.
     """
     row, length, filled = 0, 0, [False]
     if mask is not None:

@@ -48,7 +48,7 @@ class UnsavedState:
             self._own_versions = {name: value._version for name, value in list_task_parameters(task, model)}
             return False
         if log:
-            self._note_untrained()
+            self._note_untrained_parameters()
         return log
 
     def list_changes(self) -> list[str]:
@@ -100,7 +100,7 @@ class UnsavedState:
             }
         return held
 
-    def _note_untrained(self) -> None:
+    def _note_untrained_parameters(self) -> None:
         """Note parameters of the task that get gradients but are not updated."""
         untrained = list_task_parameters(self._run.task, self._run.model)
         still = [

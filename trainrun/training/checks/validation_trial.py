@@ -117,7 +117,7 @@ def evaluate_one_batch(run: Components) -> list[str]:
                 return []
             run.task_calls.start_evaluation(model, split)
             sums, rows, late = compute_sums(run, model, batch)
-            count = float(batch.counted_by(run.task) or late)
+            count = float(batch.count_items(run.task) or late)
     finally:
         with contextlib.suppress(AttributeError):  # a stream that is no generator has nothing to close
             batches.close()  # type: ignore[attr-defined]

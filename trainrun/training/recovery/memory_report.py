@@ -23,7 +23,7 @@ def write_memory_report(
 ) -> str:
     """Write the bytes of each module, and return a line about the largest ones.
 
-    states: those of the optimizers, by parameter. phase: the phase of the step.
+    states: the states of the optimizers, by parameter. phase: the phase of the step.
     """
     by_module = count_bytes_by_module(model, states)
     totals = {kind: sum(held[kind] for held in by_module.values()) for kind in KINDS}

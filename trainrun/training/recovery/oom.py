@@ -80,7 +80,7 @@ class RandomStates:
         self._window += 1
 
     def restore(self) -> str:
-        """Restore the states that `mark` read. Return which of them are unknown, "" if none is."""
+        """Restore the states that `mark` read. Return the names of unknown states; "" if all states are known."""
         if self._last_reading != self._window - 1:
             unknown = [name for name in self._generators if self._has_unread_draws(name)]
             if unknown:
@@ -185,7 +185,7 @@ class OomRetry:
             )
 
     def repair_buffers(self) -> str:
-        """Restore the buffers after a step that was not finite if they hold such values (averages of BatchNorm).
+        """Restore buffers with values that are not finite, such as the averages of BatchNorm after a bad step.
 
         Return the reason if that is impossible, else "".
         """
@@ -281,8 +281,8 @@ def free_memory(device: torch.device) -> None:
 
 
 def describe_coupling(model: nn.Module, task: Task, batches: list[MicroBatch]) -> str:
-    """Return why the results of the parts would not add up to that of the batches; "" if they do. Raise ValueError
-    without parts.
+    """Return why the results of the parts would not add up to the result of the batches; "" if they do. Raise
+    ValueError if a batch cannot be divided into samples.
     """
     for batch in batches:
         pieces = split_micro_batch(batch, count_rows(batch.data))

@@ -89,7 +89,7 @@ def load(path: str | None, inputs: str = "x", target: str | None = "y", val_path
 
         def build(dataset: ReaderDataset) -> Arrays | ReaderDataset:
             fits = stays_in_memory(len(dataset) * row_bytes, in_memory)
-            return reader.read_whole(dataset) if fits else dataset
+            return reader.read_all_arrays(dataset) if fits else dataset
 
         return ReadFiles(reader, group_cells, build=build)
 
@@ -119,7 +119,7 @@ class Hdf5Reader:
             parts.append([self._encoded[row] for row in indices])
         return list(zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
 
-    def read_whole(self, dataset: ReaderDataset) -> Arrays:
+    def read_all_arrays(self, dataset: ReaderDataset) -> Arrays:
         """Return the samples of a data set of this reader in memory."""
         rows: Any = slice(None) if dataset.rows is None else dataset.rows
         with open_file(self._path) as file, describe_hdf5_errors(file, "its data"):

@@ -45,11 +45,11 @@ def load(path: str | None, inputs: str, target: str | None, val_inputs: str | No
     @cache
     def read(split: str) -> tuple[Tensor, Tensor | None, Coding]:
         pair = names[split]
-        values = _convert_inputs(_read_stored(folder, pair[0], split, "inputs"), dtype)
+        values = _convert_inputs(_read_stored_array(folder, pair[0], split, "inputs"), dtype)
         if target is None:
             return values, None, Coding("float32")
-        coding = choose_coding(_read_stored(folder, target, "train", "target"), "auto")
-        cells = _read_stored(folder, pair[1], split, "target")
+        coding = choose_coding(_read_stored_array(folder, target, "train", "target"), "auto")
+        cells = _read_stored_array(folder, pair[1], split, "target")
         file = folder / str(pair[1])
         if cells.shape != (len(values),):
             fault = f"has shape {cells.shape}, but {pair[0]} has {len(values)} samples"
@@ -81,7 +81,7 @@ def _label(file: Path, rows: Any, index: int) -> str:
     return f"{file}: label {index if rows is None else int(rows[index])}"
 
 
-def _read_stored(folder: Path, name: str | None, split: str, key: str) -> np.ndarray[Any, Any]:
+def _read_stored_array(folder: Path, name: str | None, split: str, key: str) -> np.ndarray[Any, Any]:
     """Read the array of a file. If the file does not exist, read the file of the same name with or without .gz."""
     full = f"data.train.{key if split == 'train' else f'{split}_{key}'}"
     if name is None:

@@ -16,7 +16,7 @@ import numpy as np
 from trainrun.data.order.permutation import KeyedPermutation
 from trainrun.data.order.sampler import LISTED, check_split
 from trainrun.data.readers.free_space import check_free_memory, should_load
-from trainrun.data.readers.mapped_files import open_mapped
+from trainrun.data.readers.mapped_files import open_mapped_array
 from trainrun.data.readers.mapped_rows import MappedRows
 from trainrun.data.readers.parts import (
     HOLDS_NOTHING_OUT,
@@ -167,7 +167,7 @@ def _load_arrays(path: str, place: Path, names: Sequence[str], mapped: bool) -> 
         file = place / f"{name}.npy"
         is_plain_file(file, f"data.path={path}")
         with _describe_faults(path, file.name):  # a pickle could run anything
-            array = open_mapped(str(file))
+            array = open_mapped_array(str(file))
         if not mapped:
             way = "leave data.train.mapped=false out: then it stays on disk"
             check_free_memory(array.nbytes, f"{file}: it", way)

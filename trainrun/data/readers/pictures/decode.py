@@ -64,9 +64,9 @@ class PictureForm:
         """Decode a picture to (C, H, W) in the requested type. Raise one of FAULTS if it is damaged."""
         if self.dtype == "float32" and has_16_bits(content):
             return self._decode_16_bits(content)
-        return self.scale(self.pixels(content))
+        return self.scale(self.decode_pixels(content))
 
-    def pixels(self, content: bytes, into: Array | None = None) -> Tensor:
+    def decode_pixels(self, content: bytes, into: Array | None = None) -> Tensor:
         """Decode a picture to (C, H, W) uint8. into: an array of this shape that receives the pixels, or None."""
         if has_16_bits(content):
             warn_about_16_bits()
@@ -231,7 +231,7 @@ def shorten_fault(error: BaseException) -> str:
 
 
 def decode_picture(content: bytes, form: PictureForm, where: Any, into: Array | None = None) -> Tensor:
-    """Decode a picture as `PictureForm.decode` does, or as `PictureForm.pixels` with `into`.
+    """Decode a picture as `PictureForm.decode` does, or as `PictureForm.decode_pixels` with `into`.
 
     Raise DataError if it is damaged. where: `() -> str` names the picture in the message.
     """
@@ -241,6 +241,6 @@ def decode_picture(content: bytes, form: PictureForm, where: Any, into: Array | 
             "depth, or data.train.dtype=uint8 keeps the upper 8 bits of it"
         )
     try:
-        return form.decode(content) if into is None else form.pixels(content, into)
+        return form.decode(content) if into is None else form.decode_pixels(content, into)
     except FAULTS as error:
         raise DataError(f"{where()}: {shorten_fault(error)}") from error

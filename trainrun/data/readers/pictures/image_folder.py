@@ -93,7 +93,7 @@ class ImageFolder:
         except OSError:  # which is told when it is read
             return False
 
-    def as_bytes(self) -> tuple[ImageFolder, Scale] | None:
+    def find_byte_pictures(self) -> tuple[ImageFolder, Scale] | None:
         """Return the same pictures as bytes from 0 to 255, and the scale to 0..1; None if they are bytes already or
         have 16 bits.
         """
@@ -131,11 +131,10 @@ def load(path: str | None, labels: str | None = None, val_path: str | None = Non
          test_path: str | None = None, val_fraction: BelowOne = 0.1, seed: int = 0,
          shape: Sequence[Count] | None = None, fit: Fit = "crop", dtype: PixelType = "uint8",
          draft: bool = True, groups: str | None = None, val_by: HeldOutBy = "auto") -> Splits:  # fmt: skip
-    """Return the splits. Classes are those of the training data, by their names.
+    """Return the splits. The names of the training classes determine the class numbers of every split.
 
-    labels: a CSV file in the folder. Its first two columns are file and label.
-    Other arguments: see `PictureForm` and `SplitRequest`. val_path and test_path are not needed if `path` has the
-    folders val and test.
+    labels: a CSV file in the folder. Its first two columns are file and label. Other arguments: see `PictureForm` and
+        `SplitRequest`. val_path and test_path are not needed if `path` has the folders val and test.
     """
     form = build_form(shape, fit, dtype, draft)
     require_folder(path, "data.path")
@@ -236,7 +235,9 @@ def read_folder(folder: Path, key: str, labels: str | None, held: Sequence[Path]
 
 
 def has_folders(place: Path) -> bool:
-    """Return whether a folder has subfolders. The folder of a split has them, and the folder of a class has none."""
+    """Return whether a folder has subfolders. The folder of a split has subfolders; the folder of a class has only
+    pictures.
+    """
     if not place.is_dir():
         return False
     with os.scandir(place) as entries:
@@ -262,8 +263,8 @@ def _read_groups(table: Path, groups: str, names: Sequence[str]) -> list[str]:
     columns = read_column_names(table, dialect)
     parse_column_names(groups, columns, "data.train.groups")
     files, cells, _ = read_words(table, dialect, (columns[0], groups))
-    find_group = dict(zip(files, cells, strict=True))
-    return [find_group[name] for name in names]
+    groups_by_file = dict(zip(files, cells, strict=True))
+    return [groups_by_file[name] for name in names]
 
 
 def _read_table(folder: Path, table: Path) -> tuple[list[str], list[str], Any]:

@@ -29,7 +29,7 @@ from trainrun.data.readers.records.record_files import RecordReader, StoredIndex
 from trainrun.data.readers.records.values import (
     NPY_MAGIC,
     PICTURE_MAGICS,
-    decode_guessed,
+    decode_guessed_value,
     decode_stored_picture,
 )
 from trainrun.data.tensor_dataset import Splits
@@ -66,7 +66,7 @@ def build_key(number: int) -> bytes:
 
 
 class LmdbRecords:
-    """The values of an environment, in the order of their keys. facts: those of its entry `__meta__`.
+    """The values of an environment, in the order of their keys. facts: the facts in its entry `__meta__`.
 
     Keys that are not numbers of samples are a ragged column of the store. A lookup by key takes about as long as
     reading bytes at a reference.
@@ -124,7 +124,7 @@ class LmdbRecords:
             block = list(islice(keys, KEYS_AT_ONCE))
             while True:
                 lengths = np.fromiter(map(len, block), np.int64, len(block))
-                writer.add_ragged("keys", np.frombuffer(b"".join(block), np.uint8), lengths)
+                writer.add_ragged_column("keys", np.frombuffer(b"".join(block), np.uint8), lengths)
                 block = list(islice(keys, KEYS_AT_ONCE))
                 if not block:
                     return {}
@@ -141,7 +141,7 @@ def decode_entry(content: bytes | None, form: PictureForm | None) -> Any:
             return (decode_stored_picture(sample[0], form), *sample[1:])
         return sample
     if content.startswith((*PICTURE_MAGICS, NPY_MAGIC)):
-        return decode_guessed(content, form)
+        return decode_guessed_value(content, form)
     raise ValueError(
         "neither a sample written by `trainrun convert` nor a picture nor a .npy array (pickled objects "
         "are not read: they could run anything); write the data again with trainrun convert"

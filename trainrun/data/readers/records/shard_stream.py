@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from trainrun.data.cache.stored_files import borrow_file, list_urls
-from trainrun.data.engines.generators import new_generator
+from trainrun.data.engines.generators import build_generator
 from trainrun.data.readers.parts import SplitFiles, SplitRequest, sort_files_by_split
 from trainrun.data.readers.paths import list_brace_names, list_files
 from trainrun.data.readers.reader_protocol import Info, ReaderDataset, ReadFiles
@@ -98,7 +98,7 @@ class ShardStream(IterableDataset[Any]):
         if self._order == "in_order":
             return list(range(count))
         numbers: list[int] = torch.randperm(
-            count, generator=new_generator(self._seed, self._epoch, *kind)
+            count, generator=build_generator(self._seed, self._epoch, *kind)
         ).tolist()
         return numbers
 
@@ -131,7 +131,7 @@ def build_stream_splits(
             return None
         if not named:
             raise DataError(
-                f"data.train.stream={order}: holds no samples out; name {key}=..., or say data.val=null"
+                f"data.train.stream={order}: holds no samples out; name {key}=..., or set data.val=null"
             )
         files = tuple(file for name in named for file in list_files(name, key, endings))
         samples = read(files)

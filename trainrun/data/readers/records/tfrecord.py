@@ -32,7 +32,7 @@ from trainrun.data.readers.records.record_files import (
     read_facts,
 )
 from trainrun.data.readers.records.shard_stream import build_stream_splits
-from trainrun.data.readers.records.values import decode_guessed
+from trainrun.data.readers.records.values import decode_guessed_value
 from trainrun.data.tensor_dataset import Splits
 from trainrun.errors import DataError
 from trainrun.limits import BelowOne, Count, Fit, PixelType, StreamOrder
@@ -144,7 +144,7 @@ class ExampleRecords:
             raise ValueError(
                 f"feature {name} holds {len(feature)} byte strings, not one; name others with data.train.columns"
             )
-        return decode_guessed(feature[0], form)
+        return decode_guessed_value(feature[0], form)
 
     def _read_content(self, file: int, begin: int, size: int) -> bytes:
         """Return the content of a record. Raise ValueError if it is damaged."""

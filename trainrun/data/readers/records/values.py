@@ -23,7 +23,7 @@ def decode_value(extension: str, content: bytes, form: PictureForm | None) -> An
     """Decode bytes by a file's extension. Raise ValueError if they are damaged.
 
     Pictures become tensors (C, H, W), or stay bytes without a form. Numbers become ints, and .npy files become
-    arrays. Bytes with an unknown extension are decoded by `decode_guessed`.
+    arrays. Bytes with an unknown extension are decoded by `decode_guessed_value`.
     """
     kind = extension.rpartition(".")[2]
     if kind in NUMBERS:
@@ -35,10 +35,10 @@ def decode_value(extension: str, content: bytes, form: PictureForm | None) -> An
             return json.loads(content)
         except RecursionError as error:
             raise ValueError("JSON that is nested too deeply") from error
-    return decode_stored_picture(content, form) if kind in PICTURES else decode_guessed(content, form)
+    return decode_stored_picture(content, form) if kind in PICTURES else decode_guessed_value(content, form)
 
 
-def decode_guessed(content: bytes, form: PictureForm | None) -> Any:
+def decode_guessed_value(content: bytes, form: PictureForm | None) -> Any:
     """Decode bytes by their beginning: a JPEG or PNG picture, or a .npy array. Other bytes become an array (L,)
     uint8.
     """

@@ -147,7 +147,9 @@ class TarRecords:
 
 
 def choose_columns(extensions: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-    """Return the default columns, and whether they form a tuple. extensions: those of the members of a sample."""
+    """Return the default columns, and whether they form a tuple. extensions: the file extensions of the members of a
+    sample.
+    """
     if WHOLE in extensions:
         return (WHOLE,), True
     pictures = [name for name in extensions if name in PICTURES]

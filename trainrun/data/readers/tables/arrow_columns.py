@@ -121,7 +121,9 @@ def convert_column(kind: Kind, column: Any, dtype: str, fill: float | None, wher
     return narrow_type(values, dtype, where)
 
 
-def write_ragged(kind: Kind, column: Any, dtype: str, name: str, begin: int, writer: ColumnWriter) -> None:
+def write_ragged_column(
+    kind: Kind, column: Any, dtype: str, name: str, begin: int, writer: ColumnWriter
+) -> None:
     """Write lists, words or pictures as a ragged column, with the shapes of nested lists.
 
     `<name>.missing` has the rows without a value. begin: the first row of the block.
@@ -134,12 +136,12 @@ def write_ragged(kind: Kind, column: Any, dtype: str, name: str, begin: int, wri
         lengths = shapes.prod(axis=1)
         if kind.name == "nested":
             writer.add(f"{name}.shapes", shapes)
-    writer.add_ragged(name, values, lengths)
+    writer.add_ragged_column(name, values, lengths)
     missing[:, 0] += begin
     writer.add(f"{name}.missing", missing)
 
 
-def check_whole(kind: Kind, values: Array) -> None:
+def check_whole_numbers(kind: Kind, values: Array) -> None:
     """Raise DataError for a whole number that int64 cannot represent."""
     if values.dtype == np.uint64 and values.max(initial=0) > np.iinfo(np.int64).max:
         raise DataError(
@@ -155,7 +157,7 @@ def write_number(kind: Kind, column: Any, name: str, begin: int, writer: ColumnW
     values = array.fill_null(False if import_pyarrow().types.is_boolean(array.type) else 0).to_numpy(
         zero_copy_only=False
     )
-    check_whole(kind, values)
+    check_whole_numbers(kind, values)
     wide = {"i": np.int64, "u": np.int64, "f": np.float64}.get(values.dtype.kind, np.bool_)
     writer.add(name, values.astype(wide, copy=False))
     writer.add(f"{name}.missing", join_reasons(missing + begin, IS_MISSING))
@@ -212,7 +214,7 @@ def read_list_column(kind: Kind, array: Any, dtype: str) -> tuple[Array, Array, 
     if array.null_count:
         array = array.fill_null(0 if kind.dtype is not None and kind.dtype.kind != "b" else False)
     values = array.to_numpy(zero_copy_only=False)
-    check_whole(kind, values)
+    check_whole_numbers(kind, values)
     values = values.astype(list_dtype(kind, dtype), copy=False)
     if uneven.any():
         values = values[~uneven[row_of]]
@@ -239,7 +241,7 @@ def read_target_cells(kind: Kind, column: Any, where: NameCell) -> Any:
 
 
 def build_missing_cell_error(kind: Kind, where: str) -> DataError:
-    way = ", or say what stands for it, as data.train.fill=0" if kind.name == "number" else ""
+    way = ", or set a value for missing cells, as data.train.fill=0" if kind.name == "number" else ""
     return DataError(f"{where} is missing; correct it, leave the column out (data.train.inputs){way}")
 
 

@@ -37,7 +37,7 @@ JSON_ROWS = (
 
 
 class TableFile(Protocol):
-    """A file of a table. Its methods raise the errors of pyarrow and the file system. name: that of the format."""
+    """A file of a table. Its methods raise the errors of pyarrow and the file system. name: the name of the format."""
 
     name: ClassVar[str]
 
@@ -53,7 +53,7 @@ class TableFile(Protocol):
         """Return the approximate size of some columns (None: all) in bytes, without reading them."""
         ...
 
-    def batches(self, columns: Sequence[str], at_once: int) -> Iterator[Any]:
+    def iterate_batches(self, columns: Sequence[str], at_once: int) -> Iterator[Any]:
         """Yield Arrow batches of some columns, with at most `at_once` rows."""
         ...
 
@@ -84,7 +84,7 @@ class ParquetFile:
                 total += max(column.total_uncompressed_size, column.num_values * LEAST_BYTES)
         return total
 
-    def batches(self, columns: Sequence[str], at_once: int) -> Iterator[Any]:
+    def iterate_batches(self, columns: Sequence[str], at_once: int) -> Iterator[Any]:
         for group in range(self._file.metadata.num_row_groups):
             with describe_read_errors(self._path, self.name, f"row group {group}"):
                 yield from self._file.iter_batches(at_once, row_groups=[group], columns=list(columns))
@@ -107,7 +107,7 @@ class ArrowFile:
         wanted = set(self.schema.names if columns is None else columns)
         return int(self._table.select([name for name in self.schema.names if name in wanted]).nbytes)
 
-    def batches(self, columns: Sequence[str], at_once: int) -> Iterator[Any]:
+    def iterate_batches(self, columns: Sequence[str], at_once: int) -> Iterator[Any]:
         yield from self._table.select(list(columns)).to_batches(at_once)
 
 
@@ -146,7 +146,7 @@ class JsonFile:
     def count_bytes(self, columns: Sequence[str] | None) -> int:
         return estimate_unpacked_bytes([self._path])
 
-    def batches(self, columns: Sequence[str], at_once: int) -> Iterator[Any]:
+    def iterate_batches(self, columns: Sequence[str], at_once: int) -> Iterator[Any]:
         schema = import_pyarrow().schema([self.schema.field(name) for name in columns])
         for table in self._iterate_tables(explicit_schema=schema, unexpected_field_behavior="ignore"):
             yield from table.select(list(columns)).to_batches(at_once)
@@ -214,7 +214,7 @@ def describe_read_errors(path: Path, kind: str, what: str = "it") -> Iterator[No
 class ArrowTable:
     """Several files as one table. ends: (files,) the number of rows up to the end of each file.
 
-    open_file: opens a file of the format. kinds: those of the columns of the first file. unlike: the problem of each
+    open_file: opens a file of the format. kinds: the kind of each column of the first file. unlike: the problem of each
         column that differs between files.
     """
 
@@ -248,13 +248,13 @@ class ArrowTable:
         """Return the approximate size of some columns in bytes."""
         return sum(self.open_file(path).count_bytes(columns) for path in self.files)
 
-    def blocks(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    def iterate_blocks(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
         """Yield Arrow batches, each with the number of its first row."""
         begin = 0
         at_once = max(1, min(ROWS_AT_ONCE, CELLS_AT_ONCE // max(1, len(columns))))
         for path in self.files:
             with describe_read_errors(path, self.open_file.name):
-                for batch in self.open_file(path).batches(columns, at_once):
+                for batch in self.open_file(path).iterate_batches(columns, at_once):
                     if len(batch):
                         yield begin, batch
                     begin += len(batch)
@@ -268,7 +268,7 @@ class ArrowTable:
             raise DataError(f"{self.files[0]}: column {name!r} is {kind.text}, not numbers")
         blocks = [
             read_target_cells(kind, block[name], partial(self.cell_name, name, begin))
-            for begin, block in self.blocks([name])
+            for begin, block in self.iterate_blocks([name])
         ]
         return np.concatenate(blocks)
 
@@ -312,7 +312,7 @@ def open_table(files: Sequence[Path], open_file: type[TableFile]) -> ArrowTable:
 def describe_column_differences(
     own: dict[str, Kind], kinds: dict[str, Kind], path: Path, first: Path
 ) -> dict[str, str]:
-    """Return the differences between the columns of a file and those of the first file."""
+    """Return the differences between the columns of a file and the columns of the first file."""
     faults = {name: f"{path}: has no column {name!r}, which {first} has" for name in kinds if name not in own}
     for name, kind in own.items():
         if name not in kinds:

@@ -173,7 +173,7 @@ class InputFault(DataError):
             )
         formatted = [problem for problem in self.problems if problem.number_format]
         if formatted:
-            yield describe_formatted(formatted)
+            yield describe_number_formats(formatted)
         others = [problem for problem in self.problems if problem.num_words and problem not in formatted]
         if len(others) == len(self.inputs) and all(len(column.words) > MOST_CATEGORIES for column in others):
             yield (
@@ -187,7 +187,7 @@ class InputFault(DataError):
             yield "Correct the cells that are not numbers, or leave their columns out (data.train.inputs)."
 
 
-def describe_formatted(problems: Sequence[ColumnProblems]) -> str:
+def describe_number_formats(problems: Sequence[ColumnProblems]) -> str:
     """Return how to write numbers in columns that have signs which are not allowed in a number."""
     names = join_names([problem.name for problem in problems], MOST_WORDS)
     words = [word for column in problems for word in column.words if FORMATTED_NUMBER.fullmatch(word)]

@@ -240,7 +240,7 @@ def write_text_columns(
     while True:
         adapted = choice._replace(categories=find_categories(files, choice))
         try:
-            return write_chosen(files, adapted, coding, writer)
+            return write_chosen_columns(files, adapted, coding, writer)
         except InputFault as fault:
             if not choice.is_open:
                 raise
@@ -248,7 +248,7 @@ def write_text_columns(
             writer.discard()
 
 
-def write_chosen(
+def write_chosen_columns(
     files: Sequence[Path], choice: TableChoice, coding: Coding | None, writer: ColumnWriter
 ) -> dict[str, Any]:
     """Parse files into a writer, with the words of all categories known. Return the facts of the columns."""

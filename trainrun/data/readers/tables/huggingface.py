@@ -23,7 +23,7 @@ from trainrun.data.readers.tables.arrow_columns import (
     find_stored_class_names,
     read_feature,
     write_number,
-    write_ragged,
+    write_ragged_column,
 )
 from trainrun.data.readers.tables.arrow_files import (
     ArrowFile,
@@ -39,8 +39,8 @@ from trainrun.data.readers.tables.stored_samples import (
     DecodePicture,
     SampleField,
     StoredSamples,
+    convert_to_python_number,
     decode_text,
-    to_python_number,
 )
 from trainrun.data.readers.tables.table_choice import VERSION
 from trainrun.data.readers.targets import parse_column_names
@@ -68,7 +68,7 @@ def load(path: str | None, columns: Sequence[str] | None = None, val_path: str |
         arguments: see `SplitRequest`.
     """
     request = SplitRequest(path, val_path, test_path, val_fraction, seed, groups, val_by)
-    split_files = request.find_files(tuple(FORMATS), set_or_files)
+    split_files = request.find_files(tuple(FORMATS), list_saved_sets)
     form = build_form(shape, fit, dtype, draft)
     names = None if columns is None else tuple(columns)
 
@@ -89,7 +89,7 @@ def load_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tup
                  left_out: str | None, group: str | None) -> StoredColumns:  # fmt: skip
     """Return the columns of files.
 
-    names: those of the columns. None: all of them but one that is left out. group: the column of the groups, if they
+    names: the columns to read; None: all columns except the left-out column. group: the column of the groups, if groups
         are needed.
     """
     key = fingerprint_files(paths, VERSION, "samples", names, left_out, group)
@@ -114,13 +114,15 @@ def write_samples(paths: tuple[Path, ...], open_file: type[TableFile], names: tu
         parse_column_names(group, table.columns, "data.train.groups")
     check_sample_columns(table, names)
     cells: list[str] = []
-    for begin, block in table.blocks(list(dict.fromkeys([*names, *([] if group is None else [group])]))):
+    for begin, block in table.iterate_blocks(
+        list(dict.fromkeys([*names, *([] if group is None else [group])]))
+    ):
         for number, name in enumerate(names):
             kind, column = table.kinds[name], block[name]
             if kind.name == "number":
                 write_number(kind, column, f"column.{number}", begin, writer)
             else:
-                write_ragged(kind, column, "float32", f"column.{number}", begin, writer)
+                write_ragged_column(kind, column, "float32", f"column.{number}", begin, writer)
         if group is not None:
             cells += map(str, combine_chunks(block[group]).to_pylist())
         writer.report_progress(begin + len(block))
@@ -164,16 +166,18 @@ def build_stored_samples(paths: tuple[Path, ...], open_file: type[TableFile], st
         paths, (names, as_dict, form), fields[-1].values if class_names else None, class_names,
         len(class_names) or None, place, column=partial(read_column, paths, open_file),
     )  # fmt: skip
-    as_columns = partial(Columns, names=names if as_dict else (), pack=pack)
+    build_columns = partial(Columns, names=names if as_dict else (), pack=pack)
     field_names = names if as_dict else ("inputs", "target", *(f"part {k}" for k in range(2, len(names))))
-    return StoredSamples(fields, field_names[: len(names)], pack, info, partial(name_cell, place), as_columns)
+    return StoredSamples(
+        fields, field_names[: len(names)], pack, info, partial(name_cell, place), build_columns
+    )
 
 
 def open_stored_column(
     stored: StoredColumns, number: int, name: str, kind: str, form: PictureForm
 ) -> SampleField:
     """Return a column of the store as a column of samples."""
-    converters = {"number": to_python_number, "word": decode_text, "picture": DecodePicture(form)}
+    converters = {"number": convert_to_python_number, "word": decode_text, "picture": DecodePicture(form)}
     is_sequence = kind in ("list", "nested")
     convert = converters.get(kind)
     return build_stored_field(
@@ -197,7 +201,7 @@ def read_column(paths: tuple[Path, ...], open_file: type[TableFile], name: str) 
     return open_table(paths, open_file).column(name)
 
 
-def set_or_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, ...]:
+def list_saved_sets(path: str | None, key: str, endings: Sequence[str]) -> tuple[Path, ...]:
     """Return the folder of a saved data set, the folders of a saved set of data sets, or files."""
     folder = None if path is None else Path(path).expanduser()
     if folder is None or not folder.is_dir():
@@ -210,7 +214,7 @@ def set_or_files(path: str | None, key: str, endings: Sequence[str]) -> tuple[Pa
 
 
 def find_table_files(files: tuple[Path, ...], setting: str) -> tuple[tuple[Path, ...], type[TableFile]]:
-    """Return the files of a table and their format. files: those of a split. A saved data set is one folder."""
+    """Return the files of a table and their format. files: the files of a split. A saved data set is one folder."""
     if not files or (len(files) > 1 and files[0].is_dir()):
         sets = ", ".join(file.name for file in files) or "none"
         raise DataError(

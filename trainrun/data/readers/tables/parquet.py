@@ -26,7 +26,7 @@ from trainrun.data.readers.tables.arrow_columns import (
     find_stored_class_names,
     list_dtype,
     read_target_cells,
-    write_ragged,
+    write_ragged_column,
 )
 from trainrun.data.readers.tables.arrow_files import ArrowTable, ParquetFile, open_table
 from trainrun.data.readers.tables.stored_samples import (
@@ -87,7 +87,7 @@ def load(path: str | None, inputs: Any = None, target: Any = None, val_path: str
             return build_table_samples(training, choice, input_form, load_training())
         table = open_table(files, ParquetFile)
         table.check(table.unlike if inputs is None else chosen)
-        check_like(table, training, chosen)
+        check_same_columns(table, training, chosen)
         coding = None
         if len(goal) == 1 and not has_list_target(choice, training):
             coding = read_coding(load_training())
@@ -121,7 +121,7 @@ def read_first_targets(node: Mapping[str, Any]) -> FirstTargets | None:
     goal = choose_target(node.get("target"), table.columns)
     if len(goal) != 1 or table.kinds[goal[0]].name != "number":
         return None
-    for _, block in table.blocks(goal):
+    for _, block in table.iterate_blocks(goal):
         numbers = read_target_cells(
             table.kinds[goal[0]], block[goal[0]], partial(table.cell_name, goal[0], 0)
         )
@@ -184,7 +184,7 @@ def choose_converter(kind: Kind, pictures: PictureForm) -> Any:
 
 
 def pack_sample(names: tuple[str, ...] | None, has_target: bool, cells: Sequence[Any]) -> Any:
-    """Return `(inputs, target)`, or inputs alone. names: those of several inputs, which become a dict."""
+    """Return `(inputs, target)`, or inputs alone. names: the names of several inputs, which become a dict."""
     inputs = cells[0] if names is None else dict(zip(names, cells, strict=False))
     return (inputs, cells[-1]) if has_target else inputs
 
@@ -215,11 +215,13 @@ def write_arrow_columns(
     is_list = has_list_target(choice, table)
     cells: dict[str, list[Any]] = {name: [] for name in choice.columns if name not in choice.inputs}
     cells |= {name: [] for name in choice.targets}
-    for begin, block in table.blocks(choice.columns):
+    for begin, block in table.iterate_blocks(choice.columns):
         write_inputs(table, choice, kinds, begin, block, writer)
         for name, parts in cells.items():
             if is_list and name == choice.targets[0]:
-                write_ragged(table.kinds[name], block[name], choice.dtype, "list_target", begin, writer)
+                write_ragged_column(
+                    table.kinds[name], block[name], choice.dtype, "list_target", begin, writer
+                )
             else:
                 parts.append(
                     read_target_cells(table.kinds[name], block[name], partial(table.cell_name, name, begin))
@@ -262,7 +264,7 @@ def write_inputs(table: ArrowTable, choice: TableChoice, kinds: Sequence[Kind], 
             where = partial(table.cell_name, kind.column, begin)
             writer.add(name, convert_column(kind, column, choice.dtype, choice.fill, where))
         else:
-            write_ragged(kind, column, choice.dtype, name, begin, writer)
+            write_ragged_column(kind, column, choice.dtype, name, begin, writer)
 
 
 def join_blocks(kind: Kind, parts: list[Any]) -> Any:
@@ -270,7 +272,7 @@ def join_blocks(kind: Kind, parts: list[Any]) -> Any:
 
 
 def choose_table_coding(table: ArrowTable, choice: TableChoice, cells: Any, coding: Coding | None) -> Coding:
-    """Return the coding of the target. coding: that of the training data, if the table has other data."""
+    """Return the coding of the target. coding: the coding of the training data, if the table has other data."""
     names = find_stored_class_names(table.schema, choice.targets[0])
     if coding is None:
         return choose_coding(cells, choice.target_dtype, names, partial(table.where, choice.targets[0]))
@@ -279,8 +281,8 @@ def choose_table_coding(table: ArrowTable, choice: TableChoice, cells: Any, codi
     return coding
 
 
-def check_like(table: ArrowTable, training: ArrowTable, names: Sequence[str]) -> None:
-    """Raise DataError if the columns to read differ from those of the training data."""
+def check_same_columns(table: ArrowTable, training: ArrowTable, names: Sequence[str]) -> None:
+    """Raise DataError if the columns to read differ from the columns of the training data."""
     for name in names:
         if name not in table.kinds:
             raise DataError(f"{table.files[0]}: has no column {name!r}, which the training data has")

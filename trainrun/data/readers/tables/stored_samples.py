@@ -39,7 +39,7 @@ class SampleField:
     values: numbers (N, ...), or all values of a ragged column. ends: (N,) the end of each row in a ragged column.
         missing: (M, 2) rows without a value, in rising order, each with the reason. shapes: (N, dimensions) of nested
         lists. convert: converts the values of a row to the value in a sample. None: they are copied. is_sequence:
-        whether the lengths of this column are those of the samples.
+        whether the lengths of this column are the lengths of the samples.
     """
 
     name: str
@@ -79,7 +79,7 @@ class SampleField:
         """Return whether a row is a number, an array of one fixed shape, or a flat list of numbers."""
         return self.ends is None or (self.shapes is None and self.convert is None)
 
-    def rows(self, numbers: Array) -> Tensor | RaggedRows | None:
+    def read_rows(self, numbers: Array) -> Tensor | RaggedRows | None:
         """Return some rows of numbers, with lists not yet copied; None if a row has no value."""
         if len(self.missing) and np.isin(numbers, self.missing[:, 0]).any():
             return None
@@ -89,7 +89,7 @@ class SampleField:
         begins = np.where(numbers > 0, ends[numbers - 1], 0)
         return RaggedRows(np.asarray(self.values), begins, ends[numbers] - begins)
 
-    def cell(self, row: int, where: Where, cut: Cut | None = None) -> Any:
+    def read_cell(self, row: int, where: Where, cut: Cut | None = None) -> Any:
         """Return the value of a row. where: names the row. cut: returns the part of a list that is copied."""
         if len(self.missing):
             position = int(np.searchsorted(self.missing[:, 0], row))
@@ -125,7 +125,7 @@ def decode_text(values: Array, where: Where) -> str:
     return values.tobytes().decode()
 
 
-def to_python_number(values: Any, where: Where) -> Any:
+def convert_to_python_number(values: Any, where: Where) -> Any:
     """Return the value as a Python number."""
     return values.item()
 
@@ -156,11 +156,11 @@ class StoredSamples:
         gathered = (
             columns(same_shape_rows) if columns is not None and len(same_shape_rows) == len(rows) else None
         )
-        read_ragged = self.read_ragged if all(column.is_numbers for column in fields) else None
+        read_ragged_rows = self.read_ragged_rows if all(column.is_numbers for column in fields) else None
         forms = [column.convert.form for column in fields if isinstance(column.convert, DecodePicture)]
         self.info = replace(
             info, lengths=lengths, thread_safe=True, columns=gathered, read_cut=self.read_cut,
-            form=forms[0] if forms else None, read_files=self.read_files, read_ragged=read_ragged,
+            form=forms[0] if forms else None, read_files=self.read_files, read_ragged_rows=read_ragged_rows,
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -170,11 +170,11 @@ class StoredSamples:
         self._check_files()
         return [self._sample(index) for index in indices]
 
-    def read_ragged(self, numbers: Array) -> RaggedBatch | None:
+    def read_ragged_rows(self, numbers: Array) -> RaggedBatch | None:
         self._check_files()
         fields: dict[str, Tensor | RaggedRows] = {}
         for column, name in zip(self._fields, self._names, strict=True):
-            rows = column.rows(numbers)
+            rows = column.read_rows(numbers)
             if rows is None:
                 return None
             fields[name] = rows
@@ -198,5 +198,5 @@ class StoredSamples:
         cells = []
         for column, name in zip(fields or self._fields, self._names, strict=True):
             cell_cut = None if cut is None else partial(cut, name)
-            cells.append(column.cell(index, partial(self._where, column.name, index), cell_cut))
+            cells.append(column.read_cell(index, partial(self._where, column.name, index), cell_cut))
         return self._pack(cells)

@@ -21,10 +21,10 @@ Categories = tuple[tuple[str, tuple[str, ...]], ...]
 class TableChoice(NamedTuple):
     """The chosen columns of a table.
 
-    dialect: that of a text table. same_columns: whether the other columns must be equal in all files too. categories:
-        columns of words with their words; empty: the words of the table. gaps: columns with missing cells. These are
-        0, and an input `width=` is 1 there. is_open: whether the training data may add categories and gaps, and drop
-        columns.
+    dialect: the dialect of a text table. same_columns: whether the other columns must be equal in all files too.
+        categories: columns of words with their words; empty: the words of the table. gaps: columns with missing cells.
+        These are 0, and an input `width=` is 1 there. is_open: whether the training data may add categories and gaps,
+        and drop columns.
     """
 
     inputs: tuple[str, ...]
@@ -69,8 +69,8 @@ class TableChoice(NamedTuple):
 def load_table(
     files: Sequence[Path], choice: TableChoice, coding: Coding | None, num_bytes: int, build: Build
 ) -> StoredColumns:
-    """Return the columns of files. A large table stores them. coding: that of the target, if it was chosen on other
-    files.
+    """Return the columns of files. A large table stores them. coding: the coding of the target, if it was chosen on
+    other files.
     """
     key = fingerprint_files(files, VERSION, choice, coding)
     rest = f" and {len(files) - 1} more" if len(files) > 1 else ""

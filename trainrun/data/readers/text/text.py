@@ -68,13 +68,13 @@ class TextSamples:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        tokens = self._mapped()[int(self._begins[index]) : int(self._ends[index])]
+        tokens = self._map_tokens()[int(self._begins[index]) : int(self._ends[index])]
         window = torch.from_numpy(tokens.astype(np.int64))
         return window[:-1], window[1:]
 
     def read_cut(self, index: int, cut: Callable[[str, Any], Any]) -> tuple[Tensor, Tensor]:
         """Return a part of one sample. Only the tokens that `cut(name, tokens)` returns are copied."""
-        tokens = self._mapped()[int(self._begins[index]) : int(self._ends[index])]
+        tokens = self._map_tokens()[int(self._begins[index]) : int(self._ends[index])]
         inputs, target = cut("inputs", tokens[:-1]), cut("target", tokens[1:])
         return torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(target.astype(np.int64))
 
@@ -85,15 +85,15 @@ class TextSamples:
         if len(chosen) == 0 or (sizes != sizes[0]).any():
             return [self[int(index)] for index in chosen]
         places = self._begins[chosen, None] + np.arange(sizes[0])
-        windows = torch.from_numpy(self._mapped()[places].astype(np.int64))
+        windows = torch.from_numpy(self._map_tokens()[places].astype(np.int64))
         return [(window[:-1], window[1:]) for window in windows.unbind()]
 
-    def as_rows(self) -> Columns | None:
+    def find_row_columns(self) -> Columns | None:
         """Return blocks as rows of the token file, to gather many at once. Targets begin one token after the inputs."""
         return self._open_columns() if self._text.kind == "blocks" else None
 
     def _open_columns(self) -> Columns:
-        content = self._mapped()[int(self._begins[0]) : int(self._ends[-1])]
+        content = self._map_tokens()[int(self._begins[0]) : int(self._ends[-1])]
         unsigned = content.dtype == np.uint16
         content = content.view(np.int16) if unsigned else content
         rows = (len(self), int(self.lengths[0]))
@@ -119,7 +119,7 @@ class TextSamples:
             files, text.kind, text.max_bytes, self._begins.tobytes(), self._ends.tobytes()
         )
 
-    def _mapped(self) -> np.ndarray[Any, Any]:
+    def _map_tokens(self) -> np.ndarray[Any, Any]:
         check_lengths(self._mappings)
         return self._values
 
