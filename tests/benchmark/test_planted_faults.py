@@ -11,7 +11,7 @@ from benchmark_worlds import OFTEN, SETTINGS, Costs, World
 from trainrun.benchmark.budget import Budget
 from trainrun.benchmark.diagnose.diagnosis import Examination
 from trainrun.benchmark.diagnose.verdict import reach_verdict
-from trainrun.benchmark.remedies import loading_computes
+from trainrun.benchmark.remedies import is_loading_busy
 from trainrun.config.compose import compose_run
 
 FAULTS: Mapping[str, tuple[str, Costs, tuple[str, ...]]] = {
@@ -67,7 +67,7 @@ def test_a_disk_that_stalls_now_and_then_is_waited_for(costs: Costs, waits: bool
         2.0,
         lambda about, left: None,  # type: ignore[arg-type]
     ).diagnosis()
-    assert loading_computes(found) is not waits
+    assert is_loading_busy(found) is not waits
 
 
 def test_a_gain_is_promised_at_its_size() -> None:

@@ -25,7 +25,7 @@ from trainrun.config.argv import (
     translate_overrides,
 )
 from trainrun.config.compose import drop_reported_faults, replace_value_aliases
-from trainrun.config.messages import explain_broken_reference, first_line_of_error
+from trainrun.config.messages import explain_broken_reference, read_first_error_line
 from trainrun.config.overrides import (
     add_trackers,
     build_schema_node,
@@ -267,7 +267,7 @@ def build_saved_node(found: dict[str, Any], path: Path, secrets: Any) -> DictCon
         node: DictConfig = pickle.loads(_merge_into_schema(pickle.dumps(fill_secrets(found, secrets))))
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", None) or "config")
-        raise ConfigError(f"{path}: not a config of a run ({key}: {first_line_of_error(error)})") from error
+        raise ConfigError(f"{path}: not a config of a run ({key}: {read_first_error_line(error)})") from error
     return node
 
 

@@ -20,7 +20,7 @@ from trainrun.cli.run_arguments import (
 from trainrun.errors import EXIT_DONE, ConfigError
 from trainrun.folder.run_folder import RunDir, write_json
 from trainrun.output import format_count, format_table, report_result, say
-from trainrun.prediction.new_samples import SHOWN_CLASSES, predict_new
+from trainrun.prediction.new_samples import SHOWN_CLASSES, predict_new_samples
 from trainrun.prediction.predictions import predict_batches
 from trainrun.runs.restore_config import choose_saved_checkpoint, load_parts
 from trainrun.runs.run import open_run

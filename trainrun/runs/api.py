@@ -120,7 +120,7 @@ class Run:
         """
         satellite = import_module("trainrun.prediction.new_samples")
         with register_objects(dict(self.objects)):
-            columns: dict[str, list[Any]] = satellite.predict_new(
+            columns: dict[str, list[Any]] = satellite.predict_new_samples(
                 self.files, samples, which, self.trust, num_classes_shown
             )
         return columns

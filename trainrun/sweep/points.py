@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from trainrun.comparison.paired import LEAST_REPLICATES, half_interval, student_quantile
 from trainrun.output import format_number
-from trainrun.sweep.results import Job, short_numbers
+from trainrun.sweep.results import Job, format_short_numbers
 
 REPEATED = ("data.fold", "seed")  # settings that make no other way to train
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from trainrun.benchmark.diagnose.ablations import BUCKET
 from trainrun.benchmark.diagnose.diagnosis import CLEAR, Diagnosis, WhatIf
-from trainrun.benchmark.remedies import Remedy, find_remedies, loading_computes
+from trainrun.benchmark.remedies import Remedy, find_remedies, is_loading_busy
 from trainrun.benchmark.run_overrides import compose_config
 
 LARGE: Final = 1.3  # of a larger batch, which is another training: a gain below it is not worth a word
