@@ -173,7 +173,10 @@ def test_whole_numbers_stay_whole_in_lists_and_in_64_bits(
         Preparation(torch.float64).convert_column(torch.from_numpy(IDS).double()).long(),
         torch.from_numpy(IDS),
     )
-    assert Preparation(torch.float64).batch(stack_samples([([0.1],), ([1],)]))[0].tolist() == [[0.1], [1.0]]
+    assert Preparation(torch.float64).convert_batch(stack_samples([([0.1],), ([1],)]))[0].tolist() == [
+        [0.1],
+        [1.0],
+    ]
     assert not caplog.records
-    Preparation().batch(convert_numbers([2**24 + 1, 0.0]))
+    Preparation().convert_batch(convert_numbers([2**24 + 1, 0.0]))
     assert "16777217" in caplog.text
