@@ -312,7 +312,9 @@ def build_object_settings(objects: Mapping[str, Any], words: list[str]) -> list[
                 f"trainrun.train({name}=...): {twice.pop()}= sets it too; leave one of them out"
             )
         if name == "model" and not isinstance(entry, nn.Module):
-            raise ConfigError(f"trainrun.train(model=...): a {type(entry).__name__} is no torch.nn.Module")
+            raise ConfigError(
+                f"trainrun.train(model=...): must be a module, such as Net(), not {entry!r:.80}"
+            )
         if isinstance(entry, DataLoader):
             size = "" if entry.batch_size is None else f", and 'data.batch_size={entry.batch_size}'"
             raise ConfigError(
