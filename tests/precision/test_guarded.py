@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainrun.precision.autocast import (
     set_matmul,
 )
 from trainrun.precision.update import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, Update
+from trainrun.timing.phases import CHECK, RANKS, PhaseTimer
 
 CPU = torch.device("cpu")
 OPTIMIZERS: dict[str, Callable[[Any, bool], Optimizer]] = {
@@ -368,29 +370,49 @@ def test_hooks_schedulers_and_foreign_optimizers_keep_their_own_step() -> None:
 
 
 class Halves(Single):
-    """A backend whose two ranks hold half of the gradients each; the other rank's are as these, or not finite."""
+    """A backend whose two ranks hold half of the gradients each; the other rank's are as these, or not finite.
+
+    seconds: what a clock shows, which an exchange moves by one second.
+    """
 
     other_is_bad = False
+    seconds: list[float]
 
     def grad_norm(self, norm: Tensor) -> Tensor:
-        return norm * 2**0.5
+        self.seconds[0] += 1
+        return norm * (math.inf if self.other_is_bad else 2**0.5)
 
     def reduce_any(self, flag: Tensor) -> Tensor:
+        self.seconds[0] += 1
         return flag.fill_(1) if self.other_is_bad else flag
 
 
+@pytest.mark.parametrize("want_norm", [False, True])
 @pytest.mark.parametrize("mode", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("bad", [False, True])
-def test_the_backend_joins_norms_and_flags_of_ranks_that_hold_parts(mode: str, bad: bool) -> None:
-    model, halves = torch.nn.Linear(3, 1), type("Other", (Halves,), {"other_is_bad": bad})(CPU)
-    precision, _ = build_precision(PrecisionOptions(mode, nan_policy="skip"), model, CPU, parallel=halves)
+def test_the_backend_joins_norms_and_flags_of_ranks_that_hold_parts(
+    mode: str, bad: bool, want_norm: bool
+) -> None:
+    seconds = [0.0]
+    backend = type("Other", (Halves,), {"other_is_bad": bad, "seconds": seconds})
+    model, phases = torch.nn.Linear(3, 1), PhaseTimer(0.0, lambda: seconds[0])
+    precision, _ = build_precision(
+        PrecisionOptions(mode, nan_policy="skip"), model, CPU, phases, backend(CPU, world_size=2)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     precision.backward(model(torch.ones(1, 3)).sum(), 1.0)
     before = model.weight.detach().clone()
-    report = precision.optimizer_step(optimizer, want_norm=True)
-    assert report.norm is not None
-    assert report.norm.item() == pytest.approx(2**0.5 * 2)  # four ones here, four there
+    report = precision.optimizer_step(optimizer, want_norm)
+    if want_norm:
+        assert report.norm is not None
+        assert report.norm.item() == pytest.approx(
+            math.inf if bad else 2**0.5 * 2
+        )  # four ones here, four there
     assert report.skipped == bad == torch.equal(model.weight, before)
+    # The exchanges count as waiting for ranks. Gradients with a finite norm are finite: no flag is exchanged.
+    norm_is_enough = want_norm and not bad and mode == "32-true"
+    assert phases.read_seconds(RANKS) == want_norm + (not norm_is_enough)
+    assert phases.read_seconds(CHECK) == 0
 
 
 def test_a_parameter_that_joins_a_group_is_updated_and_cleared_after_another_look() -> None:

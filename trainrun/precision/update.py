@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,8 @@ from trainrun.precision.gradients import (
     mark_nonfinite,
     run_backward,
 )
-from trainrun.timing.phases import CHECK, CLIP, OPTIMIZER, PhaseTimer
+from trainrun.timing.phases import CHECK, CLIP, OPTIMIZER, RANKS, PhaseTimer
 
-T = TypeVar("T")
 AUTOCAST_TYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 FULL, MIXED = "32-true", "bf16-mixed"
 MAX_SKIPS_IN_A_ROW = 100
@@ -70,11 +69,14 @@ class Update:
         parallel: Parallel | None = None,
     ) -> None:
         self._parallel = parallel
-        self._grad_norm = parallel.grad_norm if parallel else _identity
-        self._reduce_any = parallel.reduce_any if parallel else _identity
         self._model = model
         self._device = device
         self._book = (phases or PhaseTimer()).open
+        self._grad_norm: Callable[[Tensor], Tensor] = return_unchanged
+        self._reduce_any: Callable[[Tensor], Tensor] = return_unchanged
+        if parallel is not None and parallel.world_size > 1:
+            self._grad_norm = book_exchange(parallel.grad_norm, self._book)
+            self._reduce_any = book_exchange(parallel.reduce_any, self._book)
         self._context = build_autocast_context(autocast_dtype, device)
         self._scaler: torch.amp.GradScaler | None = None
         if autocast_dtype is torch.float16:
@@ -218,9 +220,8 @@ class Update:
             return True
         if self._stopped:
             return False
-        if (
-            self._clips_norm and norm is not None
-        ):  # which is that of all ranks, and not finite if a gradient is not
+        # The norm is that of all ranks, and not finite if a gradient is not.
+        if norm is not None and (self._clips_norm or (norm.is_cpu and bool(norm.isfinite()))):
             mark_nonfinite([[norm]], self._found, self._one)
         else:
             mark_nonfinite(groups, self._found, self._one)
@@ -283,8 +284,22 @@ def build_autocast_context(dtype: torch.dtype | None, device: torch.device) -> A
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
-def _identity(value: T) -> T:
-    return value
+def return_unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def book_exchange(
+    exchange: Callable[[Tensor], Tensor], book: Callable[[int], int]
+) -> Callable[[Tensor], Tensor]:
+    """Return an exchange of the check whose time counts as waiting for other ranks."""
+
+    def booked_exchange(tensor: Tensor) -> Tensor:
+        book(RANKS)
+        combined = exchange(tensor)
+        book(CHECK)
+        return combined
+
+    return booked_exchange
 
 
 def _drop_step() -> None:
