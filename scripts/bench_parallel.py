@@ -1,6 +1,6 @@
 """What a second thread, a second rank and a second worker of one process give, and what ranks exchange.
 
-    python scripts/bench_parallel.py [mlp|cnn|gpt ...] [--rounds 3] [--steps 40] [--devices 2]
+    python scripts/bench_parallel.py [mlp|cnn|gpt|update ...] [--rounds 3] [--steps 40] [--devices 2]
 
 Speed: every way trains the same global batch in a run of its own, in turns. Printed are samples a second, the median
 over the rounds with their range, and the ratio to one process with one thread. Start-up, validation and files are left
@@ -12,6 +12,11 @@ Exchange: bytes that a rank sends in a step, counted by the loopback device of a
 the formula of a ring, 2 (N - 1) / N times the bytes of the gradients (3 in place of 2 for shards). From the formula and
 the step of one process comes the efficiency that N GPUs would reach over a link: if nothing of the exchange is hidden,
 and if all is but what takes longer than the backward pass.
+
+Update: `update` compares the check for NaN and the optimizer of `parallel=fsdp` with those of processes that hold as
+many values as a rank. As many of them as ranks run at once, because they share the bandwidth of the memory. They run
+once as they are, and once with a pause before each update, so that a step takes as long as with shards: meanwhile the
+caches lose the moments. Printed are milliseconds, the medians over the steps. Waiting for other ranks is a row apart.
 """
 
 from __future__ import annotations
@@ -26,21 +31,25 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import torch  # noqa: E402
-from bench_diagnose import WORKLOADS  # noqa: E402
+from bench_diagnose import COMMON, WORKLOADS  # noqa: E402
 from bench_kit import machine  # noqa: E402
 from faulty_parts import Wide  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from trainrun.model.cnn import Cnn  # noqa: E402
+from trainrun.timing.phases import ACCOUNTS  # noqa: E402
+from trainrun.train_state import TrainState  # noqa: E402
+from trainrun.training.components import Components  # noqa: E402
 
 # What a model needs to be divided into shards.
 FOR_SHARDS: dict[str, list[str]] = {"mlp": ["parallel.blocks=[first,middle.*]"], "cnn": [], "gpt": []}
@@ -48,6 +57,9 @@ BATCH = {"mlp": 256, "cnn": 64, "gpt": 16}
 QUIET = ["checkpoint.enabled=false", "monitor.plots=false", "monitor.log_every_n_steps=1000"]
 PER_STEP = ("data", "forward", "backward", "check", "optimizer", "ranks", "runner")  # phases of the ledger
 BACKWARD_SHARE = 2 / 3  # of a step: what an exchange of gradients can be hidden behind
+UPDATE = ("check", "clip", "optimizer")
+UPDATE_WIDTHS = (256, 1024)  # of the layers, of which a rank holds four
+WARM_UP = 20  # steps before an update is measured
 LINKS = {"10 Gb/s Ethernet": 1.25e9, "PCIe 4": 25e9, "NVLink of an H100": 450e9}  # bytes a second, one way
 
 
@@ -187,6 +199,89 @@ def hand_speeds(model: str, devices: int, rounds: int, steps: int) -> dict[str, 
     return speeds
 
 
+# ---------------------------------------------------------------- the update of shards
+
+
+class StepPhases:
+    """A hook that writes the seconds of each phase in a step, the median over the steps after the warm-up.
+
+    path: of the file, to which each rank adds its number. pause: seconds to sleep before each update.
+    """
+
+    def __init__(self, path: str, steps: int, pause: float) -> None:
+        self._path, self._last, self._pause = path, WARM_UP + steps, pause
+        self._totals: list[dict[str, float]] = []  # of the phases until the end of each step
+
+    def on_gradients(self, run: Components) -> None:
+        time.sleep(self._pause)
+
+    def on_step_end(self, run: Components, state: TrainState) -> None:
+        self._totals.append(run.phases.read_from_any_thread())
+        if state.step == self._last:
+            steps = list(pairwise(self._totals[WARM_UP - 1 :]))
+            phases = {
+                name: median(after[name] - before[name] for before, after in steps) for name in ACCOUNTS
+            }
+            Path(f"{self._path}.{run.parallel.rank}").write_text(json.dumps(phases))
+
+
+def measure_phases(words: list[str], steps: int, folder: Path, pause: float = 0.0) -> dict[str, float]:
+    """Train and return the seconds of each phase in a step, the mean over the ranks."""
+    values = {
+        "_target_": "bench_parallel.StepPhases",
+        "path": folder / "phases",
+        "steps": steps,
+        "pause": pause,
+    }
+    hook = [f"hook.phases.{key}={value}" for key, value in values.items()]
+    run_once([*words, *hook], WARM_UP + steps + 1, folder)
+    return mean_by_phase([json.loads(file.read_text()) for file in folder.glob("phases.*")])
+
+
+def mean_by_phase(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: fmean(row[name] for row in rows) for name in ACCOUNTS}
+
+
+def compare_updates(width: int, devices: int, rounds: int, steps: int, folder: Path) -> None:
+    """Print the update of shards beside that of as many processes, each of which holds as many values as a rank."""
+    common = [*COMMON, "data.train._target_=faulty_parts.Table", "model=custom", "model._target_=faulty_parts.Wide",
+              "data.train.width=64", "model.width=64", f"model.hidden={width}", "data.batch_size=32",
+              "trainer.num_threads=1"]  # fmt: skip
+    shards = [*common, f"model.layers={4 * devices}", *ways("mlp", devices)[f"{devices} shards (fsdp)"]]
+
+    def measure_processes(pause: float) -> dict[str, float]:
+        with ThreadPoolExecutor(devices) as pool:
+            folders = [folder / str(index) for index in range(devices)]
+            words = [*common, "model.layers=4"]
+            return mean_by_phase(
+                list(pool.map(lambda own: measure_phases(words, steps, own, pause), folders))
+            )
+
+    measured: dict[str, list[dict[str, float]]] = {"processes": [], "with a pause": [], "shards": []}
+    for _ in range(rounds):
+        divided, whole = measure_phases(shards, steps, folder / "shards"), measure_processes(0.0)
+        pause = max(0.0, sum(divided.values()) - sum(whole.values()))
+        rows = whole, measure_processes(pause), divided
+        for name, row in zip(measured, rows, strict=True):
+            measured[name].append(row)
+    print(f"update, layers of {width}, {devices} ranks or processes at once, milliseconds in a step")
+    for name, rounds_of_name in measured.items():
+        cells = [
+            f"{phase} {format_range([1000 * row[phase] for row in rounds_of_name])}"
+            for phase in ("check", "optimizer", "ranks")
+        ]
+        ratios = [
+            sum(divided[phase] for phase in UPDATE) / sum(row[phase] for phase in UPDATE)
+            for row, divided in zip(rounds_of_name, measured["shards"], strict=True)
+        ]
+        ratio = "" if name == "shards" else f"   shards take {format_range(ratios)} times as long"
+        print(f"  {name:<14} {'   '.join(cells)}{ratio}")
+
+
+def format_range(values: list[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
 # ---------------------------------------------------------------- tables
 
 
@@ -214,13 +309,19 @@ def show_efficiency(gradient_bytes: int, step_seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("models", nargs="*", default=list(BATCH), metavar="MODEL", help="mlp, cnn, gpt")
+    parser.add_argument(
+        "models", nargs="*", default=[*BATCH, "update"], metavar="MODEL", help="mlp, cnn, gpt, update"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--devices", type=int, default=2, help="threads, ranks and workers")
     options = parser.parse_args()
     print(machine())
-    for model in options.models:
+    if "update" in options.models:
+        for width in UPDATE_WIDTHS:
+            with tempfile.TemporaryDirectory() as temporary:
+                compare_updates(width, options.devices, options.rounds, options.steps, Path(temporary))
+    for model in [model for model in options.models if model != "update"]:
         print(f"{model}, global batch {BATCH[model]}")
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "run"
