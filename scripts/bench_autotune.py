@@ -117,7 +117,11 @@ def nothing_to_find(repeats: int, budget: float) -> None:
     for number in range(repeats):
         tuning = tuned(settings, budget, "exact")
         claims += tuning.is_claimed
-        print(f"null {number + 1}: {claims} claims; {tuning.diagnoses[-1]}; {tuning.verdict}", flush=True)
+        settings_text = " ".join(tuning.best_settings)
+        print(
+            f"null {number + 1}: {claims} claims; {tuning.diagnoses[-1]}; {tuning.verdict} {settings_text}",
+            flush=True,
+        )
     print(f"false claims: {claims} of {repeats}")
 
 

@@ -214,7 +214,7 @@ def test_diagnosis_of_earlier_settings_is_not_shown_for_the_best_ones() -> None:
     tuning = tuned(world, budget=70.0)
     assert sum(trial.is_used for trial in tuning.trials) == len(tuning.diagnoses) == 2
     assert tuning.last_diagnosis == ""
-    assert "with the settings that are used" not in "\n".join(tuning_lines(tuning))
+    assert "of the settings that are used" not in "\n".join(tuning_lines(tuning))
 
 
 def test_remedy_that_is_faster_but_not_the_fastest_is_not_called_unclear() -> None:

@@ -221,7 +221,7 @@ def test_the_command_prints_json_and_how_to_go_on(
     assert (
         main(["race", "lr=0.8", "lr=0.6", "--until", "val/acc=0.5", "--seeds", "2", "--out", "here"]) == 130
     )
-    assert "what is not done: trainrun race lr=0.8 lr=0.6" in capsys.readouterr().out
+    assert "not finished; to continue: trainrun race lr=0.8 lr=0.6" in capsys.readouterr().out
 
 
 # --- a judged training, in this process ---

@@ -155,7 +155,7 @@ def run_race(race: Race, changes: Sequence[Variation], again: str) -> int:
             print_report(race, changes)
             say(f"page: {race.folder / PAGE}", flush=True)
         if not race.is_done:
-            say(f"what is not done: {again}", flush=True)
+            say(f"not finished; to continue: {again}", flush=True)
         report_result(**race_facts(race, changes))
     if relay.number:
         return EXIT_INTERRUPTED if relay.number == signal.SIGINT else EXIT_AGAIN

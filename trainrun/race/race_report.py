@@ -57,8 +57,10 @@ def format_label(racer: Racer) -> str:
 def standing_cells(standing: Standing) -> list[str]:
     arrived = f"{len(standing.runs) - standing.late} of {len(standing.runs)}"
     ratios = [ratio_text(ratio, standing.bound) for ratio in (standing.ratio, standing.training_ratio)]
+    over = "over " if standing.late else ""  # a run that did not arrive counts with its limit
+    seconds = [over + seconds_text(value) for value in (standing.seconds, standing.training_seconds)]
     return [
-        arrived, seconds_text(standing.seconds), ratios[0], seconds_text(standing.training_seconds), ratios[1],
+        arrived, seconds[0], ratios[0], seconds[1], ratios[1],
         format_mean(standing.ends) or "-", equivalence_text(standing.equivalence), memory_text(standing.peak_bytes),
     ]  # fmt: skip
 

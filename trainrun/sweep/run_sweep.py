@@ -273,7 +273,7 @@ def write_tables(sweep: Sweep) -> None:
     if any(sweep.jobs[num].result.state not in ENDED for num in sweep.wanted) or sweep.num_jobs > len(
         sweep.wanted
     ):
-        say(f"what is not done: trainrun resume {format_path_to_paste(sweep.folder)}", flush=True)
+        say(f"not finished; to continue: trainrun resume {format_path_to_paste(sweep.folder)}", flush=True)
 
 
 def write_table(name: str, path: Path, text: str) -> None:

@@ -144,12 +144,16 @@ def tuning_lines(tuning: Tuning) -> list[str]:
     """Return the lines of a report: the diagnoses, the trials in order, the gains that need the user's decision, and
     the claim.
     """
-    lines = [f"your settings: {format_quantity(tuning.speed)} {tuning.unit}/s; {tuning.diagnoses[0]}"]
+    lines = [
+        f"your settings: {format_quantity(tuning.speed)} {tuning.unit}/s",
+        f"diagnosis: {tuning.diagnoses[0]}",
+    ]
+    width = max((len(str(trial.remedy)) for trial in tuning.trials), default=0)
     for (cause, promised), trials in groupby(tuning.trials, lambda trial: (trial.cause, trial.promised)):
         most = "" if promised is None else f" (at most {promised:.2f}x)"
-        lines += [f"{cause}{most}:", *map(trial_line, trials)]
+        lines += [f"{cause}{most}:", *(trial_line(trial, width) for trial in trials)]
     if tuning.last_diagnosis:
-        lines.append(f"with the settings that are used: {tuning.last_diagnosis}")
+        lines.append(f"diagnosis of the settings that are used: {tuning.last_diagnosis}")
     offered = [trial for trial in tuning.trials if trial.is_faster and trial.reason.startswith("--allow")]
     lines += [
         f"your decision: {trial.remedy} is {speed_text(trial)} as fast, but {trial.remedy.effect_text} "
@@ -159,11 +163,11 @@ def tuning_lines(tuning: Tuning) -> list[str]:
     return [*lines, f"result: {tuning.verdict}"]
 
 
-def trial_line(trial: Trial) -> str:
-    """Return `  data.cache=memory    21.08x  13.92 to 31.19 in 6 turns  used`."""
+def trial_line(trial: Trial, width: int) -> str:
+    """Return `  data.cache=memory    21.08x  13.92 to 31.19 in 6 turns  used`. width: of the column of settings."""
     turns = "" if trial.ratio is None else trial.ratio.turns()
     used = "used" if trial.is_used else f"not used: {trial.reason}"
-    return f"  {trial.remedy!s:<44} {speed_text(trial):>7}  {turns:<26}  {used}"
+    return f"  {trial.remedy!s:<{width}}  {speed_text(trial):>7}  {turns:<26}  {used}"
 
 
 def table_lines(table: TechniqueTable) -> list[str]:
