@@ -246,13 +246,9 @@ def test_a_finished_run_stays_as_it_is_and_goes_on_with_more_epochs(
     rows = package.load_run(own / "run").metrics
     capsys.readouterr()
     files = {path: path.stat().st_mtime_ns for path in (own / "run").rglob("*") if path.name != ".lock"}
-    for more, key in (
-        ([], "trainer.max_epochs=2"),
-        (["trainer.max_epochs=1"], "trainer.max_epochs=1"),
-        (["trainer.max_steps=2"], "trainer.max_steps=2"),
-    ):
+    for more in ([], ["trainer.max_epochs=1"], ["trainer.max_steps=2"]):
         assert main(["resume", "run", *more]) == 0
-        approve(capsys.readouterr().out, key, "trainrun resume")
+        approve(capsys.readouterr().out, "trainer.max_epochs=2", "trainrun resume")
     assert {
         path: path.stat().st_mtime_ns for path in (own / "run").rglob("*") if path.name != ".lock"
     } == files
