@@ -59,16 +59,23 @@ def test_ranks_see_the_global_batches_of_one_rank(n, batch_size, world_size, shu
 
 @SMALL
 @given(counts, batch_sizes, worlds)
-def test_a_rank_without_samples_fills_in_training_and_rests_in_evaluation(n, batch_size, world_size):
+def test_ranks_train_the_micro_batches_of_one_process(n, batch_size, world_size):
     fields = {"num_samples": n, "batch_size": batch_size, "shuffle": True}
-    training = [shares(plan) for plan in plans(world_size, **fields)]
+    rows = list(zip(*[shares(plan) for plan in plans(world_size, **fields)], strict=True))
+    one = Plan(**fields)
+    assert [indices for row in rows for indices, real, _ in row if real] == [
+        share[0] for share in shares(one)
+    ]
+    assert all(real or indices == row[0][0] for row in rows for indices, real, _ in row)
+
+
+@SMALL
+@given(counts, batch_sizes, worlds)
+def test_ranks_share_an_evaluation_evenly(n, batch_size, world_size):
+    fields = {"num_samples": n, "batch_size": batch_size, "shuffle": True}
     evaluation = [shares(plan) for plan in plans(world_size, training=False, **fields)]
-    for row in zip(*training, strict=True):
-        real = joined(indices for indices, is_real, _ in row if is_real)
-        fillers = [indices for indices, is_real, _ in row if not is_real]
-        assert all(len(filler) == 1 and filler[0] in real for filler in fillers)
-        sizes = [len(indices) if is_real else 0 for indices, is_real, _ in row]
-        assert max(sizes) - min(sizes) <= 1
+    counts = [len(joined(indices for indices, _, _ in rank)) for rank in evaluation]
+    assert max(counts) - min(counts) <= 1
     assert sorted(joined(indices for rank in evaluation for indices, _, _ in rank)) == list(range(n))
     assert all(real for rank in evaluation for _, real, _ in rank)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -67,9 +68,9 @@ def test_an_order_is_listed_up_to_the_bound_and_computed_above_it(monkeypatch: p
     shares = [
         [share.indices.tolist() for share in plan.iterate_rank_batches(2, 0) if share.real] for plan in ranks
     ]
-    joined = [index for batch in zip(*shares, strict=True) for indices in batch for index in indices]
+    joined = [index for batch in zip_longest(*shares, fillvalue=[]) for indices in batch for index in indices]
     assert joined == found.tolist()
-    assert [s.indices.tolist() for s in ranks[1].iterate_rank_batches(2, 3)] == shares[1][3:]
+    assert [s.indices.tolist() for s in ranks[1].iterate_rank_batches(2, 3) if s.real] == shares[1][3:]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import BinaryIO
 
 from trainrun.__main__ import entry
 
@@ -185,13 +185,14 @@ class ForkedCommand(ForkedRank):
 
 def start_forked(
     command: Sequence[str],
-    rank: int,
-    run_dir: Any,
-    env: dict[str, str],
+    env: Mapping[str, str],
+    output: BinaryIO | None = None,
+    files: Sequence[int] = (),
     prepare: Callable[[int], None] | None = None,
 ) -> ForkedRank:
     """What stands for the launcher's `start_rank`. prepare: called in the rank, with its number, before it begins."""
     from faults.warm import for_ranks
+    from trainrun.folder.lock import INHERITED
     from trainrun.runtime.signals import block_stop_signals
 
     for_ranks()
@@ -201,8 +202,11 @@ def start_forked(
             with suppress(ProcessLookupError):  # it has ended already
                 os.setpgid(child, child)  # here too: whoever ends a rank finds its group, however young it is
             return ForkedRank(child)
-        output = run_dir.rank_log(rank) if rank else None
-        _be_rank(command, rank, env, output, prepare)
+        env = {name: value for name, value in env.items() if name != INHERITED}  # a fork closes the lock
+        store = int(env["TRAINRUN_STORE"])
+        if store not in files:
+            os.close(store)  # with rank 0 the port ends
+        _be_rank(command, env, output, prepare)
     raise AssertionError("a rank does not return")
 
 
@@ -219,9 +223,8 @@ def fork_ranks(prepare: Callable[[int], None]) -> None:
 
 def _be_rank(
     command: Sequence[str],
-    rank: int,
-    env: dict[str, str],
-    output: Path | None,
+    env: Mapping[str, str],
+    output: BinaryIO | None,
     prepare: Callable[[int], None] | None,
 ) -> None:
     code = 1
@@ -232,13 +235,12 @@ def _be_rank(
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)
         if output is not None:
-            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)  # pytest has its own
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         if prepare is not None:
-            prepare(rank)
+            prepare(int(env["RANK"]))
         if command[1].endswith(".py"):  # a program of the test's own
             sys.argv = list(command[1:])
             runpy.run_path(command[1], run_name="__main__")

@@ -20,8 +20,9 @@ RANK = """
     import os, time
     from trainrun.config.schema import ParallelConfig
     from trainrun.parallel.devices import is_started_by_launcher
-    from trainrun.parallel.handshake import read_previous_folder, receive_config, send_config
+    from trainrun.parallel.handshake import confirm_config, request_config, send_config
     from trainrun.parallel.worker import run_as_rank
+    from trainrun.runs.torchrun import find_earlier_folder
     from trainrun.folder.run_folder import write_json
 
     assert is_started_by_launcher()
@@ -29,19 +30,22 @@ RANK = """
     if rank == 0 and life == "1":
         time.sleep(1)  # what was left from the first life is there before the new answer
     if rank == 0:
-        assert read_previous_folder(60.0) == (str(run.root) if life == "1" else None)
-    payload = {"folder": str(run.root), "life": life}
-    meeting = send_config(payload, [], 60.0) if rank == 0 else receive_config([], 60.0, lambda payload: "")
+        assert find_earlier_folder() == (str(run.root) if life == "1" else None)
+        payload = {"folder": str(run.root), "life": life}
+        store = send_config(payload, 60.0)
+    else:
+        payload, store = request_config(60.0)
+        assert confirm_config(store, "", 60.0)
 
     def work(parallel, flag):
         if life == "0" and rank == 1:
             os._exit(3)
         total = parallel.sum_over_ranks([rank + 1.0])
-        write_json(run.root / f"seen{rank}.json", {"payload": meeting.payload, "total": total})
+        write_json(run.root / f"seen{rank}.json", {"payload": payload, "total": total})
         return 0
 
     options = ParallelConfig(mode="ddp", accelerator="cpu", timeout_seconds=600.0)
-    sys.exit(run_as_rank(run, options, work, meeting.store))
+    sys.exit(run_as_rank(run, options, work, store))
 """
 
 

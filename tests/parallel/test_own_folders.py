@@ -58,7 +58,7 @@ def start_on_machines(homes: list[Path], *words: str) -> list[ForkedCommand]:
     for rank, home in enumerate(homes):
         env = {
             "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": port,
-            "MASTER_ADDR": "127.0.0.1", "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"),
+            "MASTER_ADDR": "127.0.0.1", "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), f"NAME_{rank}": "x",
         }  # fmt: skip
         ranks.append(ForkedCommand(*words, env=env, folder=home / "work"))
     return ranks
@@ -165,6 +165,14 @@ def test_a_tokenizer_that_is_trained_for_the_run_is_sent(machines: list[Path]) -
 def test_the_folder_of_a_rank_is_named_if_it_cannot_be_made(machines: list[Path]) -> None:
     (machines[1] / "cache").write_text("a file")
     ranks = start_on_machines(machines, *WORDS, APART, "trainer.max_steps=1")
+    printed = ["".join(rank.communicate()) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], printed
+    approve(printed[0].replace(socket.gethostname(), "HOST"))
+    assert not os.path.exists(machines[0] / "work" / "run")
+
+
+def test_a_config_that_another_machine_cannot_read_ends_all_ranks(machines: list[Path]) -> None:
+    ranks = start_on_machines(machines, *WORDS, APART, "run_name=${oc.env:NAME_0}", "trainer.max_steps=1")
     printed = ["".join(rank.communicate()) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2], printed
     approve(printed[0].replace(socket.gethostname(), "HOST"))

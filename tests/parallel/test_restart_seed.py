@@ -28,7 +28,7 @@ def test_a_seed_that_was_drawn_is_kept(workdir: Path, monkeypatch: pytest.Monkey
     write_json(run.status, read_json(run.status) | {"state": "running"})
     for name, value in (RANK | {"TORCHELASTIC_RESTART_COUNT": "1"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torchrun, "read_previous_folder", lambda seconds: str(run.root))
+    monkeypatch.setattr(torchrun, "find_earlier_folder", lambda: str(run.root))
     seen = []
     monkeypatch.setattr(
         runner,

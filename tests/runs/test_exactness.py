@@ -286,3 +286,17 @@ def test_two_ranks_equal_one(name: str, two_ranks: dict[str, Any]) -> None:
     same_rows(two["train"], one["train"], max(LOSS_TOLERANCES[mode], 1e-11))
     same_rows(two["eval"], one["eval"], 1e-12)
     assert two["skipped"] == one["skipped"]
+
+
+UNACCUMULATED = [
+    name for name, words in SCENARIOS.items() if not any("accumulate_grad_batches" in word for word in words)
+]
+
+
+@pytest.mark.parametrize("name", UNACCUMULATED)
+def test_two_ranks_have_the_bits_of_accumulation(name: str, two_ranks: dict[str, Any]) -> None:
+    words = (*SCENARIOS[name], "data.batch_size=4", "trainer.accumulate_grad_batches=2")
+    one, two = json.loads(json.dumps(result(words))), two_ranks[name]
+    assert two["weights"] == one["weights"]
+    assert two["averaged"] == one["averaged"]
+    assert [row["train/loss"] for row in two["train"]] == [row["train/loss"] for row in one["train"]]

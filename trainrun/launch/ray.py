@@ -24,8 +24,9 @@ from trainrun.config.schema import RunConfig
 from trainrun.errors import EXIT_AGAIN, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError
 from trainrun.launch.launch_options import LaunchOptions
 from trainrun.output import print_note, say
-from trainrun.parallel.launch import CLEAN_CODES, END_SECONDS, SETTLE_SECONDS, collect_signals
+from trainrun.parallel.launch import CLEAN_CODES, END_SECONDS, SETTLE_SECONDS
 from trainrun.runtime.machine import signal_at_parent_exit
+from trainrun.runtime.signals import collect_signals
 
 POLL_SECONDS = 0.2
 NOTE_WAITS = 10  # of a second each, until a line says that the cluster has no free machines

@@ -1,9 +1,9 @@
 """The start of ranks under torchrun or Slurm: rank 0 resolves the config and sends it to the other ranks.
 
-1. Every other rank writes a fresh token and its command line. Rank 0 answers each token, so that an answer from before
-   a restart is never used.
+1. Every other rank writes a fresh token. Rank 0 answers each token, so that an answer from before a restart is never
+   used.
 2. Every other rank confirms the answer, or reports why it cannot take part.
-3. Rank 0 sends the verdict: all ranks train, or all exit with the same code.
+3. Rank 0 sends the first of these faults. If there is one, all ranks exit.
 
 The answer contains a fresh prefix for the keys of the process group. torchrun keeps one store over all restarts:
 without the prefix, ranks read the addresses of dead processes (pytorch issue 135712).
@@ -17,9 +17,8 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -34,115 +33,78 @@ ANSWER_SECONDS = 2.0  # for a port to answer
 FOLDER = "trainrun/folder"  # the key of the run folder in the store
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """The result of the handshake.
+def send_config(payload: dict[str, Any], seconds: float) -> Store:
+    """Send `payload` (plain JSON) to every other rank. Return the store for the process group. Called on rank 0.
 
-    payload: the data from rank 0. store: for the process group. exit_code: of all ranks if nothing is trained.
-    """
-
-    payload: dict[str, Any]
-    store: Store
-    exit_code: int | None = None
-
-
-def send_config(
-    payload: dict[str, Any], words: Sequence[str], seconds: float, exit_code: int | None = None
-) -> Meeting:
-    """Send `payload` (plain JSON) to every other rank. Called on rank 0.
-
-    words: the command line, which must be the same on all ranks. exit_code: if set, all ranks exit with it. Raise
-        ConfigError if a rank cannot take part; then all ranks exit with code 2.
+    Raise ConfigError if a rank cannot take part.
     """
     with explain_timeout(seconds, "the other ranks"):
         store = open_store(seconds)
         if "folder" in payload:
             store.set(FOLDER, payload["folder"])
     nonce = uuid.uuid4().hex
-    group = PrefixStore(f"trainrun/group/{nonce}", store)
+    group = PrefixStore(nonce, store)
     answer = json.dumps({"payload": payload, "nonce": nonce})
-    faults: list[str] = []  # why ranks cannot take part
     with explain_lost_contact():
-        for rank, reply in iterate_replies(store, group, answer, seconds):
-            if exit_code is None and reply["words"] != list(words):
-                faults.append(describe_difference(rank, reply["words"], words))
-            elif reply["fault"]:
-                faults.append(reply["fault"])
-        verdict = ConfigError.exit_code if faults else exit_code
-        group.set("verdict", json.dumps(verdict))
-    if verdict is not None:
-        wait_for_other_ranks(group, seconds)
-    if faults:
-        raise ConfigError(faults[0])
-    return Meeting(payload, group, exit_code)
+        fault = answer_ranks(store, group, answer, seconds)
+        group.set("fault", fault)
+        leave_store(group, seconds)
+    if fault:
+        raise ConfigError(fault)
+    return group
 
 
-def iterate_replies(
-    store: Store, group: Store, answer: str, seconds: float
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Answer each token once and yield rank and reply of every other rank. A restarted rank has a new token."""
-    until = time.monotonic() + seconds
-    answered: dict[int, str] = {}
+def answer_ranks(store: Store, group: Store, answer: str, seconds: float) -> str:
+    """Answer the tokens until all other ranks have replied. Return the first fault. Restarted ranks have new tokens."""
+    fault, until = "", time.monotonic() + seconds
+    answered: set[bytes] = set()
     waiting = list(range(1, int(os.environ["WORLD_SIZE"])))
     while waiting:
         for rank in list(waiting):
             hello, reply = f"trainrun/hello/{rank}", f"reply/{rank}"
-            if store.check([hello]) and (token := store.get(hello).decode()) != answered.get(rank):
-                store.set(f"trainrun/answer/{token}", answer)
-                answered[rank] = token
+            if store.check([hello]) and (token := store.get(hello)) not in answered:
+                store.set(f"trainrun/answer/{token.decode()}", answer)
+                answered.add(token)
             if group.check([reply]):
                 waiting.remove(rank)
-                yield rank, json.loads(group.get(reply))
+                fault = fault or group.get(reply).decode()
         if waiting and time.monotonic() > until:
             raise MeetingFailed(describe_wait(seconds, format_ranks(waiting)))
         time.sleep(POLL_SECONDS)
+    return fault
 
 
-def receive_config(
-    words: Sequence[str], seconds: float, fault_of: Callable[[dict[str, Any]], str]
-) -> Meeting:
-    """Request the payload from rank 0 and wait for the verdict. Called on every other rank.
-
-    fault_of: returns why this rank cannot take part in a payload's run; "" if it can.
-    """
-    rank, token = os.environ["RANK"], uuid.uuid4().hex
+def request_config(seconds: float) -> tuple[dict[str, Any], Store]:
+    """Return the payload of rank 0, and the store for the process group. Called on every other rank."""
+    token = uuid.uuid4().hex
     with explain_timeout(seconds, "rank 0"):
         store = open_store(seconds)
-        store.set(f"trainrun/hello/{rank}", token)
+        store.set(f"trainrun/hello/{os.environ['RANK']}", token)
         answer = json.loads(store.get(f"trainrun/answer/{token}"))
-    payload, group = answer["payload"], PrefixStore(f"trainrun/group/{answer['nonce']}", store)
+    return answer["payload"], PrefixStore(answer["nonce"], store)
+
+
+def confirm_config(store: Store, fault: str, seconds: float) -> bool:
+    """Answer a payload. Return whether all ranks can take part. fault: why this rank cannot; "" if it can."""
     with explain_timeout(seconds, "the other ranks"):
-        group.set(f"reply/{rank}", json.dumps({"words": list(words), "fault": fault_of(payload)}))
-        exit_code = json.loads(group.get("verdict"))
-        if exit_code is not None:
-            release_rank_zero(group)
-    return Meeting(payload, group, exit_code)
+        store.set(f"reply/{os.environ['RANK']}", fault)
+        fault_of_any_rank = store.get("fault")
+        leave_store(store, seconds)
+    return not fault_of_any_rank
 
 
-def wait_for_other_ranks(store: Store, seconds: float) -> None:
-    """Wait until the other ranks have called `release_rank_zero`, because the store may end with this process."""
-    keys = [f"bye/{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))]
-    with suppress(LostContact), explain_lost_contact():
-        store.wait(keys, timedelta(seconds=seconds))
-
-
-def release_rank_zero(store: Store) -> None:
-    store.set(f"bye/{os.environ['RANK']}", "")
-
-
-def read_previous_folder(seconds: float) -> str | None:
-    """Return the run folder of the attempt before the restart, on rank 0, from the store of torchrun's agent."""
-    if not has_agent_store():
-        return None
-    with explain_lost_contact():
-        store = open_store(seconds)
-        return store.get(FOLDER).decode() if store.check([FOLDER]) else None
+def leave_store(store: Store, seconds: float) -> None:
+    """Report that this rank has read all. Rank 0, with whose process the store may end, waits for the other ranks."""
+    keys = [f"bye/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
+    with suppress(RuntimeError):  # a rank, or the store, has ended
+        store.set(f"bye/{os.environ['RANK']}", "")
+        if os.environ["RANK"] == "0":
+            store.wait(keys, timedelta(seconds=seconds))
 
 
 def has_agent_store() -> bool:
     """Return whether torchrun's agent hosts the store; otherwise rank 0 does."""
-    is_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return is_of_torchrun and "TRAINRUN_STORE" not in os.environ
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "TRAINRUN_STORE" not in os.environ
 
 
 def open_store(seconds: float) -> Store:
@@ -165,16 +127,6 @@ def open_store(seconds: float) -> Store:
         ) from error
     # two jobs that were given the same address by mistake do not take each other's answers
     return PrefixStore(os.environ.get("SLURM_JOB_ID", ""), store)
-
-
-def describe_difference(rank: int, words: Sequence[str], words_of_rank_0: Sequence[str]) -> str:
-    here = [word for word in words if word not in words_of_rank_0]
-    there = [word for word in words_of_rank_0 if word not in words]
-    return (
-        f"{(here or there or ['the order of the settings'])[0]}: rank {rank} was started with other settings "
-        f"(only there: {' '.join(here) or 'none'}; only on rank 0: {' '.join(there) or 'none'}); start all ranks with "
-        "the same"
-    )
 
 
 @contextmanager

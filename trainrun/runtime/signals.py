@@ -133,6 +133,25 @@ def catch_stops(handler: Handler) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if old is None else old)
 
 
+@contextmanager
+def collect_signals() -> Iterator[list[int]]:
+    """Yield a list to which stop signals are added as they arrive. They have no other effect.
+
+    A repetition within a second was forwarded by another process and is not added; a repeated Ctrl-C is.
+    """
+    received: list[int] = []
+    times: dict[int, float] = {}
+
+    def record_signal(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT or now - times.get(number, -math.inf) >= AGAIN_SECONDS:
+            received.append(number)
+            times[number] = now
+
+    with catch_stops(record_signal):
+        yield received
+
+
 def resolve_watchdog_limit(seconds: float) -> float:
     """Return `trainer.watchdog_seconds` as a limit; 0 means infinity."""
     return seconds or math.inf

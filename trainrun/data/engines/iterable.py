@@ -29,7 +29,7 @@ from trainrun.data.engines.batch_reader import (
 from trainrun.data.engines.generators import SeedGlobals, build_generator, has_parameter, seed_globals
 from trainrun.data.engines.stream import BatchesWrapper
 from trainrun.data.map_style import find_class_name
-from trainrun.data.order.sampler import Plan, build_batch_size_error, build_end_error, compute_rank_bounds
+from trainrun.data.order.sampler import Plan, build_batch_size_error, build_end_error
 from trainrun.data.same_samples import check_same_digests, hash_samples, refuse_shared_memory
 from trainrun.errors import ANY_FAULT, DataError
 from trainrun.interfaces import Batches, KeepsState, MicroBatch
@@ -171,12 +171,9 @@ class StreamReader(IterableDataset[Any]):  # the base class is how torch tells i
 
         first: the position of the first sample of the chunk in its part.
         """
-        plan = self._part_plan
-        begin, end = compute_rank_bounds(len(chunk), plan.rank, plan.world_size)
-        if begin < end:
-            numbers = [position * self.parts + part for position in range(first + begin, first + end)]
-            return self._build_reading(chunk[begin:end], numbers, True)
-        return self._build_reading(chunk[:1], [first], False) if plan.training else None
+        begin, end, real = self._part_plan.compute_bounds(len(chunk))
+        numbers = [position * self.parts + part for position in range(first + begin, first + end)]
+        return self._build_reading(chunk[begin:end], numbers, real) if begin < end else None
 
     def _yield_filler(self, part: int, start: int, position: int) -> Iterator[LoadedBatch]:
         """Yield a filler if other readers may have batches. Raise DataError if no reader has one from `start` on.

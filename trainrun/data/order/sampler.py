@@ -1,7 +1,8 @@
 """Choose the samples of each micro-batch, as a pure function of seed, epoch and position.
 
 A *global* micro-batch is `batch_size * world_size` consecutive entries of the epoch's order. Every rank takes its
-contiguous share of it. So W ranks see the global batches of one rank with a batch W times as large.
+contiguous share of it. So W ranks see the global batches of one rank with a batch W times as large, and each rank sees
+a micro-batch of one process that accumulates gradients over W micro-batches.
 
 Up to `LISTED` samples, the order of an epoch is torch's permutation, a list in memory. Above, it is computed by
 index. So neither the memory nor the time to start and to resume grows with the data.
@@ -144,6 +145,22 @@ class Plan:
     def effective_epoch(self, epoch: int) -> int:
         return epoch if self.training else 0
 
+    def compute_bounds(self, size: int) -> tuple[int, int, bool]:
+        """Return begin and end of the samples of this rank out of `size`, and whether they count.
+
+        In training, the last, short micro-batch fills one rank after the other, as it fills the micro-batches of one
+        process that accumulates gradients. So both sum the same numbers. A rank without samples gets those of rank 0
+        as a filler, with which a layer such as BatchNorm works as well as on rank 0.
+        """
+        if not self.training:
+            begin, end = compute_rank_bounds(size, self.rank, self.world_size)
+            return begin, end, begin < end
+        begin = self.rank * self.batch_size
+        real = begin < size
+        if not real:
+            begin = 0
+        return begin, min(begin + self.batch_size, size), real
+
     def iterate_rank_batches(
         self, epoch: int, start: int, device: torch.device | None = None
     ) -> Iterator[RankBatch]:
@@ -193,10 +210,8 @@ class Plan:
         if whole == self.num_batches:
             return []
         rest = order(torch.arange(whole * self.global_size, self.num_seen))
-        begin, end = compute_rank_bounds(len(rest), self.rank, self.world_size)
-        if begin < end:
-            return [(rest[begin:end], True)]
-        return [(rest[:1], False)] if self.training else []
+        begin, end, real = self.compute_bounds(len(rest))
+        return [(rest[begin:end], real)] if begin < end else []
 
 
 def build_end_error(start: int, num_batches: int) -> DataError:
