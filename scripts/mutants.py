@@ -162,8 +162,8 @@ MUTANTS: Final = (
     Mutant(
         "a filler batch counts",
         "trainrun/data",
-        "return [(rest[:1], False)] if self.training else []",
-        "return [(rest[:1], True)] if self.training else []",
+        "return begin, min(begin + self.batch_size, size), real",
+        "return begin, min(begin + self.batch_size, size), True",
         ("tests/data/test_order.py",),
     ),
     Mutant(
