@@ -181,8 +181,12 @@ class Broken(nn.Module):
     [
         (["parallel.sync_batchnorm=true"], 2, "parallel.sync_batchnorm=true: "),
         (["model=broken.Broken"], 2, "broken here"),
-        (["model=broken.Broken", "model.at=forward"], 1, "broken here"),
-        (["model=broken.Broken", "model.at=forward", "model.only=1"], 1, "broken here"),
+        (["model=broken.Broken", "model.at=forward", "trainer.check_task=false"], 1, "broken here"),
+        (
+            ["model=broken.Broken", "model.at=forward", "trainer.check_task=false", "model.only=1"],
+            1,
+            "broken here",
+        ),
     ],
 )
 def test_a_failure_after_the_ranks_met_is_one_message(
