@@ -125,7 +125,7 @@ def launch_ranks(
             try:
                 with Ranks() as ranks:
                     variables = {**env, "TRAINRUN_ATTEMPT": str(attempt)}
-                    start_ranks(ranks, command_for(attempt), world_size, run_dir, variables)
+                    start_local_ranks(ranks, command_for(attempt), world_size, run_dir, variables)
                     watch_ranks(ranks, received, grace_seconds, alone_seconds)
                     check_ends(ranks, run_dir, alone_seconds)
                 break
@@ -163,7 +163,7 @@ def start_rank(
         )  # fmt: skip
 
 
-def start_ranks(
+def start_local_ranks(
     ranks: Ranks, command: Sequence[str], world_size: int, run_dir: RunDir, env: Mapping[str, str]
 ) -> None:
     """Start all ranks. Rank 0 uses the terminal, and inherits the port of the store; the others write to their logs."""
