@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import trainrun
 from trainrun.cli.main import main
-from trainrun.data.facts import bytes_per_token
+from trainrun.data.facts import find_bytes_per_token
 from trainrun.data.readers.text.text import load
 from trainrun.errors import ConfigError
 
@@ -70,8 +70,8 @@ def test_of_two_texts_with_other_tokens_there_is_none(folder: Path) -> None:
      *(([wrong], None) for wrong in (math.inf, True, -1.0, torch.ones(2), len))],
 )  # fmt: skip
 def test_what_data_say(said: list[object], expected: float | None) -> None:
-    assert bytes_per_token([SimpleNamespace(bytes_per_token=one) for one in said]) == expected
-    assert bytes_per_token([object()]) is None
+    assert find_bytes_per_token([SimpleNamespace(bytes_per_token=one) for one in said]) == expected
+    assert find_bytes_per_token([object()]) is None
 
 
 def test_a_number_of_ones_own_wins(folder: Path) -> None:

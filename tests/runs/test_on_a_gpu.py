@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from faults.evidence import facts_of, same
-from test_resume import WORDS, own, stop_at
+from test_resume import OWN, WORDS, stop_at
 from torch.nn.functional import cross_entropy
 
 import trainrun as package
@@ -26,7 +26,7 @@ from trainrun.model.gpt import Gpt
 from trainrun.optimizer.build_optimizer import build_optimizer
 from trainrun.step.graphs import CudaGraphRecorder
 
-__all__ = ["own"]  # the fixture
+__all__ = ["OWN"]  # the code for the fixture `own`
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),

@@ -10,7 +10,7 @@ import torch
 from approved import approve_error
 from faults.evidence import facts_of, same
 from test_manual_commands import PAGES, files_of
-from test_resume import USER_CODE, stop_at
+from test_resume import OWN, stop_at
 from things import with_setting
 
 import trainrun as package
@@ -56,7 +56,7 @@ def own(workdir: Path) -> Path:
     for name in ("my_gan.py", "my_series.py", "my_lbfgs.py"):
         body = files_of(PAGES["your_own"])[name]
         (workdir / name).write_text(body, encoding="utf-8")
-    (workdir / "own.py").write_text(USER_CODE, encoding="utf-8")
+    (workdir / "own.py").write_text(OWN, encoding="utf-8")
     (workdir / "tied.py").write_text(
         "from torch import nn\n"
         "class Tied(nn.Module):\n"

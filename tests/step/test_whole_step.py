@@ -10,7 +10,7 @@ import pytest
 import torch
 from approved import refused
 from exact_parts import CLASSES, FEATURES, Capped, Net, Recorder, fitted, parts_of
-from test_resume import WORDS, facts_of, own, same, stop_at
+from test_resume import OWN, WORDS, facts_of, same, stop_at
 from torch import Tensor, nn
 
 from trainrun.cli.main import main
@@ -19,7 +19,7 @@ from trainrun.step.graphs import record_graph
 from trainrun.train_state import TrainState
 from trainrun.training.components import Components
 
-__all__ = ["Capped", "own"]  # the fixture
+__all__ = ["OWN", "Capped"]  # the code for the fixture `own`
 STEP = ("trainer.compile=step", "trainer.compile.backend=eager")  # traced like any other, and run as traced
 DOUBLE = ("precision=64-true", "trainer.max_epochs=4")
 
