@@ -374,7 +374,9 @@ def student_probability(bound: float, degrees: int) -> float:
 
 
 def split_confidence(confidence: float, chances: int) -> float:
-    """Return the confidence of each of several statements so that all together have the given one (Bonferroni)."""
+    """Return the confidence that each of `chances` statements needs, so that all are true with `confidence`
+    (Bonferroni).
+    """
     return 1 - (1 - confidence) / max(chances, 1)
 
 

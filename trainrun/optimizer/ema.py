@@ -46,7 +46,7 @@ class WeightSwap:
 
     @contextmanager
     def swap_weights_in(self) -> Iterator[None]:
-        """Put the other weights into the model inside the block. A nested block changes nothing."""
+        """Put the averaged weights into the model inside the block. A block inside another one changes nothing."""
         if self._weights is not None:
             yield
             return
@@ -228,7 +228,9 @@ class OptimizerAverage:
         """Do nothing: the optimizers update their averages themselves."""
 
     def swap_weights_in(self) -> AbstractContextManager[None]:
-        """Put the weights for evaluation into the model inside the block; restore its own afterwards, bit for bit."""
+        """Put the averaged weights into the model inside the block, and restore the trained ones afterwards, bit for
+        bit.
+        """
         return self.swap.swap_weights_in()
 
     def _switch_to_evaluation(self) -> None:

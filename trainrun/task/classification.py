@@ -141,7 +141,7 @@ class Classification:
         if target.is_floating_point():
             return compute_soft_target_step(self, logits, target)
         if not self.checked:
-            self._check(logits, target)
+            self._check_first_batch(logits, target)
         elif logits.ndim != target.ndim + 1:
             needed = ", ".join([str(len(target)), "classes", *map(str, target.shape[1:])])
             raise build_dimension_error(logits, f"({needed})")
@@ -211,8 +211,10 @@ class Classification:
             right &= target != self.ignore_index
         return torch.count_nonzero(right)
 
-    def _check(self, logits: Tensor, target: Tensor) -> None:
-        """Check the first batch, because the check waits for the device, and move the loss to the model's device."""
+    def _check_first_batch(self, logits: Tensor, target: Tensor) -> None:
+        """Check the targets of the first batch, and move the loss to their device. Later batches are not checked,
+        because a check waits for the device.
+        """
         check_target_type(logits, target)
         check_logit_shapes(logits, target)
         ignores = target.ndim > 1 and self.ignore_index is not None

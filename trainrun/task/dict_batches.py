@@ -90,8 +90,8 @@ def _assign_named_inputs(
     names, *_ = inspect_forward(find_forward(model))
     raise PluginError(
         f"model: {type(unwrap_model(model)).__name__}.forward has the arguments {', '.join(names[1:]) or 'none'}, "
-        f"but a batch has {', '.join(map(str, inputs))}; give both the same names, or name the field of the inputs "
-        f"{INPUT_KEYS[0]}"
+        f"but a batch has {', '.join(map(str, inputs))}; give both the same names, or call the field of the inputs "
+        f"{INPUT_KEYS[0]!r}"
     )
 
 

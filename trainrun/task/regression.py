@@ -75,7 +75,7 @@ class Regression:
         if output.shape != target.shape:
             raise build_shape_error(output, target)
         if not self.checked:
-            self._check(output, target)
+            self._check_first_batch(output, target)
             if self.metrics is not None:
                 self.metrics.check(output, target, weight is not None)
         if target.dtype is not output.dtype:
@@ -148,7 +148,7 @@ class Regression:
             raise build_mean_loss_error(self.loss)
         return loss
 
-    def _check(self, output: Tensor, target: Tensor) -> None:
+    def _check_first_batch(self, output: Tensor, target: Tensor) -> None:
         """Raise DataError for complex targets and move the loss to the model's device; for the first batch only."""
         if target.is_complex():
             raise DataError(f"data: the targets are {target.dtype}, but task=regression needs real numbers")

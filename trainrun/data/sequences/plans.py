@@ -63,8 +63,8 @@ def sort_by_length(lengths: Array, seed: int, shuffle: bool, descending: bool = 
 def pack_rows(lengths: Array, width: int, seed: int, shuffle: bool) -> Groups:
     """Pack sequences into rows of at most `width` positions: best fit, longest first.
 
-    A new row begins only for a sequence that fits into no earlier row. So `collate.place_in_rows` gives the same rows
-    for the samples of any rows in the order of their numbers. O(n) steps on a bit set of free spaces.
+    A new row begins only for a sequence that fits into no earlier row. So `collate.place_in_rows`, which places
+    sequences one after the other, finds the same rows again. Time: O(n), with a bit set of the spaces that are free.
     """
     rows: list[list[int]] = []
     with_space: list[list[int]] = [[] for _ in range(width + 1)]  # rows by the space that is left in them

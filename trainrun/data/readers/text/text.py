@@ -174,13 +174,13 @@ def find_sample_bounds(
     """Return the first tokens and the ends of the samples of a split, (N,) each."""
     middle = tokens.num_training
     if kind == "blocks":
-        begin, end = _cut(len(tokens), part, middle)
+        begin, end = _find_split_bounds(len(tokens), part, middle)
         begins = begin + block_size * np.arange(max(end - begin - 1, 0) // block_size, dtype=np.int64)
         return begins, begins + block_size + 1
     begins, ends = np.append(0, tokens.sample_ends[:-1])[: len(tokens.sample_ends)], tokens.sample_ends
     long = ends - begins >= 2
     middle = None if middle is None else int(np.searchsorted(ends[long], middle, side="right"))
-    begin, end = _cut(int(long.sum()), part, middle)
+    begin, end = _find_split_bounds(int(long.sum()), part, middle)
     return begins[long][begin:end], ends[long][begin:end]
 
 
@@ -199,7 +199,7 @@ def read_held_share(found: SplitFiles) -> float:
     return found.request.val_fraction if found.shares_training_files else 0.0
 
 
-def _cut(number: int, part: Part, middle: int | None) -> tuple[int, int]:
+def _find_split_bounds(number: int, part: Part, middle: int | None) -> tuple[int, int]:
     """Return the begin and end of a split among `number` tokens or samples. middle: the begin of the validation."""
     if part.is_own:
         return 0, number
