@@ -169,7 +169,7 @@ def test_a_run_folder_is_never_written_over(project: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize(("model", "cause"), [("Forgetful", "forgotten"), ("Quitting", "own.py line ")])
 def test_a_failed_run_says_so_in_its_folder(project: Path, model: str, cause: str) -> None:
-    assert main([f"model=own.{model}", *SHORT, "output_dir=run"]) == 1
+    assert main([f"model=own.{model}", "trainer.check_task=false", *SHORT, "output_dir=run"]) == 1
     status = json.loads((project / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 1)
     assert cause in status["message"]
@@ -245,12 +245,14 @@ def test_the_traceback_is_there_for_who_asks(
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(("check", "code"), [("true", 2), ("false", 1)])  # before the first step, or in it
 @pytest.mark.parametrize("parallel", ["single", "ddp"])
 def test_a_bug_of_the_users_shows_their_line(
-    project: Path, capsys: pytest.CaptureFixture[str], parallel: str
+    project: Path, capsys: pytest.CaptureFixture[str], parallel: str, check: str, code: int
 ) -> None:
     line = CODE.splitlines().index("        return self.forgotten(x)") + 1
-    assert main(["model=own.Forgetful", f"parallel={parallel}", *SHORT]) == 1
+    words = ["model=own.Forgetful", f"parallel={parallel}", f"trainer.check_task={check}", *SHORT]
+    assert main(words) == code
     said = capsys.readouterr().err
     assert "no attribute 'forgotten'" in said
     assert f"own.py line {line}" in said or f'own.py", line {line}' in said
@@ -314,7 +316,7 @@ def test_checkpoints_of_another_run_are_not_mixed_with_new_ones(
 
 
 def test_a_failure_leaves_no_config_of_a_resume_to_the_next_run(project: Path) -> None:
-    assert main(["output_dir=r", "model=own.Forgetful", *SHORT]) == 1
+    assert main(["output_dir=r", "model=own.Forgetful", "trainer.check_task=false", *SHORT]) == 1
     Path("r/.config-before.yaml").write_bytes(Path("r/config.yaml").read_bytes())  # as kill -9 leaves it
     assert main(["output_dir=r", *SHORT]) == 0
     assert not Path("r/.config-before.yaml").exists()

@@ -62,7 +62,7 @@ def check_schedule_node(key: str, node: dict[str, Any]) -> list[str]:
     arguments = {name: value for name, value in node.items() if name not in SCHEDULE_KEYS}
     if not arguments.get("_target_") or arguments == CONSTANT:
         return []
-    filled_in = tuple(f"{key}.{name}: {arguments['_target_']} needs it" for name in LENGTHS)
+    filled_in = tuple(f"{key}.{name}: " for name in LENGTHS if name not in arguments)
     faults = check_node_arguments(arguments, key, ["optimizer"], SCHEDULE_KEYS)
     return [fault for fault in faults if not fault.startswith(filled_in)]
 
