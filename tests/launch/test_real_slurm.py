@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -109,9 +109,22 @@ def cluster(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["scancel", "--user=root"], check=False)
-        for process in (folder / "n1/slurmd.pid", folder / "n2/slurmd.pid", folder / "slurmctld.pid"):
-            if process.exists():
-                os.kill(int(process.read_text()), signal.SIGTERM)
+        end_daemons(str(folder))
+
+
+def end_daemons(folder: str) -> None:
+    """End the daemons of a cluster, and the steps that they started. A daemon waits for its steps, which may hang."""
+    daemons = []
+    for process in psutil.process_iter(["name", "environ"]):
+        environment = process.info["environ"] or {}
+        if process.info["name"].startswith("slurm") and environment.get("SLURM_CONF", "").startswith(folder):
+            daemons += [process, *process.children(recursive=True)]
+    for process in daemons:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    for process in psutil.wait_procs(daemons, timeout=5)[1]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def jobs() -> list[str]:
@@ -120,17 +133,16 @@ def jobs() -> list[str]:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + 180
+    until = time.monotonic() + 900
     while not is_so():
         logs = [path.read_text() for path in Path().glob("*/slurm*.log")]
         assert time.monotonic() < until, (jobs(), logs)
         time.sleep(0.2)
 
 
-def start_pending_job() -> None:
-    """Start a job that waits to be requeued: Slurm itself would wait for two minutes."""
+def update_job(setting: str) -> None:
     (job,) = jobs()
-    subprocess.run(["scontrol", "update", f"JobId={job.split()[0]}", "StartTime=now"], check=True)
+    subprocess.run(["scontrol", "update", f"JobId={job.split()[0]}", setting], check=True)
 
 
 def ranks_of(node: str) -> list[psutil.Process]:
@@ -156,12 +168,14 @@ def check_bits_of_local_ranks(run: RunDir) -> None:
     assert all(torch.equal(value, right[name]) for name, value in left.items())
 
 
-def test_a_job_trains_over_two_nodes(cluster: None, workdir: Path) -> None:
-    assert main([*WORDS, "trainer.max_steps=4"]) == 0
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_job_trains_over_two_nodes(devices: int, cluster: None, workdir: Path) -> None:
+    words = [word.replace("devices=1", f"devices={devices}") for word in WORDS]
+    assert main([*words, "trainer.max_steps=4"]) == 0
     wait_until(lambda: not jobs())
     run = RunDir(workdir / "run")
     assert read_json(run.status)["state"] == "done", (run.root / "slurm.log").read_text()
-    assert read_identity(run)["batch"]["ranks"] == 2
+    assert read_identity(run)["batch"]["ranks"] == 2 * devices
 
 
 def test_a_job_that_is_warned_saves_and_is_queued_again(cluster: None, workdir: Path) -> None:
@@ -178,13 +192,17 @@ def test_a_job_that_is_warned_saves_and_is_queued_again(cluster: None, workdir: 
 
 def test_a_time_limit_is_followed_by_the_bits_of_a_run_without_one(cluster: None, own: Path) -> None:
     (own / "pause").write_text("0.7")
-    assert main([*WORDS, *TRAINING, "launch.time=2"]) == 0
+    began = time.monotonic()
+    assert main([*WORDS, *TRAINING, "launch.time=60"]) == 0
     run = RunDir(own / "run")
+    wait_until(lambda: num_saved() > 0)
+    minutes = int(time.monotonic() - began) // 60 + 4  # so the end is nearer than the 300 s of the signal
+    update_job(f"TimeLimit={minutes}")
     wait_until(lambda: run.status.exists() and read_json(run.status)["state"] == "stopped")
     assert read_json(run.status)["exit_code"] == 75
     (own / "pause").unlink()
     wait_until(lambda: [job.split()[1] for job in jobs()] == ["PENDING"])
-    start_pending_job()
+    update_job("StartTime=now")  # Slurm itself would wait for two minutes
     wait_until(lambda: not jobs())
     assert read_json(run.status)["state"] == "done"
     check_bits_of_local_ranks(run)
@@ -217,8 +235,9 @@ def test_a_node_that_is_down_has_the_job_queued_again(cluster: None, own: Path) 
     wait_until(lambda: not ranks_of("n1"))
     (own / "pause").unlink()
     start_node("n2")
-    subprocess.run(["scontrol", "update", "NodeName=n2", "State=RESUME"], check=True)
-    start_pending_job()
+    # refused if the node has come back by itself
+    subprocess.run(["scontrol", "update", "NodeName=n2", "State=RESUME"], check=False)
+    update_job("StartTime=now")  # Slurm itself would wait for two minutes
     wait_until(lambda: not jobs())
     check_bits_of_local_ranks(RunDir(own / "run"))
 
