@@ -258,3 +258,18 @@ def test_other_kinds_of_samples_are_read_through_it_as_before(tmp_path: Path) ->
     kept = open_cache(Made("dict"), f"disk:{tmp_path}", "data.train")
     assert same(kept[3], Made("dict")[3])
     assert np.isfinite(list_caches([tmp_path])[0].used)
+
+
+def test_caches_that_are_built_at_the_same_time_make_room_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_to(monkeypatch, 1.3)
+    first = closed(1, tmp_path, 100)
+    with (
+        column_store.make_draft_folder(tmp_path / "b") as one,
+        column_store.make_draft_folder(tmp_path / "c") as other,
+    ):
+        room.make_room(one, 500_000, "b", lambda line: None)
+        assert first.exists()
+        room.make_room(other, 500_000, "c", lambda line: None)
+        assert not first.exists()

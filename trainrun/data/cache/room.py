@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ LIMIT = "TRAINRUN_CACHE_GB"
 SHARE = 0.1  # of the disk, where the limit is not set
 META, SOURCE = "meta.json", "source"  # files of a folder; its arrays are .npy files
 DRAFT = ".making-"  # begins the name of an unfinished folder
+RESERVED = "reserved"  # a file in an unfinished folder: the bytes that its builder will write
 
 
 class DiskCache(NamedTuple):
@@ -125,37 +126,62 @@ def read_limit(folder: Path) -> int:
     return int(limit)
 
 
-def make_room(folder: Path, needed: int, where: str, say: Callable[[str], object]) -> None:
+def make_room(draft: Path, needed: int, where: str, say: Callable[[str], object]) -> None:
     """Remove caches until `needed` more bytes fit under the limit and on the disk, the least recently used first.
 
-    A cache in use stays. where: begins messages. Raise OSError if the new cache alone is above the limit, or if the
+    A cache in use stays. draft: the unfinished folder, for which the bytes are reserved, because several processes may
+    build at the same time. where: begins messages. Raise OSError if the new cache alone is above the limit, or if the
     disk is too full.
     """
+    folder = draft.parent
     needs, limit = f"it needs about {format_quantity(needed)}B", read_limit(folder)
     if needed > limit:
         raise OSError(f"{needs}, and caches on this disk may take {format_quantity(limit)}B ({LIMIT})")
     record_folder(folder)
     remove_unfinished_folders(folder)
-    device = folder.stat().st_dev
-    here = [other for other in {*list_cache_folders(), folder.resolve()} if other.stat().st_dev == device]
-    caches = list_caches(here)
-    total = sum(cache.num_bytes for cache in caches)
-    for cache in caches:
-        if total + needed <= limit and needed <= shutil.disk_usage(folder).free:
-            break
-        if cache.remove():
-            total -= cache.num_bytes
+    with lock_exclusively(folder):
+        device = folder.stat().st_dev
+        here = [other for other in {*list_cache_folders(), folder.resolve()} if other.stat().st_dev == device]
+        caches = list_caches(here)
+        total = sum(cache.num_bytes for cache in caches) + sum(map(count_reserved_bytes, here))
+        for cache in caches:
+            if total + needed <= limit and needed <= shutil.disk_usage(folder).free:
+                break
+            if cache.remove():
+                total -= cache.num_bytes
+                say(
+                    f"{where}: removed the least recently used cache {cache.path} ({format_quantity(cache.num_bytes)}B)"
+                )
+        if total + needed > limit:
             say(
-                f"{where}: removed the least recently used cache {cache.path} ({format_quantity(cache.num_bytes)}B)"
+                f"{where}: caches in use take {format_quantity(total)}B, so with this one they are above the limit of "
+                f"{format_quantity(limit)}B ({LIMIT})"
             )
-    if total + needed > limit:
-        say(
-            f"{where}: caches in use take {format_quantity(total)}B, so with this one they are above the limit of "
-            f"{format_quantity(limit)}B ({LIMIT})"
-        )
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(f"{needs}, {format_quantity(free)}B are free")
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            raise OSError(f"{needs}, {format_quantity(free)}B are free")
+        (draft / RESERVED).write_text(str(needed))
+
+
+@contextmanager
+def lock_exclusively(folder: Path) -> Iterator[None]:
+    """Wait for the lock of a folder and hold it inside the block."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def count_reserved_bytes(folder: Path) -> int:
+    """Return the bytes that the unfinished caches in a folder will have."""
+    total = 0
+    for file in folder.glob(f"{DRAFT}*/{RESERVED}"):
+        with suppress(OSError, ValueError):  # the cache is finished, or gone
+            total += int(file.read_text())
+    return total
 
 
 def _run_locked(path: Path, action: Callable[[], None]) -> bool:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainrun.data.cache.room import META, SOURCE, cache_home, make_room, open_cache_for_reading
+from trainrun.data.cache.room import META, RESERVED, SOURCE, cache_home, make_room, open_cache_for_reading
 from trainrun.data.readers.column_store import make_draft_folder, sync_folder
 from trainrun.data.readers.records.record import META_NAME
 from trainrun.errors import DataError
@@ -141,6 +141,7 @@ def find_or_download(store: Any, url: str, listed: dict[str, dict[str, Any]]) ->
             if not path.is_dir():
                 download_files(store, url, listed, draft)
                 os.rename(draft, path)
+                (path / RESERVED).unlink(missing_ok=True)
                 sync_folder(path.parent)
     raise OSError(f"{path} is removed again and again")
 
@@ -156,7 +157,7 @@ def lock_folder(path: Path) -> bool:
 def download_files(store: Any, url: str, listed: dict[str, dict[str, Any]], folder: Path) -> None:
     """Download files into a folder, and then write the file that describes them."""
     num_bytes = sum(info["size"] for info in listed.values())
-    make_room(folder.parent, num_bytes, url, print_note)
+    make_room(folder, num_bytes, url, print_note)
     print_note(
         f"{url}: downloading {format_count(len(listed), 'file')}, {format_quantity(num_bytes)}B, to {folder.parent}"
     )

@@ -28,7 +28,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from trainrun.data.cache.room import DRAFT, META, SOURCE, cache_home, make_room, open_cache_for_reading
+from trainrun.data.cache.room import (
+    DRAFT,
+    META,
+    RESERVED,
+    SOURCE,
+    cache_home,
+    make_room,
+    open_cache_for_reading,
+)
 from trainrun.data.readers.free_space import check_free_memory
 from trainrun.data.readers.mapped_files import map_array
 from trainrun.errors import DataError
@@ -223,9 +231,10 @@ def open_or_build(
                     shutil.rmtree(path, ignore_errors=True)
         with make_draft_folder(path) as draft:
             if not path.is_dir():
-                make_room(folder, num_bytes, source, report)
+                make_room(draft, num_bytes, source, report)
                 build_columns(draft, source, build)
                 os.rename(draft, path)
+                (path / RESERVED).unlink(missing_ok=True)
                 sync_folder(folder)
     raise OSError(f"{path} is removed again and again")
 
